@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,6 +122,14 @@ def says(wire: WireMessage, message: Message) -> bool:
             for call, own in zip(calls, own_calls, strict=True)
         )
     )
+
+
+def is_json_object(text: str) -> bool:
+    """Whether a call's arguments are one: servers refuse a conversation with others."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def whole_text(text: str) -> str:

@@ -35,7 +35,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     wanted_fields,
 )
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
-from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens
+from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     TOKEN_IDS,
@@ -157,7 +157,9 @@ class ConversationEngine:
     async def _ask_own(self, own: LLMEngine, messages: Sequence[Message], call: _Call) -> Completion:
         offered = call.turn.offered if call.turn else ()
         started = time.perf_counter()
-        [completion] = await own.complete(messages, tools=offered, n=1, sampling=call.sampling)
+        # With calls that the SDK corrected: servers refuse a conversation with arguments that are no JSON.
+        sent = with_calls_of(messages, call.prompt)
+        [completion] = await own.complete(sent, tools=offered, n=1, sampling=call.sampling)
         with self._counting:
             response = response_of(completion, call.llm)
         return self._answered(call, completion, response, time.perf_counter() - started)

@@ -13,6 +13,8 @@ from openhands.sdk.llm import LLM, ImageContent, LLMResponse, MessageToolCall, T
 from openhands.sdk.llm import Message as SdkMessage
 from openhands.sdk.tool import ToolDefinition
 
+from openhands_rl_plugin.core.messages import is_json_object
+from openhands_rl_plugin.core.reasoning import reasoning_in
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Tokens, ToolCall
 
 _numbers = itertools.count()
@@ -37,15 +39,16 @@ class SampledCalls:
     """The tool calls of a conversation as they were sampled.
 
     The SDK repairs a call, writes its arguments anew and replays that: for the model another text than it sampled.
+    Where the arguments are no JSON object, the SDK's form stays: servers refuse such a history.
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[str, list[ToolCall]] = {}
+        self._by_id: dict[str, list[ToolCall | None]] = {}
 
     def add(self, message: Message) -> None:
         """Remember the calls of an answer that is executed."""
         for call in message.tool_calls:
-            self._by_id.setdefault(call.id, []).append(call)
+            self._by_id.setdefault(call.id, []).append(call if is_json_object(call.arguments) else None)
 
     def copied(self) -> SampledCalls:
         """The same calls, for a conversation that goes on by itself."""
@@ -72,7 +75,8 @@ class SampledCalls:
         at = seen[call.id] = seen.get(call.id, 0) + 1
         if at > len(known):
             return call
-        own = known[-at]
+        if (own := known[-at]) is None:
+            return call
         return call.model_copy(update={"name": own.name, "arguments": own.arguments})
 
 
@@ -94,6 +98,21 @@ class OfferedTools:
         return self._offered
 
 
+def with_calls_of(messages: Sequence[Message], prompt: Sequence[SdkMessage]) -> list[Message]:
+    """The messages of a tree, with their tool calls as ``prompt``, which is the same conversation, has them."""
+    return [
+        message if not message.tool_calls else message.model_copy(update={"tool_calls": _calls_of(sent)})
+        for message, sent in zip(messages, prompt, strict=True)
+    ]
+
+
+def _calls_of(message: SdkMessage) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall.model_construct(id=call.id, name=call.name, arguments=call.arguments)
+        for call in message.tool_calls or ()
+    )
+
+
 def has_images(messages: Sequence[SdkMessage]) -> bool:
     """Whether any message shows an image, which only the SDK's own LLM can send."""
     return any(isinstance(part, ImageContent) for message in messages for part in message.content)
@@ -107,6 +126,8 @@ def response_of(completion: Completion, llm: LLM) -> LLMResponse:
         for call in said.tool_calls
     ]
     message = {"role": "assistant", "content": said.content, "tool_calls": calls or None}
+    if thought := reasoning_in(completion.metadata):
+        message["reasoning_content"] = thought
     raw = ModelResponse(
         id=f"rl-{time.time_ns():x}-{next(_numbers)}",
         model=completion.policy.served_name if completion.policy else llm.model,
@@ -145,7 +166,7 @@ def show_tokens(raw: ModelResponse, choice: Choices, tokens: Tokens | None) -> N
 
 
 def chunks_of(response: LLMResponse) -> list[ModelResponseStream]:
-    """The answer as a stream would have brought it, in two chunks.
+    """The answer as a stream would have brought it, in whole parts: reasoning, text with calls, the end.
 
     A streamed answer brings no prompt ids through litellm, so it is sampled whole and streamed afterwards.
     """
@@ -161,9 +182,9 @@ def chunks_of(response: LLMResponse) -> list[ModelResponseStream]:
         }
         for at, call in enumerate(response.message.tool_calls or ())
     ]
-    delta = Delta(role="assistant", content=choice.message.content, tool_calls=calls or None)
-    ends = StreamingChoices(index=0, delta=Delta(), finish_reason=choice.finish_reason)
-    return [
-        ModelResponseStream(id=raw.id, model=raw.model, choices=[each])
-        for each in (StreamingChoices(index=0, delta=delta), ends)
-    ]
+    thought = response.message.reasoning_content
+    deltas = [Delta(role="assistant", reasoning_content=thought)] if thought else []
+    deltas.append(Delta(role="assistant", content=choice.message.content, tool_calls=calls or None))
+    parts = [StreamingChoices(index=0, delta=delta) for delta in deltas]
+    parts.append(StreamingChoices(index=0, delta=Delta(), finish_reason=choice.finish_reason))
+    return [ModelResponseStream(id=raw.id, model=raw.model, choices=[each]) for each in parts]

@@ -81,6 +81,8 @@ class _Call(_Wire):
 
 class _AnswerMessage(_Wire):
     content: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
     tool_calls: tuple[_Call, ...] | None = None
     provider_specific_fields: _Fields | None = None
 
@@ -142,7 +144,7 @@ def completions_from(
             usage=_usage(answer.usage) if at == 0 else Usage(),
             policy=policy,
             sampling=sampling,
-            metadata={"response_id": answer.id, "attempts": attempts},
+            metadata={"response_id": answer.id, "attempts": attempts, **_reasoning(choice.message)},
         )
         for at, choice in enumerate(answer.choices)
     ]
@@ -158,6 +160,11 @@ def _message(message: _AnswerMessage) -> Message:
         # Templates insert white space between text and calls; it cannot be distinguished from that of the model.
         content = content.strip() or None
     return Message(role="assistant", content=content, tool_calls=calls)
+
+
+def _reasoning(message: _AnswerMessage) -> JsonObject:
+    thought = message.reasoning_content or message.reasoning
+    return {"reasoning_content": thought} if thought else {}
 
 
 def _tokens(answer: _Answer, choice: _Choice) -> Tokens | None:

@@ -6,11 +6,10 @@ longer begins with what was sampled, and its token ids are stored again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from openhands_rl_plugin.core.messages import WireMessage, says
+from openhands_rl_plugin.core.messages import WireMessage, is_json_object, says
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import ToolCall
 from openhands_rl_plugin.models.gateway.json_text import dump_object
@@ -75,13 +74,8 @@ def _unique_calls(tree: EpisodeTree) -> Mapping[str, ToolCall]:
 
 def _put_back(call: WireMessage, sampled: Mapping[str, ToolCall]) -> WireMessage:
     own, said = sampled.get(call.get("id") or ""), call["function"]
-    if own is None or (own.name, own.arguments) == (said["name"], said["arguments"]) or not _is_object(own.arguments):
+    if own is None or (own.name, own.arguments) == (said["name"], said["arguments"]):
+        return call
+    if not is_json_object(own.arguments):
         return call
     return {**call, "function": {**said, "name": own.name, "arguments": own.arguments}}
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 MARKERS = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
@@ -95,7 +95,7 @@ class ScriptedModel:
         tools = json.dumps(body["tools"]) if body.get("tools") else ""
         return JSONResponse({"count": len(self.prompt_ids(body["messages"])) + len(tools)})
 
-    async def answer(self, request: Request) -> JSONResponse:
+    async def answer(self, request: Request) -> Response:
         """The route."""
         body = await request.json()
         self.at_once += 1
@@ -118,6 +118,8 @@ class ScriptedModel:
         document = completion(body, answer, f"chatcmpl-{self._count}", prompt, sampled, logprobs)
         if self.cached is None:
             del document["usage"]["prompt_tokens_details"]
+        if body.get("stream"):
+            return StreamingResponse(chunks(document), media_type="text/event-stream")
         return JSONResponse(document)
 
 
@@ -148,6 +150,30 @@ def completion(
     }
 
 
+def chunks(document: dict[str, Any]) -> Iterator[str]:
+    """The response document as a stream of server-sent events: text in pieces, then calls, then usage."""
+    [choice] = document["choices"]
+    message = choice["message"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant"}]
+    for name in ("reasoning_content", "content"):
+        text = message.get(name) or ""
+        deltas += [{name: text[at : at + 7]} for at in range(0, len(text), 7)]
+    for at, one in enumerate(message.get("tool_calls") or ()):
+        deltas.append({"tool_calls": [{"index": at, **one}]})
+    shared = {**document, "object": "chat.completion.chunk"}
+    usage = shared.pop("usage")
+    for delta in deltas:
+        yield _event({**shared, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    reason = "tool_calls" if message.get("tool_calls") else choice["finish_reason"]
+    yield _event({**shared, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+    yield _event({**shared, "choices": [], "usage": usage})
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
 def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
     """Every message, then the marker after which the assistant goes on."""
     ids: list[int] = []
@@ -159,7 +185,7 @@ def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
 def message_ids(message: dict[str, Any]) -> list[int]:
     """Text and tool calls as bytes, then the end marker."""
     content = message.get("content") or ""
-    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    text = content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
     for one in message.get("tool_calls") or ():
         text += f"<{one['function']['name']}>{one['function']['arguments']}"
     return [*text.encode(), END]

@@ -20,6 +20,8 @@ def _installed(package: str) -> bool:
 
 collect_ignore_glob = [] if _installed("openhands-sdk") and not _installed("openhands-ai") else ["test_*.py"]
 
+pytest.register_assert_rewrite("side_by_side")
+
 # Before the SDK is imported: its own files in the user's home, and its banner.
 os.environ.setdefault("OPENHANDS_SUPPRESS_BANNER", "1")
 os.environ.setdefault("OH_PERSISTENCE_DIR", tempfile.mkdtemp(prefix="rl-v1-"))

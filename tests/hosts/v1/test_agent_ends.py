@@ -155,7 +155,7 @@ async def test_closing_one_of_two_conversations_of_an_agent_leaves_the_other_ope
 PROGRAM = """
 import sys
 from pathlib import Path
-sys.path[:0] = ["tests/helpers", "tests/helpers/servers"]
+sys.path[:0] = ["tests/helpers/sdk", "tests/helpers/servers"]
 from scripted_model import serve
 from sdk_play import converse, finish, make_agent, make_llm
 with serve() as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,11 @@ async def test_a_call_that_cannot_be_read_is_answered_and_recorded(server: Scrip
     episode = await play(server, "malformed", workspace, [*wrong, finish()])
     assert episode.stop is StopReason.TERMINATED
     assert [node.message.tool_calls[0].arguments for node in episode.nodes if node.sampled][1] == "not json"
-    assert [node.tokens.extends for node in episode.nodes if node.tokens] == [False, True, True]
+    # Newer releases replay arguments that are no JSON in another form, because servers refuse such a request.
+    last = server.requests["malformed"][-1]["messages"][-2]["tool_calls"][0]["function"]["arguments"]
+    kept = last == "not json"
+    assert kept or isinstance(json.loads(last), dict)
+    assert [node.tokens.extends for node in episode.nodes if node.tokens] == [False, True, kept]
 
 
 async def test_actions_and_completions_belong_together(server: ScriptedModel, workspace: Path) -> None:
