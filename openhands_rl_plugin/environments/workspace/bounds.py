@@ -1,9 +1,9 @@
 """What the first process of a sandbox counts: processes and memory where no control group bounds them, and the blocks
 of the workspace. Who goes beyond a bound is ended.
 
-Like ``supervisor.py``, whose text follows this one, this text is executed in the sandbox and uses the standard library
-only. With a command as arguments it runs that alone: ``python -I -S -c <text> BOUNDS COMMAND...``, where ``BOUNDS`` is
-JSON: ``{"processes", "memory", "disk", "folder", "grouped", "isolated"}``; a bound of 0 is none.
+Like ``supervisor.py``, which uses it, this file is executed in the sandbox and uses the standard library only. With a
+command as arguments it runs that alone: ``python -I -S -c <text> BOUNDS COMMAND...``, where ``BOUNDS`` is JSON:
+``{"processes", "memory", "disk", "folder", "grouped", "isolated"}``; a bound of 0 is none.
 """
 
 from __future__ import annotations

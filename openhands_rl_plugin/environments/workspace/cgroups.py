@@ -32,12 +32,19 @@ class ControlGroup:
     folders: tuple[Path, ...]
 
     def add(self, pid: int) -> None:
-        """Put a process into the group, without those that it has started already. Raises ``OSError``.
-
-        The first one in a while takes the kernel ten milliseconds, which a starting program need not wait for.
-        """
+        """Put a process into the group, without those that it has started already. Raises ``OSError``."""
         for folder in self.folders:
             (folder / "cgroup.procs").write_text(str(pid))
+
+    def add_starting(self, pid: int) -> None:
+        """``add`` and ``add_family`` for a program that starts meanwhile, or has ended. Raises ``OSError``.
+
+        The first process in a while takes the kernel ten milliseconds, those right after it none: ``add_family`` has
+        little left to do when the program has started.
+        """
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            self.add(pid)
+            self.add_family(pid)
 
     def add_family(self, pid: int) -> None:
         """Put what ``pid`` has started into the group, which starts nothing meanwhile. Raises ``OSError``."""

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
+import marshal
 from collections.abc import Sequence
 from importlib.resources import files
 
 from openhands_rl_plugin.core.types import Frozen
 
 _BOUNDS = "openhands_rl_plugin.environments.workspace.bounds"
-_BOTH = """{before}import sys, types
+# Compiling takes as long as Python takes to start, so it is done once, and what was compiled is read from stdin.
+_READ = """{before}import marshal, os, sys, types
+left, code = int.from_bytes(os.read(0, 4)), b""
+while left:
+    part = os.read(0, left)
+    if not part:
+        sys.exit(1)
+    left, code = left - len(part), code + part
+bounds, supervisor = marshal.loads(code)
 module = sys.modules[{name!r}] = types.ModuleType({name!r})
-exec({bounds!r}, module.__dict__)
-exec({supervisor!r})
+exec(bounds, module.__dict__)
+exec(supervisor)
 """
 
 
@@ -38,8 +47,16 @@ def bounded(bound: Bound, python: str, command: Sequence[str]) -> list[str]:
 
 
 def supervisor_program(before: str = "") -> str:
-    """The text of the supervisor, with the bounds that it imports; ``before`` is executed first."""
-    return _BOTH.format(before=before, name=_BOUNDS, bounds=_text("bounds"), supervisor=_text("supervisor"))
+    """The text that reads ``supervisor_code`` from stdin and executes it; ``before`` is executed first."""
+    return _READ.format(before=before, name=_BOUNDS)
+
+
+@functools.cache
+def supervisor_code() -> bytes:
+    """The supervisor and the bounds that it imports, compiled for this Python only: its length, and the code."""
+    parts = tuple(compile(_text(name), f"<{name}>", "exec", optimize=2) for name in ("bounds", "supervisor"))
+    code = marshal.dumps(parts)
+    return len(code).to_bytes(4) + code
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
-from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_program
+from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_code, supervisor_program
 from openhands_rl_plugin.environments.workspace.sandbox import (
     BubblewrapSandbox,
     Sandbox,
@@ -181,9 +181,10 @@ class Shell:
         try:
             if proxy is not None:
                 proxy.handed_on()
+            self._send(process, supervisor_code() + _line(self._setup()))
             if group is not None:
-                group.add(process.pid)
-            self._exchange(process, self._setup(), _START_PATIENCE)
+                group.add_starting(process.pid)
+            self._read_line(process, time.monotonic() + _START_PATIENCE)
             if group is not None:
                 group.add_family(process.pid)
         except OSError as error:
@@ -227,14 +228,17 @@ class Shell:
         return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **ways, **self._variables}
 
     def _exchange(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> bytes:
+        self._send(process, _line(request))
+        return self._read_line(process, None if patience is None else time.monotonic() + patience)
+
+    def _send(self, process: subprocess.Popen[bytes], data: bytes) -> None:
         assert process.stdin is not None
         try:
-            pending = memoryview(json.dumps(request).encode() + b"\n")
+            pending = memoryview(data)
             while pending:
                 pending = pending[process.stdin.write(pending) or 0 :]
         except (BrokenPipeError, ValueError) as error:
             raise SandboxEndedError(self._last_words(process)) from error
-        return self._read_line(process, None if patience is None else time.monotonic() + patience)
 
     def _read_line(self, process: subprocess.Popen[bytes], deadline: float | None) -> bytes:
         assert process.stdout is not None
@@ -289,3 +293,7 @@ class Shell:
         group, self._group = self._group, None
         if group is not None:
             cgroups.give_back(group)
+
+
+def _line(request: object) -> bytes:
+    return json.dumps(request).encode() + b"\n"

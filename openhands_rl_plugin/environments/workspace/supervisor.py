@@ -1,7 +1,7 @@
 """The first process of a session's sandbox: starts a new bash for each command; all processes end with it.
 
-The text of this file is executed (``python -I -S -c <text>``) in the sandbox, so it may use the standard library and
-``bounds``, whose text precedes it, only.
+The sandbox executes what this file was compiled to (``inside.supervisor_code``), so it may use the standard library and
+``bounds``, which precedes it, only.
 It speaks JSON lines: the first line on stdin is the set-up, every other one a request; every request gets one answer.
 
 * Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "bounds"}``
