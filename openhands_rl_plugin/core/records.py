@@ -8,6 +8,7 @@ from typing import Self
 
 from pydantic import Field, JsonValue
 
+from openhands_rl_plugin.core.browsing.terms import Term
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
     EpisodeRequest,
@@ -226,6 +227,9 @@ class TrajectoryOrder(StrEnum):
     STORED = "stored"
     FINISHED = "finished"
     REWARD = "reward"
+    TURNS = "turns"
+    TOKENS = "tokens"
+    SECONDS = "seconds"
 
 
 HELD_OUT = "heldout"
@@ -243,7 +247,9 @@ class TrajectoryFilter(Frozen):
     at the return of the episode when there is none yet. An episode that failed has none, nor one that nothing judged
     and of which no step was rewarded: no bound matches it, and it comes last in either direction. ``since`` and
     ``until`` bound the time at which the episode finished. Unfinished episodes (no sample of anything yet) are left out
-    by default: ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages.
+    by default: ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages; so does
+    ``after``, the id of the last episode of the page before, which costs the same on every page (``StorageError`` when
+    that episode is gone). ``terms`` are further conditions.
     """
 
     ids: tuple[str, ...] | None = None
@@ -263,8 +269,10 @@ class TrajectoryFilter(Frozen):
     reward_at_most: float | None = None
     since: float | None = None
     until: float | None = None
+    terms: tuple[Term, ...] = ()
     sort: TrajectoryOrder = TrajectoryOrder.STORED
     descending: bool = False
+    after: str | None = None
     offset: int = Field(default=0, ge=0)
     limit: int | None = Field(default=None, ge=0)
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
+from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder, TrajectorySummary
+from openhands_rl_plugin.trajectories.mongodb.conditions import Query, term_query
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader
-
-Query = dict[str, Any]
 
 _COLUMNS = tuple(name for name in EpisodeHeader._fields if name != "id")
 _DIRECTIONS = {False: 1, True: -1}
@@ -87,22 +87,25 @@ def query_of(where: TrajectoryFilter) -> Query:
         query |= {"unrewarded": False, "reward": reward}
     if finished := _bounds(where.since, where.until):
         query["finished"] = finished
+    if where.terms:
+        query["$and"] = [*query.get("$and", ()), *map(term_query, where.terms)]
     return query
 
 
 def order_of(where: TrajectoryFilter) -> list[tuple[str, int]]:
     """The sort keys."""
     direction = _DIRECTIONS[where.descending]
-    return {
-        TrajectoryOrder.STORED: [("order", direction)],
-        TrajectoryOrder.FINISHED: [("finished", direction), ("order", 1)],
-        TrajectoryOrder.REWARD: [("unrewarded", 1), ("reward", direction), ("order", 1)],
-    }[where.sort]
+    if where.sort is TrajectoryOrder.STORED:
+        return [("order", direction)]
+    first = [("unrewarded", 1)] if where.sort is TrajectoryOrder.REWARD else []
+    return [*first, (where.sort.value, direction), ("order", 1)]
 
 
 def asks_for_reward(where: TrajectoryFilter) -> bool:
     """Whether the matches or their order depend on scores."""
-    return where.sort is TrajectoryOrder.REWARD or not (where.reward_at_least is None and where.reward_at_most is None)
+    bounded = not (where.reward_at_least is None and where.reward_at_most is None)
+    named = any(term.column is Column.REWARD for term in where.terms)
+    return where.sort is TrajectoryOrder.REWARD or bounded or named
 
 
 _EQUAL = (

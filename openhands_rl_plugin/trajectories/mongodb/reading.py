@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openhands_rl_plugin.core.errors import DamagedError, describe
-from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
+from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
+from openhands_rl_plugin.trajectories.mongodb.conditions import COMPUTED_ORDERS, Query, summed
 from openhands_rl_plugin.trajectories.mongodb.headers import StoredEpisode, order_of, query_of
 from openhands_rl_plugin.trajectories.mongodb.log import log_range, replay
+from openhands_rl_plugin.trajectories.storages.documents import page_lost
 from openhands_rl_plugin.trajectories.storages.header import so_far, whole
 
 Log = Sequence[Mapping[str, Any]]
@@ -25,8 +27,45 @@ async def matching_ids(database: MongoDatabase, where: TrajectoryFilter) -> list
     """The ids of the matches, in the requested order."""
     if where.limit == 0:
         return []
-    found = database.episodes.find(query_of(where), {"_id": 1}).sort(order_of(where)).skip(where.offset)
+    query = query_of(where)
+    if where.after is not None:
+        query = {"$and": [query, await _after(database, where)]}
+    if (computed := COMPUTED_ORDERS.get(where.sort)) is not None:
+        return await _sorted_by(database, query, where, computed)
+    found = database.episodes.find(query, {"_id": 1}).sort(order_of(where)).skip(where.offset)
     return [document["_id"] async for document in found.limit(where.limit or 0)]
+
+
+async def _sorted_by(database: MongoDatabase, query: Query, where: TrajectoryFilter, computed: Query) -> list[str]:
+    stages: list[Query] = [
+        {"$match": query},
+        {"$project": {"order": 1, where.sort.value: computed}},
+        {"$sort": dict(order_of(where))},
+        {"$skip": where.offset},
+        *([] if where.limit is None else [{"$limit": where.limit}]),
+    ]
+    found = await database.episodes.aggregate(stages, allowDiskUse=True)
+    return [document["_id"] async for document in found]
+
+
+async def _after(database: MongoDatabase, where: TrajectoryFilter) -> Query:
+    """The query of what comes after an episode in that order. Raises ``StorageError`` when that one is gone."""
+    last = await database.episodes.find_one({"_id": where.after})
+    if last is None:
+        raise page_lost(where.after or "")
+    sign = "$lt" if where.descending else "$gt"
+    if where.sort is TrajectoryOrder.STORED:
+        return {"order": {sign: last["order"]}}
+    later = {"order": {"$gt": last["order"]}}
+    if (computed := COMPUTED_ORDERS.get(where.sort)) is not None:
+        value = summed(last, where.sort)
+        further, same = {"$expr": {sign: [computed, value]}}, {"$expr": {"$eq": [computed, value]}}
+        return {"$or": [further, {"$and": [same, later]}]}
+    key = where.sort.value
+    if last[key] is None:
+        return {key: None, **later}
+    either: list[Query] = [{key: {sign: last[key]}}, {key: last[key], **later}]
+    return {"$or": [*either, {"unrewarded": True}] if where.sort is TrajectoryOrder.REWARD else either}
 
 
 async def count(database: MongoDatabase, where: TrajectoryFilter) -> int:

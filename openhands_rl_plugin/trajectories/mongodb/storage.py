@@ -8,6 +8,8 @@ from itertools import batched
 from types import TracebackType
 from typing import Self
 
+from openhands_rl_plugin.core.browsing.listing import FacetCount, RewardHistogram, StoreChanges
+from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.errors import DamagedError, MissingExtraError
 from openhands_rl_plugin.core.records import (
     DamagedRecord,
@@ -49,6 +51,7 @@ class MongoDBTrajectoryStorage:
         durable: bool = True,
     ) -> None:
         try:
+            from openhands_rl_plugin.trajectories.mongodb import browsing as mongodb_browsing
             from openhands_rl_plugin.trajectories.mongodb import reading as mongodb_reading
             from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
             from openhands_rl_plugin.trajectories.mongodb.scores import ScoreBook
@@ -61,6 +64,7 @@ class MongoDBTrajectoryStorage:
         self._writer = MongoEpisodeWriter(self._database)
         self._scores = ScoreBook(self._database)
         self._reading = mongodb_reading
+        self._browsing = mongodb_browsing
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
@@ -159,6 +163,26 @@ class MongoDBTrajectoryStorage:
                 await self._scores.settle()
             return await self._reading.count(self._database, where)
 
+    async def facets(self, where: TrajectoryFilter, by: Sequence[Column], most: int) -> list[tuple[FacetCount, ...]]:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        async with self._settled(where):
+            return await self._browsing.facet_counts(self._database, where, by, most)
+
+    async def rewards(self, where: TrajectoryFilter, bins: int) -> RewardHistogram:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        async with self._settled(where, rewards=True):
+            return await self._browsing.reward_histogram(self._database, where, bins)
+
+    async def changed_since(self, cursor: str | None) -> StoreChanges:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        async with self._database.explained():
+            return await self._browsing.store_changes(self._database, cursor)
+
+    async def revision(self, trajectory_id: str | None = None) -> str:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        async with self._database.explained():
+            return await self._browsing.stored_revision(self._database, trajectory_id)
+
     async def close(self) -> None:
         """Disconnect. The storage can be used again; it then connects again."""
         await self._database.close()
@@ -177,6 +201,13 @@ class MongoDBTrajectoryStorage:
             if settled:
                 await self._scores.settle()
             return await self._reading.matching_ids(self._database, where)
+
+    @asynccontextmanager
+    async def _settled(self, where: TrajectoryFilter, *, rewards: bool = False) -> AsyncIterator[None]:
+        async with self._database.explained():
+            if rewards or asks_for_reward(where):
+                await self._scores.settle()
+            yield
 
     @asynccontextmanager
     async def _ready_to_write(self) -> AsyncIterator[None]:

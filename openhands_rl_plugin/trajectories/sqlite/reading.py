@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from array import array
 from collections import defaultdict
@@ -17,10 +16,10 @@ from openhands_rl_plugin.core.records import (
     Label,
     NodeMark,
     TrajectoryFilter,
-    TrajectoryOrder,
     TrajectorySummary,
 )
-from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Node, Score, Trajectory
+from openhands_rl_plugin.trajectories.sqlite.conditions import NO_RETURN, after_of, condition_of, one_value, order_of
 from openhands_rl_plugin.trajectories.storages.documents import parsed_end, parsed_json
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, mark_fresh, so_far, whole
 from openhands_rl_plugin.trajectories.storages.packing import unpack_nodes
@@ -28,13 +27,6 @@ from openhands_rl_plugin.trajectories.storages.packing import unpack_nodes
 Found = tuple[Trajectory, tuple[Score, ...]]
 
 HEADER_COLUMNS = ", ".join(EpisodeHeader._fields)
-
-# Written out, because an index that leaves out unfinished episodes is only used for a query that says so, too.
-FINISHED = f"stop <> '{StopReason.UNFINISHED.value}'"
-UNFINISHED = f"stop = '{StopReason.UNFINISHED.value}'"
-
-NO_RETURN = "none"
-"""The return's column where there is none; NULL is not allowed there."""
 
 
 class _Episode(NamedTuple):
@@ -50,27 +42,23 @@ class _Episode(NamedTuple):
 
 def row_numbers(connection: sqlite3.Connection, where: TrajectoryFilter) -> array[int]:
     """The rows of the matches, in the requested order: 8 bytes each, however many there are."""
-    condition, values = _condition(where)
-    direction = "DESC" if where.descending else "ASC"
-    order = {
-        TrajectoryOrder.STORED: f"row {direction}",
-        TrajectoryOrder.FINISHED: f"finished {direction}, row",
-        TrajectoryOrder.REWARD: f"reward IS NULL, reward {direction}, row",
-    }[where.sort]
+    condition, values = condition_of(where)
+    at, more = after_of(connection, where)
     limit = -1 if where.limit is None else where.limit
-    query = f"SELECT row FROM episodes WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?"
-    return array("q", (row for (row,) in connection.execute(query, (*values, limit, where.offset))))
+    query = f"SELECT row FROM episodes WHERE {condition} AND {at} ORDER BY {order_of(where)} LIMIT ? OFFSET ?"
+    found = connection.execute(query, (*values, *more, limit, where.offset))
+    return array("q", (row for (row,) in found))
 
 
 def count(connection: sqlite3.Connection, where: TrajectoryFilter) -> int:
     """How many match, ``offset`` and ``limit`` aside."""
-    condition, values = _condition(where)
+    condition, values = condition_of(where)
     return connection.execute(f"SELECT count(*) FROM episodes WHERE {condition}", values).fetchone()[0]
 
 
 def load(connection: sqlite3.Connection, rows: Sequence[int]) -> list[Found]:
     """The trajectories of ``rows`` with their scores, in that order; rows that are gone are left out."""
-    with _one_state(connection):
+    with one_state(connection):
         episodes = {
             episode.row: episode
             for episode in map(
@@ -130,7 +118,7 @@ def load_labels(connection: sqlite3.Connection, ids: Sequence[str]) -> list[Labe
     if not has_labels(connection):
         return []
     query = "SELECT id, label FROM labels WHERE trajectory_id IN (SELECT value FROM json_each(?)) ORDER BY row"
-    found = connection.execute(query, (_one_value(ids),))
+    found = connection.execute(query, (one_value(ids),))
     return [parsed_json(Label, identity, document) for identity, document in found]
 
 
@@ -145,41 +133,6 @@ def header_from(columns: Sequence[object]) -> EpisodeHeader:
     header = EpisodeHeader._make(columns)
     value: object = header.episode_return
     return header._replace(episode_return=None if value == NO_RETURN else float(str(value)))
-
-
-def _condition(where: TrajectoryFilter) -> tuple[str, list[object]]:
-    """A filter in SQL."""
-    compared = (
-        ("run_id =", where.run_id),
-        ("group_id =", where.group_id),
-        ("task_id =", where.task_id),
-        ("environment =", where.environment),
-        ("split =", where.split),
-        ("strategy =", where.strategy),
-        ("adapter =", where.adapter),
-        ("policy_version =", where.policy_version),
-        ("stop =", where.stop),
-        ("failure_kind =", where.failure_kind),
-        ("reward >=", where.reward_at_least),
-        ("reward <=", where.reward_at_most),
-        ("finished >=", where.since),
-        ("finished <=", where.until),
-    )
-    terms = [f"{term} ?" for term, value in compared if value is not None]
-    values: list[object] = [value for _, value in compared if value is not None]
-    if where.finished is not None:
-        terms.append(FINISHED if where.finished else UNFINISHED)
-    if where.failed is not None:
-        terms.append(f"failure_kind IS {'NOT ' if where.failed else ''}NULL")
-    if where.ids is not None:
-        terms.append("id IN (SELECT value FROM json_each(?))")
-        values.append(_one_value(where.ids))
-    return " AND ".join(terms) or "TRUE", values
-
-
-def _one_value(ids: Sequence[str]) -> str:
-    """For ``json_each``, because a query may have only so many values. There a NUL ends a text, and no id has one."""
-    return json.dumps([each for each in ids if "\0" not in each])
 
 
 def _chunks(connection: sqlite3.Connection, rows: Sequence[int]) -> dict[int, list[tuple[int, bytes]]]:
@@ -239,7 +192,8 @@ def _slots(values: Sequence[object]) -> str:
 
 
 @contextmanager
-def _one_state(connection: sqlite3.Connection) -> Iterator[None]:
+def one_state(connection: sqlite3.Connection) -> Iterator[None]:
+    """All that is read inside is of one moment."""
     connection.execute("BEGIN")
     try:
         yield

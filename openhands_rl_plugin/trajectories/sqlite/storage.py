@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from openhands_rl_plugin.core.browsing.listing import FacetCount, RewardHistogram, StoreChanges
+from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import (
     EpisodeEnd,
@@ -23,6 +25,13 @@ from openhands_rl_plugin.core.records import (
 )
 from openhands_rl_plugin.core.redaction import secrets_looked_up_once
 from openhands_rl_plugin.core.types import Score, Trajectory
+from openhands_rl_plugin.trajectories.sqlite.browsing import (
+    EMPTY,
+    facet_counts,
+    reward_histogram,
+    store_changes,
+    stored_revision,
+)
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect, explained, make_database
 from openhands_rl_plugin.trajectories.sqlite.group_commit import GroupCommitter, WriteCall
 from openhands_rl_plugin.trajectories.sqlite.reading import (
@@ -132,6 +141,25 @@ class FileTrajectoryStorage:
     async def count(self, where: TrajectoryFilter | None = None) -> int:
         """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
         return await self._read(lambda connection: count(connection, where or TrajectoryFilter()), 0)
+
+    async def facets(self, where: TrajectoryFilter, by: Sequence[Column], most: int) -> list[tuple[FacetCount, ...]]:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        nothing: list[tuple[FacetCount, ...]] = [() for _ in by]
+        return await self._read(lambda connection: facet_counts(connection, where, by, most), nothing)
+
+    async def rewards(self, where: TrajectoryFilter, bins: int) -> RewardHistogram:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        return await self._read(lambda connection: reward_histogram(connection, where, bins), RewardHistogram())
+
+    async def changed_since(self, cursor: str | None) -> StoreChanges:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        return await self._read(
+            lambda connection: store_changes(connection, cursor), StoreChanges(cursor=cursor or EMPTY)
+        )
+
+    async def revision(self, trajectory_id: str | None = None) -> str:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        return await self._read(lambda connection: stored_revision(connection, trajectory_id), "")
 
     async def check(self) -> None:
         """Raises ``DamagedError`` when what lists the episodes is damaged, so that some may not be found."""

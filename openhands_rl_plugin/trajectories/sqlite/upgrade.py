@@ -11,7 +11,8 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import EpisodeEnd
 from openhands_rl_plugin.core.types import Score, pays_rewards
-from openhands_rl_plugin.trajectories.sqlite.reading import FINISHED, NO_RETURN, has_labels, read_nodes
+from openhands_rl_plugin.trajectories.sqlite.conditions import FINISHED, NO_RETURN
+from openhands_rl_plugin.trajectories.sqlite.reading import has_labels, read_nodes
 from openhands_rl_plugin.trajectories.storages.documents import parsed_json
 from openhands_rl_plugin.trajectories.storages.header import Spine
 

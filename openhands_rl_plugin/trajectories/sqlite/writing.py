@@ -13,10 +13,9 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import is_opinion
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, Label, NodeMark
 from openhands_rl_plugin.core.types import Score, Trajectory
+from openhands_rl_plugin.trajectories.sqlite.conditions import NO_RETURN, UNFINISHED
 from openhands_rl_plugin.trajectories.sqlite.reading import (
     HEADER_COLUMNS,
-    NO_RETURN,
-    UNFINISHED,
     header_from,
     read_nodes,
     read_start,

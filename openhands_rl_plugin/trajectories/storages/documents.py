@@ -49,3 +49,13 @@ def note_lost(lost: list[DamagedRecord], record: DamagedRecord) -> None:
     """Add a record, once, however often it is met."""
     if not any((each.what, each.id, each.row) == (record.what, record.id, record.row) for each in lost):
         lost.append(record)
+
+
+def page_lost(after: str) -> StorageError:
+    """The error of a page whose place in the list is not known any more."""
+    return StorageError(f"the episode {after!r}, after which a page begins, is gone; begin with the first page")
+
+
+def cursor_lost() -> StorageError:
+    """The error of a cursor that no store of this kind gave."""
+    return StorageError("the cursor is none of this store's; begin without one")

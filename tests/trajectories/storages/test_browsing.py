@@ -1,0 +1,202 @@
+"""Looking through a store: terms, pages, counts and changes, the same from SQLite and from MongoDB."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.core.browsing.listing import Browsable, matches, value_of
+from openhands_rl_plugin.core.browsing.terms import TEXTS, Column, Match, Term, begins
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.records import (
+    EpisodeGrowth,
+    EpisodeStart,
+    Label,
+    LabelKind,
+    TrajectoryFilter,
+    TrajectoryOrder,
+    TrajectorySummary,
+)
+from openhands_rl_plugin.core.types import PolicyRef, Trajectory
+from openhands_rl_plugin.testing.samples import GONE, sample_episode, sample_score, steps_of, unrewarded
+from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
+from openhands_rl_plugin.trajectories.sqlite.conditions import condition_of
+from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from openhands_rl_plugin.trajectories.view.episode import find_episode
+
+ALL = TrajectoryFilter(finished=None)
+
+
+class Both(TrajectoryStorage, TakesLabels, Browsable, Protocol): ...
+
+
+Make = Callable[[], Both]
+
+
+@pytest.fixture(params=["sqlite", "mongodb"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    if request.param == "sqlite":
+        return lambda: FileTrajectoryStorage(tmp_path)
+    server, database = request.getfixturevalue("mongodb"), request.getfixturevalue("database")
+    return lambda: MongoDBTrajectoryStorage(server.url, database.name)
+
+
+def varied() -> Iterator[Trajectory]:
+    """Episodes of which no two are alike in what is listed, with signs that patterns give a meaning to."""
+    for at, text in enumerate(("a", "ab", "a*b", "a?c", "[a]", "ä", "A", "a\nb", "")):
+        adapter = (None, "shop", text or None)[at % 3]
+        policy = PolicyRef(base_model=f"m{at % 2}", adapter=adapter, version=(at % 4 or None) if adapter else None)
+        failure = GONE if at == 4 else None
+        sample = sample_episode(
+            f"{text}-{at}", run=text, task=f"{text}?", policy=policy, failure=failure, reward=(at % 4) / 4, finished=at
+        )
+        usage = sample.usage.model_copy(update={"prompt_tokens": at * at})
+        sample = sample.model_copy(update={"usage": usage})
+        yield unrewarded(sample) if at == 5 else sample
+
+
+async def filled(make: Make) -> Both:
+    storage = make()
+    for each in varied():
+        await storage.add(each)
+    await storage.begin(EpisodeStart.of(sample_episode("open", run="open")))
+    await storage.add_scores([sample_score("a-0", 0.75), sample_score("[a]-4", 1.0)])
+    return storage
+
+
+async def listed(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[TrajectorySummary]:
+    return [each async for each in storage.summaries(where)]
+
+
+TEXT = st.sampled_from(["a", "ab", "a*b", "*", "?", "[a]", "ä", "A", "a\nb", "", "shop", "m1", "terminated", "open"])
+NUMBER = st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.5, 4.0, 8.0, 16.0])
+BOUNDS = st.fixed_dictionaries({}, optional={name: NUMBER for name in ("at_least", "at_most", "above", "below")})
+NUMBERS = BOUNDS.map(lambda bounds: Match(**bounds))
+VERSIONS = st.fixed_dictionaries({}, optional={name: st.integers(0, 4) for name in ("first_version", "last_version")})
+TEXTUAL = st.one_of(
+    TEXT.map(lambda text: Match(text=text)),
+    st.lists(TEXT, min_size=2, max_size=3).map(lambda pieces: Match(like=tuple(pieces))),
+    st.just(Match()),
+)
+
+
+@st.composite
+def terms(draw: st.DrawFn) -> Term:
+    column = draw(st.sampled_from(list(Column)))
+    match = TEXTUAL if column in TEXTS else NUMBERS
+    found = draw(st.lists(match, min_size=1, max_size=3))
+    if column is Column.ADAPTER:
+        found = [each.model_copy(update=draw(VERSIONS)) for each in found]
+    return Term(column=column, any_of=tuple(found), negated=draw(st.booleans()))
+
+
+async def test_terms_find_what_they_say(make: Make) -> None:
+    storage = await filled(make)
+    everything = await listed(storage, ALL)
+    examples: list[tuple[Term, ...]] = []
+    many = 150 if isinstance(storage, FileTrajectoryStorage) else 40
+
+    @settings(max_examples=many, database=None)
+    @given(st.lists(terms(), min_size=1, max_size=2))
+    def gather(found: list[Term]) -> None:
+        examples.append(tuple(found))
+
+    gather()
+    for each in examples:
+        where = ALL.model_copy(update={"terms": each})
+        expected = [summary.id for summary in everything if matches(summary, each)]
+        assert [summary.id for summary in await listed(storage, where)] == expected, each
+        assert await storage.count(where) == len(expected)
+    await storage.close()
+
+
+@pytest.mark.parametrize("order", TrajectoryOrder)
+@pytest.mark.parametrize("descending", [False, True])
+async def test_pages_put_together_are_the_list(make: Make, order: TrajectoryOrder, descending: bool) -> None:
+    storage = await filled(make)
+    where = ALL.model_copy(update={"sort": order, "descending": descending})
+    everything = [each.id for each in await listed(storage, where)]
+    found: list[str] = []
+    while page := await listed(storage, where.model_copy(update={"after": found[-1] if found else None, "limit": 3})):
+        found += [each.id for each in page]
+    assert found == everything and len(found) == 10
+    with pytest.raises(StorageError, match="begin with the first page"):
+        await listed(storage, where.model_copy(update={"after": "gone"}))
+    await storage.close()
+
+
+async def test_counts_are_those_of_the_summaries(make: Make) -> None:
+    storage = await filled(make)
+    where = ALL.model_copy(update={"terms": (Term(column=Column.RUN, any_of=(Match(text="a"),), negated=True),)})
+    summaries = await listed(storage, where)
+    by = (Column.RUN, Column.STOP, Column.FAILED, Column.ADAPTER)
+    found = await storage.facets(where, by, 100)
+    for column, counts in zip(by, found, strict=True):
+        expected = Counter(value_of(each, column) for each in summaries)
+        if column is Column.ADAPTER:
+            named = [(each.policy.adapter, each.policy.version) for each in summaries]
+            expected = Counter(name if None in (name, version) else f"{name}@{version}" for name, version in named)
+        assert {each.value: each.count for each in counts} == expected
+        assert [each.count for each in counts] == sorted(expected.values(), reverse=True)
+    histogram = await storage.rewards(where, 4)
+    rewards = [reward for each in summaries if (reward := value_of(each, Column.REWARD)) is not None]
+    assert (histogram.low, histogram.high) == (0.0, 0.75)
+    assert sum(histogram.counts) == len(rewards) and histogram.unknown == len(summaries) - len(rewards)
+    assert histogram.counts == tuple(rewards.count(at / 4) for at in range(4))
+    await storage.close()
+
+
+async def test_what_changed_is_told_once(make: Make) -> None:
+    storage = await filled(make)
+    before, seen = await storage.revision(), (await storage.changed_since(None)).cursor
+    assert not (await storage.changed_since(seen)).any
+    played = sample_episode("new")
+    start, first = steps_of(played)[:2]
+    assert isinstance(start, EpisodeStart) and isinstance(first, EpisodeGrowth)
+    await storage.begin(start)
+    changes = await storage.changed_since(seen)
+    assert (changes.began, changes.grew, changes.ended) == (("new",), (), ())
+    assert await storage.revision() != before
+    opened = await storage.revision("new")
+    await storage.grow(first)
+    again = await storage.changed_since(changes.cursor)
+    assert (again.began, again.grew, again.ended) == ((), ("new",), ())
+    assert await storage.revision("new") != opened
+    await storage.add(played)
+    await storage.add(sample_episode("whole"))
+    await storage.add_scores([sample_score("new", 1.0)])
+    await storage.add_labels([Label(id="1", trajectory_id="whole", kind=LabelKind.TAG, text="x", at=1.0)])
+    ended = await make().changed_since(again.cursor)
+    assert (set(ended.ended), ended.scored, ended.labelled) == ({"new", "whole"}, ("new",), ("whole",))
+    await storage.drop(["open"])
+    assert (await storage.changed_since(ended.cursor)).gone == 1
+    with pytest.raises(StorageError, match="cursor"):
+        await storage.changed_since("another")
+    await storage.close()
+
+
+async def test_a_prefix_finds_an_episode(make: Make) -> None:
+    storage = await filled(make)
+    assert (await find_episode(storage, "[")).id == "[a]-4"
+    assert (await find_episode(storage, "ab")).id == "ab-1"
+    with pytest.raises(StorageError, match="5 episodes"):
+        await find_episode(storage, "a")
+    await storage.close()
+
+
+async def test_a_prefix_is_a_range_of_an_index(tmp_path: Path) -> None:
+    await FileTrajectoryStorage(tmp_path).add(sample_episode("one"))
+    where = TrajectoryFilter(terms=(begins(Column.ID, "on"),), finished=None)
+    condition, values = condition_of(where)
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        plan = connection.execute(f"EXPLAIN QUERY PLAN SELECT row FROM episodes WHERE {condition}", values).fetchall()
+    assert "episodes_id (id>? AND id<?)" in str(plan)
