@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from openhands_rl_plugin.cli.options.ending import ENDING, PATIENCE
 from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.core.errors import RLError, describe
+from openhands_rl_plugin.core.errors import DEBUG, RLError, describe
 
 COMMANDS: Mapping[str, str] = {
     "acp": "RLAgent for editors and GUIs that speak the Agent Client Protocol (Zed, Agent Canvas), over stdio",
@@ -62,7 +62,6 @@ _MODULES = {
     "score": "judging.score",
     "train": "train.train",
 }
-DEBUG = "OPENHANDS_RL_DEBUG"
 FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
 
 _EPILOG = """examples:

@@ -12,6 +12,9 @@ from typing import ClassVar
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import Failure, FailureKind
 
+DEBUG = "OPENHANDS_RL_DEBUG"
+"""The environment variable with which commands and servers show where an error comes from."""
+
 
 class RLError(Exception):
     """Base of every error raised on purpose by this package."""

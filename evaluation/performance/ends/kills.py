@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import signal
 import subprocess
@@ -73,6 +74,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments and the signals")
     parser.add_argument("--size", type=int, default=12, help="iterations, and a fifth of the instances, of a run")
     parser.add_argument("--whole", action="store_true", help="start the commands as they are typed")
+    parser.add_argument("--minutes", type=float, default=600.0, help="no more signals to a command after so long")
     args = parser.parse_args()
     silence_libraries()
     prepare_threads()
@@ -83,7 +85,8 @@ def main() -> int:
         for number, name in enumerate(chosen):
             share = args.kills // len(chosen) + (number < args.kills % len(chosen))
             with jobs(name, folder, url, args.size, whole=args.whole) as make:
-                torment(make, share, args.seed, folder / name, tally, Process if args.whole else Fork)
+                until = time.monotonic() + 60 * args.minutes
+                torment(make, share, args.seed, folder / name, tally, Process if args.whole else Fork, until)
     print("\n".join(tally.lines()), flush=True)
     return int(bool(tally.wrong))
 
@@ -115,16 +118,25 @@ def jobs(name: str, folder: Path, url: str, size: int, *, whole: bool) -> Iterat
 
 
 def torment(
-    make: Callable[[Path], Job], kills: int, seed: int, folder: Path, tally: Tally, kind: type[Process | Fork]
+    make: Callable[[Path], Job],
+    kills: int,
+    seed: int,
+    folder: Path,
+    tally: Tally,
+    kind: type[Process | Fork],
+    until: float = math.inf,
 ) -> None:
-    """End a command ``kills`` times, in as many runs as that takes, and let each run come to its end."""
+    """End a command ``kills`` times, in as many runs as that takes, and let each run come to its end.
+
+    After ``until``, a time of the monotonic clock, it is ended no more.
+    """
     adopt_orphans()
     chance = random.Random(f"{seed}/{folder.name}")
     done = runs = 0
-    while done < kills:
+    while done < kills and time.monotonic() < until:
         job = make(folder / f"run-{runs}")
         runs += 1
-        while done < kills:
+        while done < kills and time.monotonic() < until:
             number = SIGNALS[done % len(SIGNALS)]
             with started(kind, job) as process:
                 ended = not await_moment(process, job, chance)
@@ -132,7 +144,10 @@ def torment(
                     break
                 strike(process, job, number, tally)
                 done += 1
-                print(f"{job.name} {done}/{kills}: {number.name}, {job.progress()} steps", flush=True)
+                print(
+                    f"{job.name} {done}/{kills}: {number.name}, {job.progress()} steps, {len(tally.wrong)} wrong",
+                    flush=True,
+                )
         with started(kind, job) as process:
             code = process.wait(timeout=900)
         said = job.log.read_text(errors="replace")

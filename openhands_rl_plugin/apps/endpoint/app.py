@@ -35,6 +35,7 @@ from openhands_rl_plugin.apps.endpoint.protocol import (
     usage_of,
 )
 from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.servers.bodies import BodyReader
 from openhands_rl_plugin.core.types import Failure, FailureKind
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError, UpstreamFailure
 from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS, error_body
@@ -89,6 +90,7 @@ class AgentEndpoints:
     def __init__(self, config: AgentConfig, open_runtime: OpenRuntime) -> None:
         self._config = config
         self._open_runtime = open_runtime
+        self._bodies = BodyReader()
         self._runtime: AgentRuntime | None = None
         self._limit = ConcurrencyLimit(config.max_running, config.max_waiting)
 
@@ -103,7 +105,7 @@ class AgentEndpoints:
 
         A stream also contains the text before each tool call, as separate paragraphs.
         """
-        body = AgentCompletionRequest.model_validate_json(await request.body())
+        body = await self._bodies.read(await request.body(), AgentCompletionRequest.model_validate_json)
         served = self._config.model
         if body.model and body.model != served:
             raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{served}'.", param="model")

@@ -10,7 +10,7 @@ from openhands_rl_plugin.apps.endpoint.events import AgentResult
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.tools.environment import ToolCallStarted, ToolResult
-from openhands_rl_plugin.models.server.requests import LARGEST, ChatMessage, ModelName, OpenAIModel, StreamOptions
+from openhands_rl_plugin.models.server.requests import LARGEST, Messages, ModelName, OpenAIModel, StreamOptions
 from openhands_rl_plugin.models.server.responses import (
     AssistantMessage,
     ChatCompletionChoice,
@@ -27,7 +27,7 @@ ToolEventName = Literal["started", "result"]
 class AgentCompletionRequest(OpenAIModel):
     """POST /v1/chat/completions. ``seed`` applies to the episode, ``max_tokens`` to each model response."""
 
-    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[Messages, Field(min_length=1)]
     model: ModelName | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)

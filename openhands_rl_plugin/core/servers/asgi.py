@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
+from openhands_rl_plugin.core.servers.bodies import too_many_values
 from openhands_rl_plugin.core.servers.connections import Connections, peer_of
 from openhands_rl_plugin.core.servers.door import METRICS, Door, Refusal
 from openhands_rl_plugin.core.servers.metrics import CONTENT_TYPE, Metrics
-from openhands_rl_plugin.core.servers.observed import ObservedRequests
+from openhands_rl_plugin.core.servers.observed import ObservedRequests, note_failure
+from openhands_rl_plugin.core.types import FailureKind
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -51,18 +55,30 @@ class GuardedApp:
             await self._app(scope, receive, send)
             return
         started, status, peer = time.perf_counter(), _LEFT, peer_of(scope.get("client"))
+        failed: list[Message] = []
 
         async def observed(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            # Frameworks answer for an exception before they let it through: in words of their own.
+            await (_keep(failed, message) if status == 500 else send(message))
 
         try:
-            await self._answer(scope, receive, observed)
-        except BaseException:
-            status = 500 if status == _LEFT else status
-            raise
+            with boundary(FailureKind.INFRASTRUCTURE, "server"):
+                await self._answer(scope, receive, observed)
+            for message in failed:
+                await send(message)
+        except RLError as error:
+            said = note_failure(error.__cause__ if isinstance(error, CaughtFailure) and error.__cause__ else error)
+            if status in (_LEFT, 500):
+                status = 500
+                await _refuse(Refusal(500, "InternalServerError", said), send)
+        except asyncio.CancelledError:
+            # The server stops, and waits no longer; what a client has half of is cut off.
+            if status == _LEFT:
+                status = 503
+                await _refuse(Refusal(503, "ServiceUnavailableError", "The server is stopping."), send)
         finally:
             self._connections.answered(peer)
             seconds = time.perf_counter() - started
@@ -99,6 +115,8 @@ class GuardedApp:
         self._connections.arrived(peer_of(scope.get("client")))
         body: bytes | None = b"".join(parts)
         parts.clear()
+        if (refused := too_many_values(body)) is not None:
+            return await _refuse(refused, send)
 
         async def replayed() -> Message:
             nonlocal body
@@ -127,6 +145,10 @@ def _headers(scope: Scope) -> dict[str, str]:
         key, text = name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape")
         found[key] = f"{found[key]},{text}" if key in found else text
     return found
+
+
+async def _keep(kept: list[Message], message: Message) -> None:
+    kept.append(message)
 
 
 async def _refuse(refused: Refusal, send: Send) -> None:

@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from typing import cast
 
 _REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
-_READ = 16 * 1024
-"""Bytes of one connection in one turn of the event loop: of tiny chunks, h11 takes a second for the usual 256 KiB."""
+_LEAST, _MOST = 1024, 16 * 1024
+"""Bytes of one connection in one turn of the event loop. Of tiny chunks h11 takes a second for the usual 256 KiB, so
+that it begins with few, gets more while they are cheap, and few again when they were dear."""
+_DEAR = 0.003
+"""Seconds of processor time in one turn; who takes more waits for the next among all who do."""
+_REST = 3.0
+"""For each second of dear turns, of all connections together, so many for everything else."""
 Peer = tuple[str, int]
 
 
@@ -42,6 +47,7 @@ class Connections:
         self._most = min(self.limits.most, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16))
         self._open: dict[Peer, _Bounded] = {}
         self._unasked: dict[_Bounded, None] = {}
+        self._next_turn = 0.0
         self.refused = 0
         self.late = 0
 
@@ -74,6 +80,13 @@ class Connections:
         self._open[peer] = connection
         return True
 
+    def until_turn(self, seconds: float) -> float:
+        """Seconds until a connection whose last turn took ``seconds`` has another; one has it after the other."""
+        now = time.monotonic()
+        turn = max(now, self._next_turn) + _REST * seconds
+        self._next_turn = turn + seconds
+        return turn - now
+
     def waits(self, connection: _Bounded, *, unasked: bool) -> None:
         """Note whether a connection has no request under way."""
         self._unasked.pop(connection, None)
@@ -87,6 +100,36 @@ class Connections:
             del self._open[peer]
 
 
+class _Pausable:
+    """A transport that is read while both the library and the bounds want it to be."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._wanted, self._held = True, False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+    def pause_reading(self) -> None:
+        self._wanted = False
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._wanted = True
+        if not self._held:
+            self._transport.resume_reading()
+
+    def hold(self, held: bool) -> None:
+        """The bounds' own pause."""
+        if held == self._held:
+            return
+        self._held = held
+        if held or not self._wanted:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+
 class _Bounded(asyncio.Protocol):
     """Passes everything on to ``inner``, and aborts the connection when it takes too long."""
 
@@ -94,17 +137,21 @@ class _Bounded(asyncio.Protocol):
         self._inner = inner
         self._owner = owner
         self._transport: asyncio.Transport | None = None
+        self._pausable: _Pausable | None = None
         self._peer: Peer = ("", 0)
         self._admitted = False
         self._begun = False
         self._timer: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._parsing = 0.0
+        self._received = bytearray()
+        self._piece = _LEAST
+        self._turn: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         with suppress(AttributeError):  # other event loops than asyncio's
-            setattr(transport, "max_size", _READ)  # noqa: B010
+            setattr(transport, "max_size", _MOST)  # noqa: B010
         self._peer = peer_of(transport.get_extra_info("peername"))
         self._admitted = self._owner.admit(self._peer, self)
         if not self._admitted:
@@ -112,7 +159,8 @@ class _Bounded(asyncio.Protocol):
             self._transport.close()
             return
         self.expect_request(self._owner.limits.request, begun=True)
-        self._inner.connection_made(transport)
+        self._pausable = _Pausable(self._transport)
+        self._inner.connection_made(cast(asyncio.Transport, self._pausable))
 
     def expect_request(self, seconds: float, *, begun: bool) -> None:
         """A whole request has to arrive within so many seconds. ``begun``: no byte of it starts the time anew."""
@@ -139,11 +187,27 @@ class _Bounded(asyncio.Protocol):
         if not self._begun:
             self._parsing = 0.0
             self.expect_request(self._owner.limits.request, begun=True)
-        started = time.thread_time()
-        self._inner.data_received(data)
-        self._parsing += time.thread_time() - started
-        if self._parsing > self._owner.limits.parsing:
-            self._late()
+        self._received += data
+        if self._turn is None:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """What was received, in pieces; the rest after the others' turns where that is dear."""
+        self._turn, spent = None, 0.0
+        while self._received and self._turn is None:
+            piece = bytes(self._received[: self._piece])
+            del self._received[: self._piece]
+            started = time.thread_time()
+            self._inner.data_received(piece)
+            seconds = time.thread_time() - started
+            spent, self._parsing = spent + seconds, self._parsing + seconds
+            if self._parsing > self._owner.limits.parsing:
+                return self._late()
+            self._piece = _LEAST if spent > _DEAR else min(2 * self._piece, _MOST)
+            if spent > _DEAR:
+                self._turn = asyncio.get_running_loop().call_later(self._owner.until_turn(spent), self._pass_on)
+        if self._pausable is not None:
+            self._pausable.hold(self._turn is not None)
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received() if self._admitted else None
@@ -173,6 +237,9 @@ class _Bounded(asyncio.Protocol):
 
     def _forget(self) -> None:
         self._stop_timer()
+        self._received.clear()
+        if self._turn is not None:
+            self._turn.cancel()
         if self._reading is not None:
             self._reading.cancel()
         self._owner.left(self._peer, self)

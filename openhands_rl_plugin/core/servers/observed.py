@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import sys
+import traceback
 from collections.abc import Collection
+from pathlib import Path
 
+from openhands_rl_plugin.core.errors import DEBUG, describe
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers.connections import Connections, Peer
 from openhands_rl_plugin.core.servers.metrics import Metrics
 
+_LOG = redacting_logger(__name__)
 ACCESS = "openhands_rl_plugin.access"
 _LONGEST_PATH = 200
 _METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"})
@@ -40,6 +46,19 @@ class ObservedRequests:
             shown = path[:_LONGEST_PATH].encode("ascii", "backslashreplace").decode()
             shown = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in shown)
             self._log.info("%s %s %s %d %.3f s", peer[0] if peer else "-", method, shown, status, seconds)
+
+
+def note_failure(error: BaseException) -> str:
+    """Log in one line what nobody expected, with its traceback where ``DEBUG`` is set.
+
+    What the client is told: a number that leads to the line, and nothing else.
+    """
+    number = secrets.token_hex(4)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+    shown = error if os.environ.get(DEBUG) else None
+    _LOG.error("request %s failed: %s (%s; %s=1 shows more)", number, describe(error), place, DEBUG, exc_info=shown)
+    return f"The server failed; its log has the cause under {number}."
 
 
 def log_accesses() -> None:

@@ -16,6 +16,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.servers.bodies import BodyReader
 from openhands_rl_plugin.core.servers.connections import Connections
 from openhands_rl_plugin.core.servers.door import HEALTH, METRICS
 from openhands_rl_plugin.core.servers.metrics import CONTENT_TYPE, Metrics
@@ -73,6 +74,7 @@ class Gateway:
         self._storage = storage
         self._upstream = Upstream(config)
         self._recorder = Recorder(config, self._upstream, clock)
+        self._bodies = BodyReader()
         self._left: set[asyncio.Task[Reply]] = set()
         self.metrics = Metrics()
         self._guard = RequestGuard(config, self.metrics, connections, lambda: len(self._left))
@@ -114,7 +116,7 @@ class Gateway:
         """POST /v1/chat/completions, /v1/messages and /v1/responses."""
         body = await request.read()
         try:
-            call = protocol.parse(body)
+            call = await self._bodies.read(body, protocol.parse)
         except Unrecordable as problem:
             self._recorder.unrecorded(problem)
             return await self._forward(request, protocol.path, body, NOT_RECORDED)
@@ -185,7 +187,7 @@ class Gateway:
         """POST /session/{session}/end: end the episode; ``reward`` or ``success`` is stored as its score."""
         name = session_name(request.match_info["session"], "", {}, {}, ()).name
         try:
-            outcome = EndRequest.model_validate_json(await request.read() or b"{}")
+            outcome = await self._bodies.read(await request.read() or b"{}", EndRequest.model_validate_json)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(each) for each in problem["loc"])

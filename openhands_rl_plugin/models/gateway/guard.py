@@ -15,8 +15,9 @@ from aiohttp.typedefs import Middleware
 
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
 from openhands_rl_plugin.core.redaction import RedactingFilter
+from openhands_rl_plugin.core.servers.bodies import too_many_values
 from openhands_rl_plugin.core.servers.connections import Connections, Peer, peer_of
-from openhands_rl_plugin.core.servers.door import HEALTH, METRICS
+from openhands_rl_plugin.core.servers.door import HEALTH, METRICS, Refusal
 from openhands_rl_plugin.core.servers.metrics import Metrics
 from openhands_rl_plugin.core.servers.observed import ObservedRequests
 from openhands_rl_plugin.core.types import FailureKind
@@ -90,7 +91,8 @@ class RequestGuard:
             if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
                 # It would be a thousand times as large as it announces.
                 return response_of(error_reply(415, "Compressed bodies are not read: send it as it is.", _UNREAD))
-            await self._receive(request)
+            if (refused := await self._receive(request)) is not None:
+                return response_of(error_reply(refused.status, refused.message, refused.kind))
             self._connections.arrived(_peer(request))
             if request.path in (HEALTH, METRICS):
                 return await handler(request)
@@ -114,17 +116,18 @@ class RequestGuard:
                 error_reply(error.status, f"{request.method} {request.path}: {error.reason}", "NotFoundError")
             )
 
-    async def _receive(self, request: web.Request) -> None:
+    async def _receive(self, request: web.Request) -> Refusal | None:
         if not request.can_read_body:
-            return
+            return None
         if (request.content_length or 0) > self._config.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._config.max_body_bytes, request.content_length or 0)
         large = request.content_length is None or request.content_length > _LARGE_BODY
         try:
             async with self._large if large else nullcontext():
-                await request.read()
+                body = await request.read()
         except (web.RequestPayloadError, aiohttp.ClientPayloadError, ConnectionError) as error:
             raise web.HTTPBadRequest(reason=f"the body broke off ({type(error).__name__})") from error
+        return too_many_values(body)
 
 
 def library_logger() -> logging.Logger:

@@ -12,6 +12,7 @@ import aiohttp
 
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
 from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.servers.observed import note_failure
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingParams
 from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import (
@@ -255,9 +256,8 @@ class Recorder:
 
 
 def unexpected(caught: CaughtFailure) -> Reply:
-    """The reply for an error that nobody expected; the log has where it happened."""
-    _LOG.error("a request failed: %s", caught.failure.message, exc_info=caught.__cause__)
-    return error_reply(500, f"The gateway failed ({caught.failure.message}); its log has more.", "InternalServerError")
+    """The reply for an error that nobody expected."""
+    return error_reply(500, note_failure(caught.__cause__ or caught), "InternalServerError")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from openhands_rl_plugin.core.servers.bodies import BodyReader
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
@@ -76,12 +77,13 @@ class ModelEndpoints:
     def __init__(self, config: ServerConfig, generator: Generator) -> None:
         self._config = config
         self._generator = generator
+        self._bodies = BodyReader()
         self._long_prompts = CapacityLimiter(1)
         self._prompts = PromptRenderer(generator.tokenizer, generator.max_model_len, config.chat_template)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = await _read(request, ChatCompletionRequest)
+        body = await self._read(request, ChatCompletionRequest)
         queue = DeltaQueue() if body.stream else None
         weights = self._generator.weights
         with self._model(body.model) as (adapter, model):
@@ -118,7 +120,7 @@ class ModelEndpoints:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = await _read(request, CompletionRequest)
+        body = await self._read(request, CompletionRequest)
         queue = DeltaQueue() if body.stream else None
         weights = self._generator.weights
         with self._model(body.model) as (adapter, model):
@@ -143,7 +145,7 @@ class ModelEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        body = await _read(request, TokenizeRequest)
+        body = await self._read(request, TokenizeRequest)
         with self._model(body.model):
             if body.prompt is None:
                 ids = await self._prompt(request, self._prompts.chat, body)
@@ -163,7 +165,7 @@ class ModelEndpoints:
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
-        body = await _read(request, LoadLoRAAdapterRequest)
+        body = await self._read(request, LoadLoRAAdapterRequest)
         if not body.lora_name or not body.lora_path:
             raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
         if body.lora_name == self._base_name:
@@ -176,7 +178,7 @@ class ModelEndpoints:
 
         Requests that were sent before this one, but are still on their way through other connections, are served.
         """
-        body = await _read(request, UnloadLoRAAdapterRequest)
+        body = await self._read(request, UnloadLoRAAdapterRequest)
         if not body.lora_name:
             raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
         if all(adapter.name != body.lora_name for adapter in self._generator.adapters):
@@ -190,7 +192,7 @@ class ModelEndpoints:
 
         They are served as ``weight_version``; the former name is unknown from then on. Answers when they are in use.
         """
-        body = await _read(request, UpdateWeightsRequest)
+        body = await self._read(request, UpdateWeightsRequest)
         name = body.weight_version
         if name != self._config.base_name and not ADAPTER_NAME.fullmatch(name):
             raise InvalidUserInput(f"The name {name[:80]!r} is not allowed: use letters, digits and ._@:+-")
@@ -202,6 +204,9 @@ class ModelEndpoints:
         if not self._generator.healthy:
             raise Overloaded("The generator has stopped.")
         return Response()
+
+    async def _read[B: BaseModel](self, request: Request, kind: type[B]) -> B:
+        return await self._bodies.read(await request.body(), kind.model_validate_json)
 
     async def _prompt[A, P](self, request: Request, make: Callable[[A], P], asked: A) -> P:
         """Token ids, made off the event loop: of long requests one after another, so that short ones pass them."""
@@ -254,10 +259,6 @@ class ModelEndpoints:
             )
         finally:
             _cancel(handles)
-
-
-async def _read[B: BaseModel](request: Request, kind: type[B]) -> B:
-    return kind.model_validate_json(await request.body())
 
 
 def _samples(ids: tuple[int, ...], params: DecodingParams, count: int) -> list[PromptJob]:

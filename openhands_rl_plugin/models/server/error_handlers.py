@@ -10,12 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.models.generator.errors import RequestCancelled, ServingError
 from openhands_rl_plugin.models.server.http import json_response
 from openhands_rl_plugin.models.server.responses import ErrorInfo, ErrorResponse
-
-log = redacting_logger(__name__)
 
 
 def error_body(status: int, message: str, kind: str, param: str | None = None) -> ErrorResponse:
@@ -56,20 +53,11 @@ async def _on_disconnect(_: Request, __: ClientDisconnect) -> Response:
     return Response(status_code=499)
 
 
-async def _on_unexpected(_: Request, error: Exception) -> Response:
-    """The cause goes to the log, not to the client."""
-    log.error("request failed", exc_info=error)
-    return json_response(
-        error_body(500, f"{type(error).__name__} in the server; see its log", "InternalServerError"), 500
-    )
-
-
 ERROR_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
     ServingError: _on_serving_error,
     ValidationError: _on_invalid_body,
     HTTPException: _on_http_exception,
     RequestCancelled: _on_cancelled,
     ClientDisconnect: _on_disconnect,
-    Exception: _on_unexpected,
 }
 """The ``exception_handlers`` of a Starlette application."""

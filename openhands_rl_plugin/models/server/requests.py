@@ -12,6 +12,7 @@ MAX_STOPS = 16
 LONGEST_STOP = 1024
 MAX_STOP_IDS = 1024
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 10_000
 LARGEST = 2**31 - 1
 """Of every number without a narrower bound: what 32 bits hold fits wherever it is used."""
 TokenId = Annotated[int, Field(ge=-1, le=LARGEST)]
@@ -69,6 +70,9 @@ class ChatMessage(OpenAIModel):
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
+
+
+Messages = Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), Field(max_length=MAX_MESSAGES)]
 
 
 class FunctionDefinition(OpenAIModel):
@@ -144,7 +148,7 @@ class SamplingFields(OpenAIModel):
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -197,7 +201,7 @@ class TokenizeRequest(OpenAIModel):
 
     model: ModelName | None = None
     prompt: str | None = None
-    messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Annotated[tuple[Tool, ...], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True

@@ -120,7 +120,9 @@ async def test_an_answer_that_cannot_be_recorded_is_given(
     assert counts["unrecorded"] == 2 and counts["recorded"] == 0
 
 
-async def test_an_error_that_nobody_expected_has_openais_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_an_error_that_nobody_expected_has_openais_form_and_its_cause_in_the_log_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     async def fail(self: FileTrajectoryStorage, growth: object) -> None:
         raise RuntimeError("strange")
 
@@ -140,9 +142,13 @@ async def test_an_error_that_nobody_expected_has_openais_form(tmp_path: Path, mo
         early = await gateway.ask(user("one"), session="c")
         monkeypatch.undo()
         wrong = await gateway.http.post("/health")
-    for answer, why in ((whole, "RuntimeError: strange"), (early, "RuntimeError: stranger")):
-        assert answer.status_code == 500 and why in answer.json()["error"]["message"]
-    assert b"RuntimeError: strange" in late
+    failures = [each.getMessage() for each in caplog.records if "RuntimeError" in each.getMessage()]
+    assert len(failures) == 3 and "RuntimeError: stranger (" in failures[-1]
+    for answer, line in ((whole, failures[0]), (early, failures[-1])):
+        said = answer.json()["error"]["message"]
+        assert answer.status_code == 500 and "strange" not in said and said.rpartition(" ")[2].rstrip(".") in line
+    assert b"The server failed" in late and b"strange" not in late
+    assert not any(each.exc_info for each in caplog.records)
     assert wrong.status_code == 405 and wrong.json()["error"]
 
 
