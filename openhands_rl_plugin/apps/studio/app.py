@@ -59,14 +59,15 @@ def build_app(config: StudioConfig, sources: StudioSources, tickets: Tickets, ke
 
 
 def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
-    episodes = EpisodeResource(sources, text)
+    episodes, listing = EpisodeResource(sources, text), ListResource(sources)
 
     async def about(request: Request) -> Response:
         return reply(request, {"stores": list(sources.stores)})
 
     return {
         "/api/about": about,
-        "/api/episodes": ListResource(sources).get,
+        "/api/episodes": listing.page,
+        "/api/facets": listing.facets,
         "/api/episodes/{id}": episodes.header,
         "/api/episodes/{id}/nodes": episodes.nodes,
         "/api/episodes/{id}/nodes/{node:int}/tokens": episodes.tokens,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.browsing.terms import Column, Term
-from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import Frozen
 
 
@@ -107,6 +107,10 @@ class Browsable(Protocol):
 
         Raises ``StorageError`` for a cursor that is none of this store's.
         """
+        ...
+
+    async def all_labels(self) -> tuple[Label, ...]:
+        """Every label of the store, oldest first."""
         ...
 
     async def revision(self, trajectory_id: str | None = None) -> str:

@@ -178,6 +178,11 @@ class MongoDBTrajectoryStorage:
         async with self._database.explained():
             return await self._browsing.store_changes(self._database, cursor)
 
+    async def all_labels(self) -> tuple[Label, ...]:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        async with self._database.explained():
+            return await self._scores.labels_of(None, self._lost)
+
     async def revision(self, trajectory_id: str | None = None) -> str:
         """As in ``Browsable``. Raises ``StorageError``."""
         async with self._database.explained():

@@ -113,12 +113,13 @@ def has_labels(connection: sqlite3.Connection) -> bool:
     return bool(connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'labels'").fetchone()[0])
 
 
-def load_labels(connection: sqlite3.Connection, ids: Sequence[str]) -> list[Label]:
-    """The labels of these episodes, oldest first."""
+def load_labels(connection: sqlite3.Connection, ids: Sequence[str] | None = None) -> list[Label]:
+    """The labels of these episodes, or all, oldest first."""
     if not has_labels(connection):
         return []
-    query = "SELECT id, label FROM labels WHERE trajectory_id IN (SELECT value FROM json_each(?)) ORDER BY row"
-    found = connection.execute(query, (one_value(ids),))
+    some = "TRUE" if ids is None else "trajectory_id IN (SELECT value FROM json_each(?))"
+    values = [] if ids is None else [one_value(ids)]
+    found = connection.execute(f"SELECT id, label FROM labels WHERE {some} ORDER BY row", values)
     return [parsed_json(Label, identity, document) for identity, document in found]
 
 

@@ -157,6 +157,10 @@ class FileTrajectoryStorage:
             lambda connection: store_changes(connection, cursor), StoreChanges(cursor=cursor or EMPTY)
         )
 
+    async def all_labels(self) -> tuple[Label, ...]:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        return tuple(await self._read(load_labels, []))
+
     async def revision(self, trajectory_id: str | None = None) -> str:
         """As in ``Browsable``. Raises ``StorageError``."""
         return await self._read(lambda connection: stored_revision(connection, trajectory_id), "")

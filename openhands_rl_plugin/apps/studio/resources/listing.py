@@ -1,40 +1,118 @@
-"""``/api/episodes``: a page of the list."""
+"""``/api/episodes`` and ``/api/facets``: a page of the list, and how many have which value."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from pydantic import JsonValue
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, reply, whole
 from openhands_rl_plugin.apps.studio.sources import StudioSources
-from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
+from openhands_rl_plugin.core.browsing.listing import Browsable, FacetCount
+from openhands_rl_plugin.core.browsing.terms import Column
+from openhands_rl_plugin.core.judgements import labels_of, standing
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import Label, TrajectoryOrder, TrajectorySummary
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.trajectories.query.language import parse_query
+from openhands_rl_plugin.trajectories.query.printing import column_clause
+from openhands_rl_plugin.trajectories.query.query import Query
+from openhands_rl_plugin.trajectories.query.resolving import resolved
 
 MOST_ROWS = 1000
 _ROWS = 100
+_MOST_VALUES = 200
+_VALUES = 20
+_BINS = 40
+_FACETS = (Column.RUN, Column.ADAPTER, Column.STOP, Column.FAILED)
 
 
 class ListResource:
-    """The episodes of a store, page by page."""
+    """The episodes of a store that a query finds."""
 
     def __init__(self, sources: StudioSources) -> None:
         self._sources = sources
 
-    async def get(self, request: Request) -> Response:
-        """``store, total, offset, next, rows``."""
+    async def page(self, request: Request) -> Response:
+        """``revision, total, offset, next, query, rows``. Raises ``ConfigError`` for a query that cannot be read."""
         storage = self._sources.store(request)
-        offset = whole(request, "offset", 0, most=2**53)
+        query = parse_query(request.query_params.get("q", ""))
+        sort, descending = _order(request, query)
         limit = whole(request, "limit", _ROWS, least=1, most=MOST_ROWS)
-        where = TrajectoryFilter(finished=None, descending=True, offset=offset, limit=limit)
-        found = [each async for each in storage.summaries(where)]
+        offset = whole(request, "offset", 0, most=2**53)
+        page = {"sort": sort, "descending": descending, "limit": limit, "offset": offset}
+        page["after"] = request.query_params.get("after") or None
+        revision = await _revision(storage)
+        where = (await resolved(query, storage)).model_copy(update=page)
         total = await storage.count(where)
-        return reply(request, {"total": total, "offset": offset, "next": None, "rows": rows_of(found)})
+        found = [each async for each in storage.summaries(where)]
+        labels = await labels_of(storage, [each.id for each in found])
+        more = len(found) == limit and total > limit
+        body: JsonObject = {
+            "revision": revision,
+            "total": total,
+            "offset": offset,
+            "next": found[-1].id if found and more else None,
+            "rows": dict(rows_of(found, labels)),
+        }
+        return reply(request, body, revision=f"{revision} {request.url.query}" if revision else None)
+
+    async def facets(self, request: Request) -> Response:
+        """``facets: {NAME: [{value, count, query}]}``, ``rewards``. Raises ``ConfigError`` as ``page`` does."""
+        storage = self._sources.store(request)
+        query = parse_query(request.query_params.get("q", ""))
+        names = [name for name in request.query_params.get("by", "").split(",") if name] or list(_FACETS)
+        most = whole(request, "most", _VALUES, least=1, most=_MOST_VALUES)
+        for name in names:
+            if name not in list(Column):
+                raise HTTPException(400, f"by: {unknown_name('column', name[:80], [each.value for each in Column])}")
+        if not isinstance(storage, Browsable):
+            raise HTTPException(404, f"{type(storage).__name__} counts no values")
+        revision = await storage.revision()
+        where = await resolved(query, storage)
+        by = [Column(name) for name in names]
+        counts = await storage.facets(where, by, most)
+        histogram = await storage.rewards(where, _BINS)
+        facets: JsonObject = {
+            column.value: [_facet(column, each) for each in found] for column, found in zip(by, counts, strict=True)
+        }
+        body: JsonObject = {
+            "revision": revision,
+            "facets": facets,
+            "rewards": histogram.model_dump(mode="json"),
+        }
+        return reply(request, body, revision=f"{revision} {request.url.query}")
 
 
-def rows_of(found: Sequence[TrajectorySummary]) -> Columns:
-    """Summaries by columns."""
+async def _revision(storage: TrajectoryStorage) -> str:
+    return await storage.revision() if isinstance(storage, Browsable) else ""
+
+
+def _order(request: Request, query: Query) -> tuple[TrajectoryOrder, bool]:
+    """``?sort=-tokens``, or that of the query, or the newest first."""
+    said = request.query_params.get("sort", "")
+    if said:
+        named = parse_query(f"sort:{json.dumps(said)[1:-1]}")
+        if named.sort is not None:
+            return named.sort, named.descending
+    return (TrajectoryOrder.STORED, True) if query.sort is None else (query.sort, query.descending)
+
+
+def _facet(column: Column, found: FacetCount) -> JsonObject:
+    return {"value": found.value, "count": found.count, "query": column_clause(column, found.value)}
+
+
+def rows_of(found: Sequence[TrajectorySummary], labels: Sequence[Label] = ()) -> Columns:
+    """Summaries by columns; ``labels`` are the kinds of those that hold."""
+    kinds: dict[str, list[JsonValue]] = {}
+    for label in standing(labels):
+        for about in {label.trajectory_id, label.other} - {None}:
+            kinds.setdefault(str(about), []).append(label.kind.value)
     rows: dict[str, list[JsonValue]] = {
         "id": [each.id for each in found],
         "run": [each.run_id for each in found],
@@ -47,13 +125,15 @@ def rows_of(found: Sequence[TrajectorySummary]) -> Columns:
         "adapter": [each.policy.adapter for each in found],
         "version": [each.policy.version for each in found],
         "stop": [each.stop.value for each in found],
-        "failure": [None if each.failure is None else each.failure.value for each in found],
+        "failed": [None if each.failure is None else each.failure.value for each in found],
         "reward": [number(each.reward) for each in found],
         "return": [number(each.episode_return) for each in found],
         "nodes": [each.nodes for each in found],
         "turns": [each.turns for each in found],
         "tokens": [each.usage.prompt_tokens + each.usage.completion_tokens for each in found],
+        "seconds": [round(each.times.finished - each.times.started, 3) for each in found],
         "started": [each.times.started for each in found],
         "finished": [each.times.finished for each in found],
+        "labels": [kinds.get(each.id) for each in found],
     }
     return columns(rows)
