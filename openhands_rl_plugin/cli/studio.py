@@ -11,6 +11,7 @@ from openhands_rl_plugin.cli.options.foreground import (
     sayable,
     wait_until_stopped,
 )
+from openhands_rl_plugin.cli.options.stored import author
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, check_store, storage_at
 
 EPILOG = """examples:
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.apps.studio.server import running_studio
     from openhands_rl_plugin.apps.studio.sources import StudioSources
 
-    config = read_fields(args, StudioConfig)
+    config = read_fields(args, StudioConfig, {"author": author()})
     for where in args.sources:
         check_store(where)
     log_accesses_if_asked(args)

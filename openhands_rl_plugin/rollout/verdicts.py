@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 from openhands_rl_plugin.core.errors import ConfigError
@@ -64,18 +65,33 @@ async def undo(storage: TrajectoryStorage, *, author: str = "") -> Label | None:
     Raises:
         RLError: the storage cannot be written, or keeps no labels.
     """
-    labels = labelled(storage)
+    labelled(storage)
     ids = [summary.id async for summary in storage.summaries(TrajectoryFilter(finished=None))]
     own = [label for label in standing(await labels_of(storage, ids)) if label.author == author]
     if not own:
         return None
     last = max(own, key=lambda label: label.at)
-    if last.kind is LabelKind.VERDICT:
-        earlier = [label for label in own if _is_verdict_before(label, last)]
-        value, note = (earlier[-1].value, earlier[-1].text) if earlier else (None, "")
-        await _score(storage, last.trajectory_id, value, note, author)
-    await _add(labels, last.trajectory_id, last.kind, other=last.other, withdraws=last.id, author=author)
+    await withdraw(storage, last, own, author=author)
     return last
+
+
+async def withdraw(storage: TrajectoryStorage, label: Label, own: Iterable[Label], *, author: str = "") -> Label:
+    """Append what says that ``label`` holds no more; among ``own``, its author's labels that hold, the verdict before
+    holds again. Returns what was appended. Raises ``RLError``."""
+    labels = labelled(storage)
+    if label.kind is LabelKind.VERDICT and label.node is None:
+        earlier = [each for each in own if _is_verdict_before(each, label)]
+        value, note = (earlier[-1].value, earlier[-1].text) if earlier else (None, "")
+        await _score(storage, label.trajectory_id, value, note, author)
+    return await _add(labels, label.trajectory_id, label.kind, other=label.other, withdraws=label.id, author=author)
+
+
+async def add_label(storage: TrajectoryStorage, trajectory_id: str, kind: LabelKind, **said: Any) -> Label:
+    """Append a label with these fields, and the score of a verdict on the whole episode. Raises ``RLError``."""
+    labels = labelled(storage)
+    if kind is LabelKind.VERDICT and said.get("node") is None:
+        await _score(storage, trajectory_id, said["value"], said.get("text", ""), said.get("author", ""))
+    return await _add(labels, trajectory_id, kind, **said)
 
 
 def labelled(storage: TrajectoryStorage) -> TakesLabels:
@@ -88,7 +104,7 @@ def labelled(storage: TrajectoryStorage) -> TakesLabels:
 
 
 def _is_verdict_before(label: Label, last: Label) -> bool:
-    same = label.kind is LabelKind.VERDICT and label.trajectory_id == last.trajectory_id
+    same = label.kind is LabelKind.VERDICT and label.trajectory_id == last.trajectory_id and label.node is None
     return same and label.id != last.id
 
 
@@ -98,6 +114,7 @@ async def _score(storage: TrajectoryStorage, trajectory_id: str, value: float | 
     await storage.add_scores([score])
 
 
-async def _add(storage: TakesLabels, trajectory_id: str, kind: LabelKind, **said: Any) -> None:
+async def _add(storage: TakesLabels, trajectory_id: str, kind: LabelKind, **said: Any) -> Label:
     made = Label(id=uuid.uuid4().hex, trajectory_id=trajectory_id, kind=kind, at=time.time(), **said)
     await storage.add_labels([made])
+    return made

@@ -21,8 +21,13 @@ from openhands_rl_plugin.apps.studio.config import StudioConfig
 from openhands_rl_plugin.apps.studio.document import HEADERS, STATIC, content_security_policy, document
 from openhands_rl_plugin.apps.studio.door import SIGN_IN
 from openhands_rl_plugin.apps.studio.replies import ERROR_HANDLERS, reply
+from openhands_rl_plugin.apps.studio.resources.breaks import BreakResource
+from openhands_rl_plugin.apps.studio.resources.comparison import CompareResource
 from openhands_rl_plugin.apps.studio.resources.episode import EpisodeResource
+from openhands_rl_plugin.apps.studio.resources.groups import GroupResource
+from openhands_rl_plugin.apps.studio.resources.labelling import LabelResource
 from openhands_rl_plugin.apps.studio.resources.listing import ListResource
+from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.apps.studio.tickets import COOKIE, Tickets
 from openhands_rl_plugin.apps.studio.token_text import TokenText
@@ -36,6 +41,7 @@ _COMPRESSED_FROM = 1024
 def build_app(config: StudioConfig, sources: StudioSources, tickets: Tickets, key: str = "") -> Starlette:
     """The application. Its lifespan closes the sources. Raises ``ConfigError`` for a tokenizer that cannot be read."""
     entrance = Entrance(tickets, key)
+    labels = LabelResource(sources, config.author)
     resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer))
 
     @asynccontextmanager
@@ -48,6 +54,8 @@ def build_app(config: StudioConfig, sources: StudioSources, tickets: Tickets, ke
             Route(HEALTH, entrance.health),
             Route(SIGN_IN, entrance.sign_in, methods=["POST"]),
             *(Route(path, endpoint) for path, endpoint in resources.items()),
+            Route("/api/labels", labels.get),
+            Route("/api/labels", labels.post, methods=["POST"]),
             Route("/api/{rest:path}", _unknown),
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/{page:path}", entrance.page),
@@ -59,7 +67,9 @@ def build_app(config: StudioConfig, sources: StudioSources, tickets: Tickets, ke
 
 
 def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
-    episodes, listing = EpisodeResource(sources, text), ListResource(sources)
+    shelf = EpisodeShelf(sources)
+    episodes, listing, breaks = EpisodeResource(shelf, text), ListResource(sources), BreakResource(shelf, text)
+    groups, compared = GroupResource(sources), CompareResource(sources, shelf)
 
     async def about(request: Request) -> Response:
         return reply(request, {"stores": list(sources.stores)})
@@ -71,6 +81,9 @@ def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
         "/api/episodes/{id}": episodes.header,
         "/api/episodes/{id}/nodes": episodes.nodes,
         "/api/episodes/{id}/nodes/{node:int}/tokens": episodes.tokens,
+        "/api/episodes/{id}/breaks": breaks.get,
+        "/api/groups/{id:path}": groups.get,
+        "/api/compare": compared.get,
     }
 
 

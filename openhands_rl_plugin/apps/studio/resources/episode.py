@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from pydantic import JsonValue
 from starlette.exceptions import HTTPException
@@ -11,10 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, reply, whole
-from openhands_rl_plugin.apps.studio.sources import StudioSources
+from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf, Opened
 from openhands_rl_plugin.apps.studio.token_text import TokenText
-from openhands_rl_plugin.core.protocols import TakesLabels
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Node, Score, Trajectory
 from openhands_rl_plugin.trajectories.view.episode import Turn, view_of
 
@@ -25,28 +22,21 @@ MOST_TOKENS = 4096
 _LONGEST_DATA = 64 * 1024
 
 
-class Opened(NamedTuple):
-    """An episode and what was said of it."""
-
-    trajectory: Trajectory
-    scores: tuple[Score, ...]
-    labels: tuple[Label, ...]
-
-
 class EpisodeResource:
     """One stored episode, finished or not."""
 
-    def __init__(self, sources: StudioSources, text: TokenText) -> None:
-        self._sources = sources
+    def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
+        self._shelf = shelf
         self._text = text
 
     async def header(self, request: Request) -> Response:
         """All but the bodies of the nodes."""
-        return reply(request, header_of(await self._open(request)))
+        opened = await self._shelf.open(request)
+        return reply(request, header_of(opened), revision=opened.revision)
 
     async def nodes(self, request: Request) -> Response:
         """Bodies of nodes ``from`` to before ``to``, as many as fit; ``next``: the node to go on from."""
-        nodes = (await self._open(request)).trajectory.nodes
+        nodes = (await self._shelf.open(request)).trajectory.nodes
         first = whole(request, "from", 0, most=len(nodes))
         end = whole(request, "to", len(nodes), most=len(nodes))
         skip = whole(request, "skip", 0, most=2**53)
@@ -54,20 +44,12 @@ class EpisodeResource:
 
     async def tokens(self, request: Request) -> Response:
         """The token ids of a node from place ``from`` on: those of its prompt, then those that were sampled."""
-        nodes = (await self._open(request)).trajectory.nodes
+        nodes = (await self._shelf.open(request)).trajectory.nodes
         at = int(request.path_params["node"])
         if at >= len(nodes):
             raise HTTPException(404, f"the episode has {len(nodes)} nodes, so there is no node {at}")
         first = whole(request, "from", 0, most=2**53)
         return reply(request, tokens_of(nodes[at], at, first, self._text))
-
-    async def _open(self, request: Request) -> Opened:
-        identity = request.path_params["id"]
-        storage = await self._sources.holding(request, identity)
-        async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,), finished=None)):
-            labels = await storage.labels([identity]) if isinstance(storage, TakesLabels) else ()
-            return Opened(trajectory, scores, labels)
-        raise HTTPException(404, f"no store has the episode {identity[:80]!r}")
 
 
 def header_of(opened: Opened) -> JsonObject:

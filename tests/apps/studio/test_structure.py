@@ -1,0 +1,68 @@
+"""Breaks, groups and comparisons, the same from SQLite and from MongoDB."""
+
+from __future__ import annotations
+
+from studio_client import Client, Opener, fill
+
+from openhands_rl_plugin.core.types import PolicyRef, Tokens
+from openhands_rl_plugin.testing.samples import GONE, sample_episode
+
+
+def test_a_break_has_its_cause_and_its_price(opener: Opener, client: Client) -> None:
+    sample = sample_episode("one")
+    broken = Tokens(prompt_ids=(1, 2, 9, 3, 4, 5), sampled_ids=(6,), logprobs=(-0.5,))
+    nodes = [*sample.nodes]
+    nodes[4] = nodes[4].model_copy(update={"tokens": broken})
+    fill(opener, [sample.model_copy(update={"nodes": tuple(nodes)}), sample_episode("whole")])
+    browser = client(opener())
+    found = browser.get("/api/episodes/one/breaks").json()
+    (only,) = found["breaks"]
+    assert (only["node"], only["previous"], only["at"], only["repeated"]) == (4, 1, 2, 5)
+    assert (only["removed"]["ids"], only["inserted"]["ids"]) == ([70_000], [9])
+    assert only["cause"] == "generation_prompt" and "chat template" in only["setting"] and found["repeated"] == 5
+    assert browser.get("/api/episodes/whole/breaks").json()["breaks"] == []
+    header = browser.get("/api/episodes/one").json()
+    assert header["nodes"]["segment"][4] == 2
+
+
+def test_a_group_is_one_tree_that_branches_at_the_first_difference(opener: Opener, client: Client) -> None:
+    samples = [sample_episode(f"s{at}", group="g/1", reward=at / 2) for at in range(3)]
+    nodes = [*samples[2].nodes]
+    nodes[3] = nodes[3].model_copy(update={"message": nodes[3].message.model_copy(update={"content": "otherwise"})})
+    samples[2] = samples[2].model_copy(update={"nodes": tuple(nodes)})
+    failed = sample_episode("failed", group="g/1", failure=GONE)
+    fill(opener, [*samples, failed])
+    found = client(opener()).get("/api/groups/g/1").json()
+    assert found["samples"]["reward"] == [0.0, 0.5, 1.0, None] and found["signal"] is True
+    assert found["samples"]["advantage"][1] == 0.0 and found["samples"]["advantage"][2] > 0.9
+    turns = found["turns"]
+    assert turns["samples"][0] == [0, 1, 2, 3] == turns["samples"][1]
+    children = [at for at, parent in enumerate(turns["parent"]) if parent == 1]
+    assert sorted(map(tuple, (turns["samples"][at] for at in children))) == [(0, 1, 3), (2,)]
+    assert turns["nodes"][children[0]] == [3, 3, 3]
+
+
+def test_two_episodes_stand_beside_each_other(opener: Opener, client: Client) -> None:
+    one, other = sample_episode("one"), sample_episode("other")
+    nodes = [*other.nodes]
+    nodes[3] = nodes[3].model_copy(update={"message": nodes[3].message.model_copy(update={"content": "otherwise"})})
+    fill(opener, [one, other.model_copy(update={"nodes": tuple(nodes)})])
+    found = client(opener()).get("/api/compare?a=one&b=other").json()
+    assert found["rows"]["a"] == [0, 1, 3, 4, 5] == found["rows"]["b"]
+    assert found["rows"]["same"] == [1, 1, None, 1, 1] and found["first_difference"] == 2
+
+
+def test_two_versions_are_compared_over_the_same_tasks(opener: Opener, client: Client) -> None:
+    def played(version: int, task: int, reward: float):
+        policy = PolicyRef(base_model="m", adapter="shop", version=version)
+        return sample_episode(f"{version}-{task}", task=f"t{task}", policy=policy, reward=reward)
+
+    episodes = [played(7, at, float(at == 0)) for at in range(6)] + [played(8, at, float(at > 0)) for at in range(7)]
+    fill(opener, episodes)
+    browser = client(opener())
+    found = browser.get("/api/compare?of=queries&a=adapter:shop@7&b=adapter:shop@8").json()
+    assert (found["tasks"], found["only_b"], found["gained"], found["lost"]) == (6, 1, 5, 1)
+    assert found["p"] == 0.21875 and found["test"] == "exact McNemar"
+    assert found["rows"]["a_id"][0] == "7-0" and abs(found["difference"]["mean"] - 4 / 6) < 1e-9
+    assert browser.get("/api/compare?a=one").status_code == 400
+    assert browser.get("/api/compare?of=queries&a=run:a&b=rum:b").status_code == 400
