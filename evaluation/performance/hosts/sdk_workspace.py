@@ -49,7 +49,9 @@ from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 
 STEPS_RATIO, RECORDING_MS, FORK_MS = 3.0, 3.0, 200.0
-KINDS = ("stock", "recorded, stock tools", "recorded, own tools")
+STOCK, STOCK_TOOLS = "stock", "recorded, stock tools"
+OWN_TOOLS, OWN_ENGINE = "recorded, own tools", "own tools and engine"
+KINDS = (STOCK, STOCK_TOOLS, OWN_TOOLS, OWN_ENGINE)
 FILES, BYTES, FILES_A_FOLDER = 3000, 64 * 1024 * 1024, 50
 
 
@@ -67,8 +69,10 @@ def make_agent(kind: str, url: str, store: Path) -> Agent:
     tools = [Tool(name=TerminalTool.name), Tool(name=FileEditorTool.name)]
     if kind == "stock":
         return Agent(llm=llm, tools=tools)
-    isolation = "bubblewrap" if kind == KINDS[2] else "none"
+    isolation = "none" if kind == STOCK_TOOLS else "bubblewrap"
     rl = {"max_turns": 200, "storage": {"path": str(store)}, "workspace": {"isolation": isolation}}
+    if kind == OWN_ENGINE:
+        rl["serving"] = {"base_url": url, "model": "instant"}
     return RLAgent(llm=llm, tools=tools, rl=rl)
 
 

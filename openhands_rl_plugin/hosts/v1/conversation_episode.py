@@ -47,6 +47,7 @@ from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspa
 from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.stock_workspace import StockWorkspace
 from openhands_rl_plugin.hosts.v1.values import OfferedTools, SampledCalls
+from openhands_rl_plugin.hosts.v1.written_prompts import PromptWriter
 
 log = logging.getLogger("openhands")
 
@@ -87,6 +88,7 @@ class ConversationEpisode:
         self._followed = WorkspaceConversation(episode.tree)
         self._engine = ConversationEngine(episode, own)
         self._calls = calls
+        self._writer = PromptWriter()
         self._offered = OfferedTools()
         self._exact = exact
         self._standalone = standalone
@@ -258,11 +260,11 @@ class ConversationEpisode:
     ) -> ConversationTurn:
         prompt = self._calls.put_back(messages) if self._exact else messages
         tree = self.episode.tree
-        # A copy: the SDK marks messages for the prompt cache while it writes them.
-        rewritten = self._followed.follow(llm.format_messages_for_llm([each.model_copy() for each in prompt]))
+        written = self._writer.write(llm, prompt)
+        rewritten = self._followed.follow(written)
         offered = self._offered.of(tools, arguments)
         tree.tools = tree.tools or offered
-        return ConversationTurn(llm, tree.messages(), prompt, tools, offered, arguments, rewritten)
+        return ConversationTurn(llm, tree.messages(), prompt, written, tools, offered, arguments, rewritten)
 
     def _world(self, turn: ConversationTurn) -> SessionWorld | None:
         runtime, conversation = runtime_of(self.session), self.conversation

@@ -20,7 +20,7 @@ from openhands.sdk.tool import ToolDefinition
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import EpisodeError, ModelError, describe
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters, whole_json
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, altering_parameters, whole_json
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams
@@ -36,6 +36,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
 )
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
+from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     TOKEN_IDS,
@@ -55,13 +56,15 @@ class ConversationTurn:
     """The request that the agent would send now.
 
     ``path`` is the conversation in the tree, as the strategy sees it; ``prompt`` the same as the agent passes it to its
-    LLM. ``tools`` and their ``offered`` form, and the other ``arguments`` that the agent gives. ``rewritten``: the
-    prompt does not extend the conversation so far.
+    LLM, and ``written`` as that sends it, where it is known. ``tools`` and their ``offered`` form, and the other
+    ``arguments`` that the agent gives. ``rewritten``: the prompt does not extend
+    the conversation so far.
     """
 
     llm: LLM
     path: tuple[Message, ...] = ()
     prompt: Sequence[SdkMessage] = ()
+    written: Sequence[WireMessage] | None = None
     tools: Sequence[ToolDefinition] = ()
     offered: Sequence[JsonObject] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +81,7 @@ class _Call:
 
     llm: LLM
     prompt: Sequence[SdkMessage]
+    written: Sequence[WireMessage] | None
     turn: ConversationTurn | None
     sampling: SamplingParams
     number: int
@@ -136,13 +140,14 @@ class ConversationEngine:
         known, current = self._turns.longest(messages), self._turn
         assert current is not None
         prompt = known.after(messages) if known else [sdk_message(message) for message in messages]
+        written = known.written if known and len(messages) == len(known.path) else None
         llm = (known or current).llm
         offering = known if tools else None
         own = self._own if llm.native_tool_calling and not has_images(prompt) else None
         calls = []
         for _ in range(n):
             wanted = self._episode.sampling_for(sampling, self._seeds.next(messages))
-            call = _Call(llm, prompt, offering, wanted, next(self._numbers))
+            call = _Call(llm, prompt, written, offering, wanted, next(self._numbers))
             if own is None:
                 calls.append(background().blocking(partial(self._ask_llm, call)))
             else:
@@ -170,7 +175,7 @@ class ConversationEngine:
             temperature=llm.temperature, top_p=llm.top_p, max_tokens=llm.max_output_tokens, seed=llm.seed
         )
         turn = ConversationTurn(llm, prompt=prompt, arguments=arguments)
-        return self._ask_llm(_Call(llm, prompt, turn, own, next(self._numbers)))
+        return self._ask_llm(_Call(llm, prompt, None, turn, own, next(self._numbers)))
 
     def _ask_llm(self, call: _Call) -> Completion:
         """One completion through litellm, with the fields that the server accepts."""
@@ -216,6 +221,9 @@ class ConversationEngine:
             "stream": False,
         }
         asked = llm.model_copy(update={**settings, "litellm_extra_body": body} if body else settings)
+        # Another class of LLM, or another model, may write the prompt in another form.
+        if call.written is not None and type(llm) is LLM and llm.model == call.llm.model:
+            asked = WrittenLLM.over(asked, call.written)
         arguments = dict(call.turn.arguments) if call.turn else {}
         if wanted.stop:
             arguments["stop"] = list(wanted.stop)

@@ -12,6 +12,7 @@ from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr
 
 from openhands_rl_plugin.hosts.v1.values import chunks_of
+from openhands_rl_plugin.hosts.v1.written_prompts import sharing
 
 
 class Completes(Protocol):
@@ -40,10 +41,7 @@ class PolicyLLM(LLM):
     @classmethod
     def over(cls, plain: LLM, policy: Completes) -> Self:
         """Metrics and telemetry are shared, else the costs would not reach the conversation."""
-        made = cls.model_construct(_fields_set=set(plain.model_fields_set), **plain.__dict__)
-        shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {})}
-        object.__setattr__(made, "__pydantic_private__", {**shared, "_plain": plain, "_policy": policy})
-        return made
+        return sharing(cls, plain, _plain=plain, _policy=policy)
 
     def uses_responses_api(self) -> bool:
         """Never: token ids come with chat completions only."""

@@ -200,7 +200,7 @@ class ConversationBranch:
         # The prompt repeats the answer first, except for one that the SDK could not read.
         replayed = len(wire) > len(known) and wire[len(known)]["role"] == "assistant"
         new = tuple(to_message(message) for message in wire[len(known) + replayed :])
-        return replace(before, path=(*before.path, answer, *new), prompt=prompt, rewritten=False)
+        return replace(before, path=(*before.path, answer, *new), prompt=prompt, written=wire, rewritten=False)
 
 
 class _Heard(Exception):

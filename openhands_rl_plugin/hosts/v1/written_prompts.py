@@ -1,0 +1,75 @@
+"""Prompts in the SDK's wire format, written once: the SDK copies and writes all messages anew for every request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from openhands.sdk.llm import LLM
+from openhands.sdk.llm import Message as SdkMessage
+from pydantic import PrivateAttr
+
+from openhands_rl_plugin.core.messages import WireMessage
+from openhands_rl_plugin.hosts.v1.values import has_images
+
+Written = list[dict[str, Any]]
+"""Messages as ``LLM.format_messages_for_llm`` returns them."""
+
+
+class PromptWriter:
+    """Writes the prompts of one conversation. Of one that goes on from the last, only what is new is written."""
+
+    def __init__(self) -> None:
+        self._settings: dict[str, Any] = {}
+        self._messages: Sequence[SdkMessage] = ()
+        self._written: Written = []
+
+    def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> Written:
+        """What ``llm.format_messages_for_llm`` returns. Not to be changed: the next prompt shares it."""
+        known = self._known(llm, messages)
+        # Copies: the SDK may mark messages for the prompt cache while it writes them.
+        new = llm.format_messages_for_llm([each.model_copy() for each in messages[known:]])
+        # Without ``self``, an LLM that is changed later would be compared with itself.
+        self._settings, self._messages = dict(llm.__dict__), tuple(messages)
+        self._written = [*self._written[:known], *new]
+        return self._written
+
+    def _known(self, llm: LLM, messages: Sequence[SdkMessage]) -> int:
+        """How many of the messages are written as they were in the last prompt."""
+        before = self._messages
+        if not before or llm.__dict__ != self._settings:
+            return 0
+        # Which messages are marked, and how large an image may be, depends on the others.
+        if llm.is_caching_prompt_active() or has_images(messages):
+            return 0
+        return len(before) if tuple(messages[: len(before)]) == before else 0
+
+
+class WrittenLLM(LLM):
+    """``plain`` with one prompt that is written already. Never stored."""
+
+    _prompt: Sequence[WireMessage] = PrivateAttr(default=())
+
+    @classmethod
+    def over(cls, plain: LLM, prompt: Sequence[WireMessage]) -> Self:
+        """Metrics and telemetry are shared with ``plain``."""
+        return sharing(cls, plain, _prompt=prompt)
+
+    def format_messages_for_llm(self, messages: list[SdkMessage]) -> Written:
+        """The prompt, whatever the messages. A copy, in which the SDK and litellm may write."""
+        return [_copied(message) for message in self._prompt]
+
+
+def sharing[Kind: LLM](kind: type[Kind], plain: LLM, **private: object) -> Kind:
+    """An LLM of another class with all attributes of ``plain``, and ``private`` ones of its own."""
+    made = kind.model_construct(_fields_set=set(plain.model_fields_set), **plain.__dict__)
+    shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {})}
+    object.__setattr__(made, "__pydantic_private__", {**shared, **private})
+    return made
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy of JSON; ``copy.deepcopy`` takes ten times as long."""
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
