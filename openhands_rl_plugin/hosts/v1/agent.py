@@ -24,6 +24,7 @@ from openhands.sdk.llm import Message as SdkMessage
 from openhands.sdk.tool import ToolDefinition
 from pydantic import Field, PrivateAttr, field_validator
 
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.shared.episode import current_episode
@@ -95,12 +96,14 @@ class RLAgent(Agent):
         """The newest episode of a conversation; ``None`` before its first step and where the plugin failed."""
         return self._conversations.episode_of(conversation)
 
+    def _settings(self) -> RLSettings:
+        bound = current_episode()
+        return bound.settings if bound is not None else settings_from_sections({"rl": self.rl})
+
     @contextmanager
     def _playing(self, conversation: LocalConversation) -> Iterator[Agent]:
         """The agent for one step."""
-        bound = current_episode()
-        settings = bound.settings if bound is not None else settings_from_sections({"rl": self.rl})
-        episode = self._conversations.begin_step(conversation, self.llm, settings, exact=self.replays_sampled)
+        episode = self._conversations.begin_step(conversation, self.llm, self._settings, exact=self.replays_sampled)
         if episode is None:
             yield self
             return

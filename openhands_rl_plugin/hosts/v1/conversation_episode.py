@@ -46,8 +46,8 @@ from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, 
 from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
 from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.stock_workspace import StockWorkspace
-from openhands_rl_plugin.hosts.v1.values import OfferedTools, SampledCalls
-from openhands_rl_plugin.hosts.v1.written_prompts import PromptWriter
+from openhands_rl_plugin.hosts.v1.values import SampledCalls
+from openhands_rl_plugin.hosts.v1.written_prompts import OfferedTools, PromptWriter
 
 log = logging.getLogger("openhands")
 

@@ -7,6 +7,7 @@ import atexit
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 from openhands.sdk.conversation import LocalConversation
@@ -62,7 +63,7 @@ class Conversations:
         return type(self)()
 
     def begin_step(
-        self, conversation: LocalConversation, llm: LLM, settings: RLSettings, *, exact: bool
+        self, conversation: LocalConversation, llm: LLM, settings: Callable[[], RLSettings], *, exact: bool
     ) -> ConversationEpisode | None:
         """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
 
@@ -77,7 +78,7 @@ class Conversations:
             played.episode.end(StopReason.TERMINATED)
         if played is None or played.episode is None or played.episode.over:
             calls = played.calls if played else SampledCalls()
-            played = self._begin(conversation, llm, settings, calls, exact)
+            played = self._begin(conversation, llm, settings(), calls, exact)
             with self._lock:
                 self._played[session] = played
             self._watch()

@@ -36,7 +36,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
 )
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
-from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM
+from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM, WrittenTool
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     TOKEN_IDS,
@@ -227,7 +227,7 @@ class ConversationEngine:
         arguments = dict(call.turn.arguments) if call.turn else {}
         if wanted.stop:
             arguments["stop"] = list(wanted.stop)
-        tools = list(call.turn.tools) or None if call.turn else None
+        tools = _tools_of(call.turn) if call.turn else None
         with self._counting:
             self._under_way += 1
             alone = self._under_way == 1
@@ -240,15 +240,20 @@ class ConversationEngine:
                 self._under_way -= 1
 
     def _send_beside_others(
-        self, call: _Call, asked: LLM, tools: list[ToolDefinition] | None, arguments: Mapping[str, Any]
+        self, call: _Call, asked: LLM, tools: list[Any] | None, arguments: Mapping[str, Any]
     ) -> LLMResponse:
         """With metrics of its own, which are added up: the SDK keeps the request under way in the LLM's telemetry."""
+        shared = call.llm.telemetry
         asked.reset_metrics()
         # Old releases make it when it is asked for, and their ``completion`` does not ask.
         assert asked.telemetry is not None
+        # An agent server hears of completions by these, and nothing public returns them.
+        asked.telemetry.set_log_completions_callback(getattr(shared, "_log_completions_callback", None))
         response = asked.completion(list(call.prompt), tools, **arguments)
         with self._counting:
             call.llm.metrics.merge(asked.metrics)
+            if (updated := getattr(shared, "_stats_update_callback", None)) is not None:
+                updated()
             return response.model_copy(update={"metrics": call.llm.metrics.get_snapshot()})
 
     def _read(self, call: _Call, response: LLMResponse, asking: ExtensionAttempt) -> Completion:
@@ -292,6 +297,14 @@ class ConversationEngine:
             assert earlier is None or isinstance(earlier, list)
             failed: JsonObject = {"model": call.llm.model, "latency": latency, "error": describe(error)}
             metadata["failed_attempts"] = [*(earlier or ()), failed]
+
+
+def _tools_of(turn: ConversationTurn) -> list[Any] | None:
+    # A log of completions shows the tools' own fields.
+    if turn.llm.log_completions or len(turn.offered) != len(turn.tools):
+        return list(turn.tools) or None
+    written = zip(turn.tools, turn.offered, strict=True)
+    return [WrittenTool(tool, offered, turn.arguments) for tool, offered in written] or None
 
 
 def _with_status(error: Exception) -> Exception:

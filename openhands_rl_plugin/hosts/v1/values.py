@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from litellm.types.utils import Choices, Delta, ModelResponse, ModelResponseStream, StreamingChoices
 from openhands.sdk.llm import LLM, ImageContent, LLMResponse, MessageToolCall, TextContent
 from openhands.sdk.llm import Message as SdkMessage
-from openhands.sdk.tool import ToolDefinition
 
 from openhands_rl_plugin.core.messages import is_json_object
 from openhands_rl_plugin.core.reasoning import reasoning_in
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Tokens, ToolCall
+from openhands_rl_plugin.core.types import Completion, Message, Tokens, ToolCall
 
 _numbers = itertools.count()
 
@@ -78,24 +76,6 @@ class SampledCalls:
         if (own := known[-at]) is None:
             return call
         return call.model_copy(update={"name": own.name, "arguments": own.arguments})
-
-
-class OfferedTools:
-    """The tools as the SDK sends them, written once for the same tools: their schemas take milliseconds."""
-
-    def __init__(self) -> None:
-        self._tools: tuple[ToolDefinition, ...] = ()
-        self._risk = False
-        self._offered: tuple[JsonObject, ...] = ()
-
-    def of(self, tools: Sequence[ToolDefinition], arguments: Mapping[str, Any]) -> tuple[JsonObject, ...]:
-        """``arguments``: what the agent gives its LLM beside messages and tools."""
-        risk = bool(arguments.get("add_security_risk_prediction"))
-        same = len(tools) == len(self._tools) and all(map(operator.is_, tools, self._tools))
-        if not same or risk != self._risk:
-            offered: list[Any] = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
-            self._tools, self._risk, self._offered = tuple(tools), risk, tuple(offered)
-        return self._offered
 
 
 def with_calls_of(messages: Sequence[Message], prompt: Sequence[SdkMessage]) -> list[Message]:

@@ -1,16 +1,21 @@
-"""Prompts in the SDK's wire format, written once: the SDK copies and writes all messages anew for every request."""
+"""Prompts and tools in the SDK's wire format, written once: the SDK writes all of both anew for every request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from openhands.sdk.llm import LLM
 from openhands.sdk.llm import Message as SdkMessage
+from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr
 
 from openhands_rl_plugin.core.messages import WireMessage
+from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.v1.values import has_images
+
+_RISK = "add_security_risk_prediction"
 
 Written = list[dict[str, Any]]
 """Messages as ``LLM.format_messages_for_llm`` returns them."""
@@ -43,6 +48,43 @@ class PromptWriter:
         if llm.is_caching_prompt_active() or has_images(messages):
             return 0
         return len(before) if tuple(messages[: len(before)]) == before else 0
+
+
+class OfferedTools:
+    """The tools as the SDK sends them, written once for the same tools: their schemas take milliseconds."""
+
+    def __init__(self) -> None:
+        self._tools: tuple[ToolDefinition, ...] = ()
+        self._risk = False
+        self._offered: tuple[JsonObject, ...] = ()
+
+    def of(self, tools: Sequence[ToolDefinition], arguments: Mapping[str, Any]) -> tuple[JsonObject, ...]:
+        """``arguments``: what the agent gives its LLM beside messages and tools."""
+        risk = bool(arguments.get(_RISK))
+        same = len(tools) == len(self._tools) and all(map(operator.is_, tools, self._tools))
+        if not same or risk != self._risk:
+            offered: list[Any] = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
+            self._tools, self._risk, self._offered = tuple(tools), risk, tuple(offered)
+        return self._offered
+
+
+class WrittenTool:
+    """A tool in the form of ``OfferedTools``; in all else the tool itself."""
+
+    def __init__(self, tool: ToolDefinition, offered: JsonObject, arguments: Mapping[str, Any]) -> None:
+        self._tool = tool
+        self._offered = offered
+        self._asked = {_RISK: bool(arguments.get(_RISK))}
+
+    def to_openai_tool(self, **asked: Any) -> JsonObject:
+        """As of the tool. A copy, in which litellm may write."""
+        if asked == self._asked:
+            return _copied(self._offered)
+        other: Any = self._tool.to_openai_tool(**asked)
+        return other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tool, name)
 
 
 class WrittenLLM(LLM):

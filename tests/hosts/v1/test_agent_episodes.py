@@ -139,6 +139,38 @@ async def test_best_of_n_samples_side_by_side_and_acts_on_one(server: ScriptedMo
     assert counted is not None and counted.prompt_tokens == episode.usage.prompt_tokens
 
 
+async def test_candidates_side_by_side_are_logged_and_counted_like_single_ones(
+    server: ScriptedModel, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "logged"
+    monkeypatch.setattr(server, "delay", 0.3)
+    server.most_at_once = 0
+
+    def policy(body: dict) -> dict:
+        return finish() if body.get("tools") else says("0.5")
+
+    server.policies[name] = policy
+    store = workspace.parent / "store"
+    rl = {"rollout_strategy": "BestOfN", "strategy": {"n": 3, "value": "model"}}
+    logging = {"log_completions": True, "log_completions_folder": str(workspace.parent / "log")}
+    conversation = converse(make_agent(make_llm(server, name, **logging), store, rl=rl), workspace)
+    conversation.send_message("Think.")
+    telemetry = conversation.agent.llm.telemetry
+    assert telemetry is not None
+    logged: list[str] = []
+    updates: list[int] = []
+    metrics = conversation.agent.llm.metrics
+    telemetry.set_log_completions_callback(lambda _, data: logged.append(json.loads(data)["response"]["id"]))
+    telemetry.set_stats_update_callback(lambda: updates.append(len(metrics.token_usages)))
+    conversation.run()
+    conversation.close()
+    [episode] = await stored(store)
+    calls = server.requests[name]
+    assert server.most_at_once == 3 and len(logged) == len(calls)
+    assert max(updates) == len(metrics.token_usages) == len(calls)
+    assert episode.stop is StopReason.TERMINATED
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 async def test_the_turn_limit_of_the_settings_ends_the_episode(
     server: ScriptedModel, workspace: Path, limit: int

@@ -13,7 +13,10 @@ from openhands_rl_plugin.core.types import Message, ToolCall
 from openhands_rl_plugin.hosts.v1.values import sdk_message
 from openhands_rl_plugin.hosts.v1.written_prompts import PromptWriter, WrittenLLM
 
-_PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGBgAAAABQABpfZFQAAAAABJRU5ErkJggg=="
+_PICTURE = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGBgAAAABQABpfZFQAAAAABJRU5ErkJggg=="
+)
 
 
 def llm_of(model: str = "openai/some", **more: bool) -> LLM:
