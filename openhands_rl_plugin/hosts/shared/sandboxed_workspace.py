@@ -153,6 +153,20 @@ class SandboxedWorkspace:
         """Run a reward's command over the workspace as it stands, in a fresh sandbox."""
         return check_workspace(asked, self._sandbox, self._variables, self._limits, start=self.start)
 
+    def check_copy(self, asked: WorkspaceCommand, stop: threading.Event) -> CommandEvidence:
+        """As ``check``, over a copy: what the command writes is gone afterwards.
+
+        Raises ``BadEnvironmentError`` for a workspace that cannot be copied, ``InfrastructureError`` when copying fails
+        or ``stop`` is set meanwhile.
+        """
+        private = Path(tempfile.mkdtemp(prefix="openhands-rl-fork-")).resolve()
+        try:
+            tree = fork_tree(self._tree, private, limits=_LIMITS, stop=stop)
+            sandbox = self._sandbox.over(tree.directory, tree.mounting())
+            return check_workspace(asked, sandbox, self._variables, self._limits, start=self.start)
+        finally:
+            remove_tree(private)
+
     def close(self) -> None:
         """End all processes and remove what is not the folder itself. Idempotent."""
         atexit.unregister(self.close)

@@ -108,7 +108,7 @@ class RLAgent(Agent):
             yield self
             return
         try:
-            with judged_in(episode.episode):
+            with judged_in(episode.episode, episode.session):
                 yield self.model_copy(
                     update={
                         "llm": PolicyLLM.over(self.llm, episode),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from openhands.sdk.critic import CriticBase, CriticResult
 from openhands.sdk.event import LLMConvertibleEvent, MessageEvent
@@ -42,6 +42,8 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
+from openhands_rl_plugin.hosts.shared.sessions import runtime_of
+from openhands_rl_plugin.hosts.v1.critic_evidence import Gathering
 from openhands_rl_plugin.hosts.v1.endings import said_finish
 
 CRITIC = "critic"
@@ -51,16 +53,21 @@ VERSION = f"{OPINION}critic@"
 """How the version of a critic's score begins: an opinion, which never takes the place of an outcome."""
 
 _UNKNOWN = PolicyRef(base_model="unknown")
-_judged: ContextVar[HostEpisode | None] = ContextVar("rl_judged_episode", default=None)
+_judged: ContextVar[_Judged | None] = ContextVar("rl_judged_episode", default=None)
 
 
 class NoScoreError(RLError):
     """The critic has no score; ``str()`` is one line with the cause."""
 
 
-def judged_in(episode: HostEpisode) -> AbstractContextManager[HostEpisode]:
-    """Until the end of the block, critics judge the steps of ``episode``."""
-    return bound(_judged, episode)
+class _Judged(NamedTuple):
+    episode: HostEpisode
+    session: str
+
+
+def judged_in(episode: HostEpisode, session: str) -> AbstractContextManager[object]:
+    """Until the end of the block, critics judge the steps of ``episode``, in the workspace of ``session``."""
+    return bound(_judged, _Judged(episode, session))
 
 
 class RewardCritic(CriticBase):
@@ -69,12 +76,17 @@ class RewardCritic(CriticBase):
     ``reward`` and ``options`` are those of ``[rl.reward]``: a built-in name, a guest's, or ``module:Class``. A reward
     in ``reward_range`` becomes a score from 0 to 1. The conversation cannot be paused during a judgement, so one that
     takes longer than ``timeout`` seconds is given up. Then, and after an error, there is no score, never one of 0.
+
+    Commands (of the reward ``command``, and ``tests``) run in a copy of the agent's sandboxed workspace: nothing that
+    they write stays. ``matching`` compares the agent's last words with a label: of the task, or of ``evidence``.
     """
 
     reward: str = Field(default="verifier", description="The reward that judges, as in [rl.reward] name.")
     options: dict[str, Any] = Field(default_factory=dict, description="Its options, as in [rl.reward] options.")
     reward_range: tuple[float, float] = Field(default=(0.0, 1.0), description="Rewards that become scores of 0 and 1.")
     timeout: float = Field(default=20.0, gt=0, description="Seconds after which a judgement is given up.")
+    tests: str = Field(default="", description='Command whose exit status is what the reward "tests" reads.')
+    evidence: dict[str, Any] = Field(default_factory=dict, description='Known of the task, such as {"label": "42"}.')
 
     _reward: Reward | None = PrivateAttr(default=None)
     _busy: threading.Lock = PrivateAttr(default_factory=threading.Lock)
@@ -100,15 +112,16 @@ class RewardCritic(CriticBase):
 
     def evaluate(self, events: Sequence[LLMConvertibleEvent], git_patch: str | None = None) -> CriticResult:
         """The score of the conversation up to its last event. Raises ``NoScoreError``, which the SDK logs."""
-        episode = _judged.get()
-        given: JsonObject = {"git_patch": git_patch} if git_patch is not None else {}
+        judged = _judged.get()
+        episode, workspace = (judged.episode, runtime_of(judged.session)) if judged is not None else (None, None)
+        given: JsonObject = {**self.evidence, **({"git_patch": git_patch} if git_patch is not None else {})}
         ends = isinstance(events[-1], MessageEvent) or said_finish(events) if events else False
         stop = StopReason.TERMINATED if ends else StopReason.UNFINISHED
         if episode is not None:
             trajectory = episode.freeze(stop=stop, evidence={**(episode.evidence or {}), **given})
         else:
             trajectory = _told_by(events, stop, given)
-        score = self._score(trajectory)
+        score = self._score(trajectory, Gathering(workspace, tests=self.tests, seconds=self.timeout))
         result = self._result(score)
         if episode is not None:
             _note(episode, score, result.score)
@@ -126,10 +139,10 @@ class RewardCritic(CriticBase):
             metadata={"reward": score.reward, "detail": score.detail},
         )
 
-    def _score(self, trajectory: Trajectory) -> Score:
+    def _score(self, trajectory: Trajectory, gathering: Gathering) -> Score:
         if not self._busy.acquire(blocking=False):
             raise self._none("an earlier judgement still runs")
-        running = asyncio.run_coroutine_threadsafe(self._judge(trajectory), _loop().loop)
+        running = asyncio.run_coroutine_threadsafe(self._judge(trajectory, gathering), _loop().loop)
         try:
             # A reward that blocks the loop is not cancelled by it; it ends by itself.
             return running.result(self.timeout)
@@ -138,16 +151,19 @@ class RewardCritic(CriticBase):
         except RLError as error:
             raise self._none(str(error).partition("\n")[0]) from error
 
-    async def _judge(self, trajectory: Trajectory) -> Score:
+    async def _judge(self, trajectory: Trajectory, gathering: Gathering) -> Score:
         try:
             async with asyncio.timeout(self.timeout):
                 with boundary(FailureKind.GRADER, f"critic.{self.reward}"):
                     made = self._reward or await asyncio.to_thread(registry.build, "rewards", self.reward, self.options)
                     self._reward = made
-                    return await made(trajectory)
+                    found = await asyncio.to_thread(gathering.evidence, made, trajectory)
+                    evidence = {**found, **trajectory.evidence}
+                    return await made(trajectory.model_copy(update={"evidence": evidence}))
         except CaughtFailure as caught:
             raise GraderError(caught.failure.message) from caught
         finally:
+            gathering.give_up()
             self._busy.release()
 
     def _none(self, cause: str) -> NoScoreError:

@@ -22,7 +22,8 @@ _LIMITS = {"MaxIterationsReached": StopReason.MAX_TURNS, "MaxBudgetReached": Sto
 def conversation_end(status: Status, events: Sequence[Event]) -> tuple[StopReason, Failure | None]:
     """Why a conversation ended. Reaching a limit of the SDK is a regular end of an episode."""
     if status == Status.FINISHED:
-        return StopReason.TERMINATED, None
+        # As with OpenHands V0, words that await an answer are no end of the task's own.
+        return StopReason.NO_ACTION if awaits_answer(events) else StopReason.TERMINATED, None
     if status == Status.STUCK:
         return StopReason.TRUNCATED, None
     if status != Status.ERROR:
@@ -37,10 +38,14 @@ def conversation_end(status: Status, events: Sequence[Event]) -> tuple[StopReaso
 
 
 def said_finish(events: Sequence[Event]) -> bool:
-    """Whether the agent's last words were a call of the ``finish`` tool, not a message that awaits an answer."""
-    said = (event for event in reversed(events) if isinstance(event, ActionEvent | MessageEvent))
-    last = next((event for event in said if event.source == "agent"), None)
+    """Whether the agent's last words were a call of the ``finish`` tool."""
+    last = _last_words(events)
     return isinstance(last, ActionEvent) and last.tool_name == FinishTool.name
+
+
+def awaits_answer(events: Sequence[Event]) -> bool:
+    """Whether the agent's last words were a message without a call."""
+    return isinstance(_last_words(events), MessageEvent)
 
 
 def last_instruction(events: Sequence[Event]) -> str:
@@ -50,6 +55,11 @@ def last_instruction(events: Sequence[Event]) -> str:
             said = event.llm_message.content
             return "\n".join(part.text for part in said if isinstance(part, TextContent))
     return ""
+
+
+def _last_words(events: Sequence[Event]) -> Event | None:
+    said = (event for event in reversed(events) if isinstance(event, ActionEvent | MessageEvent))
+    return next((event for event in said if event.source == "agent"), None)
 
 
 def _failure(message: str) -> Failure:

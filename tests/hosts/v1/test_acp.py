@@ -48,9 +48,9 @@ async def forgotten(editing: Connected, server: ScriptedModel) -> None:
     server.requests["acp"].clear()
 
 
-async def ask(editing: Connected, session: str, text: str) -> Any:
+async def ask(editing: Connected, session: str, text: str, *more: Any) -> Any:
     """The response, when all updates before it have been heard."""
-    done = await editing.agent.prompt(session_id=session, prompt=[acp.text_block(text)])
+    done = await editing.agent.prompt(session_id=session, prompt=[acp.text_block(text), *more])
     await editing.editor.settled()
     return done
 
@@ -86,12 +86,14 @@ async def test_a_prompt_streams_what_happens_asks_before_it_changes_and_is_recor
     assert editing.hello.protocol_version == acp.PROTOCOL_VERSION
     assert editing.hello.agent_capabilities.load_session
     id = await opened(editing, workspace, "ask")
-    done = await ask(editing, id, "Correct calc.py.")
+    calc = f"{workspace}/calc.py"
+    mentioned = acp.resource_link_block(name="calc.py", uri=Path(calc).as_uri())
+    done = await ask(editing, id, f"Correct {calc}.", mentioned)
     assert done.stop_reason == "end_turn"
     assert editor.said() == "I look.I correct it.done"
     assert [update.title for update in editor.updates if update.session_update == "tool_call"] == [
-        "file_editor: view /workspace/calc.py",
-        "file_editor: str_replace /workspace/calc.py",
+        f"file_editor: view {workspace}/calc.py",
+        f"file_editor: str_replace {workspace}/calc.py",
         "terminal: cd /workspace && cat calc.py",
     ]
     kinds = {update.kind for update in editor.updates if update.session_update == "tool_call"}
@@ -101,6 +103,13 @@ async def test_a_prompt_streams_what_happens_asks_before_it_changes_and_is_recor
     assert "return a + b" in ended[2].content[0].content.text
     # Looking at a file is not asked about; a change and a command are.
     assert [asked.title.split()[0] for asked in editor.asked] == ["file_editor:", "terminal:"]
+    # Files have the editor's names there, and the agent's in what the model reads.
+    begun = [update for update in editor.updates if update.session_update == "tool_call"]
+    assert [[each.path for each in update.locations or ()] for update in begun] == [[calc], [calc], []]
+    assert begun[1].content[0].path == begun[1].raw_input["path"] == editor.asked[0].raw_input["path"] == calc
+    assert calc in ended[0].content[0].content.text and "/workspace" not in ended[0].content[0].content.text
+    heard = str(server.requests["acp"][-1]["messages"])
+    assert "Correct /workspace/calc.py.\n/workspace/calc.py" in heard.replace("\\n", "\n") and calc not in heard
     known = {update.tool_call_id for update in editor.updates if update.session_update == "tool_call"}
     assert {asked.tool_call_id for asked in editor.asked} <= known
     assert (workspace / "calc.py").read_text() == "def add(a, b):\n    return a + b\n"
@@ -119,6 +128,8 @@ async def test_who_refuses_is_obeyed_and_who_allows_all_is_asked_no_more(
     id = await opened(editing, workspace, "ask")
     done = await ask(editing, id, "Touch.")
     assert done.stop_reason == "end_turn" and len(editing.editor.asked) == 2
+    [mode] = [update for update in editing.editor.updates if update.session_update == "current_mode_update"]
+    assert mode.current_mode_id == "auto"
     assert sorted(file.name for file in workspace.iterdir()) == ["calc.py", "too", "yes"]
     ended = [update.status for update in editing.editor.updates if update.session_update == "tool_call_update"]
     assert ended == ["failed", "completed", "completed"]
@@ -136,6 +147,23 @@ async def test_who_dismisses_a_question_ends_the_turn(
     assert done.stop_reason == "cancelled" and not (workspace / "no").exists()
     done = await ask(editing, id, "Leave it.")
     assert done.stop_reason == "end_turn" and editing.editor.said() == "later" and not (workspace / "no").exists()
+
+
+async def test_a_reply_without_a_call_ends_the_turn_and_its_episode(
+    editing: Connected, server: ScriptedModel, workspace: Path
+) -> None:
+    server.script("acp", [says("In /workspace/calc.py, or in /workspaces?"), finish("Done.")])
+    id = await opened(editing, workspace)
+    done = await ask(editing, id, "Correct it.")
+    assert done.stop_reason == "end_turn"
+    assert editing.editor.said() == f"In {workspace}/calc.py, or in /workspaces?"
+    [episode] = await episodes_of(editing.log.parent, id)
+    assert episode.stop is StopReason.NO_ACTION and episode.failure is None
+    # The answer begins another, which has all that was said in its prompt.
+    await ask(editing, id, "The former.")
+    _, later = await episodes_of(editing.log.parent, id)
+    assert later.stop is StopReason.TERMINATED and later.task.instruction == "The former."
+    assert [node.sampled for node in later.nodes] == [False, False, False, False, True]
 
 
 @INTERRUPTED
@@ -197,7 +225,7 @@ async def test_the_clients_mcp_servers_are_the_agents_tools(
     script = workspace / "weather.py"
     script.write_text(
         "import os\nfrom fastmcp import FastMCP\nserver = FastMCP('w')\n@server.tool\ndef sky(city: str) -> str:\n"
-        "    return f'{city}: {os.environ[\"SKY\"]}'\n\n\nserver.run(show_banner=False)\n"
+        "    return f'{city}: {os.environ[\"SKY\"]}'\n\n\nserver.run(show_banner=False, log_level='ERROR')\n"
     )
     given = McpServerStdio(
         name="weather", command=sys.executable, args=[str(script)], env=[EnvVariable(name="SKY", value="blue")]
@@ -236,7 +264,7 @@ async def test_what_cannot_be_done_is_said_in_one_line(
     hello = await editing.agent.initialize(protocol_version=99)
     assert hello.protocol_version == acp.PROTOCOL_VERSION
     said = editing.log.read_text()
-    assert "error: the client speaks version 99" in said, said
+    assert [line[:34] for line in said.splitlines()] == ["error: the client speaks version 99"[:34]], said
 
 
 async def test_a_conversation_is_loaded_by_a_later_process_with_all_that_was_said(

@@ -136,7 +136,7 @@ async def test_a_conversation_is_resumed_by_its_agent_and_not_by_another(
     second.run()
     second.close()
     one, two = await stored(store)
-    assert [one.stop, two.stop] == [StopReason.TERMINATED, StopReason.TERMINATED]
+    assert [one.stop, two.stop] == [StopReason.NO_ACTION, StopReason.TERMINATED]
     assert one.group_id == two.group_id == str(id) and two.strategy.name == "BestOfN"
     assert [node.message.role for node in two.nodes] == ["system", "user", "assistant", "user", "assistant"]
     assert [node.sampled for node in two.nodes] == [False, False, False, False, True]

@@ -148,7 +148,7 @@ async def test_closing_one_of_two_conversations_of_an_agent_leaves_the_other_ope
         conversation.send_message("Go.")
         conversation.run()
     pair[0].close()
-    assert {each.stop for each in await stored(tmp_path / "store")} == {StopReason.TERMINATED, StopReason.UNFINISHED}
+    assert {each.stop for each in await stored(tmp_path / "store")} == {StopReason.NO_ACTION, StopReason.UNFINISHED}
     pair[1].close()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_bubblewrap
 from openhands.sdk import Agent
 from openhands.sdk.conversation import ConversationExecutionStatus as Status
 from openhands.sdk.conversation import LocalConversation
@@ -16,8 +17,8 @@ from openhands.sdk.critic import CriticBase
 from openhands.sdk.critic.base import IterativeRefinementConfig
 from openhands.sdk.event import ActionEvent, MessageEvent
 from pydantic import ValidationError
-from scripted_model import ScriptedModel, says
-from sdk_play import converse, finish, make_agent, make_llm, think
+from scripted_model import ScriptedModel, call, says
+from sdk_play import EDITOR, converse, finish, make_agent, make_llm, think
 
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -32,7 +33,8 @@ def played(
     server: ScriptedModel, workspace: Path, name: str, answers: list[dict], critic: CriticBase, **changes: Any
 ) -> LocalConversation:
     server.script(name, answers)
-    agent = make_agent(make_llm(server, name), workspace.parent / "store", tools=(), critic=critic, **changes)
+    settings = {"tools": (), **changes}
+    agent = make_agent(make_llm(server, name), workspace.parent / "store", critic=critic, **settings)
     conversation = converse(agent, workspace)
     conversation.send_message("Think.")
     conversation.run()
@@ -168,6 +170,99 @@ def test_it_is_stored_with_its_agent_and_names_are_checked() -> None:
         RewardCritic(reward="no-such-reward")
     with pytest.raises(ValidationError, match="has to be below"):
         RewardCritic(reward=THIRDS, reward_range=(1.0, 0.0))
+
+
+def edit(change: tuple[str, str], id: str) -> dict:
+    arguments = {"command": "str_replace", "path": "/workspace/calc.py", "old_str": change[0], "new_str": change[1]}
+    return says(None, call(EDITOR, arguments, id))
+
+
+ADDS = "echo more > left; python3 -c 'from calc import add; assert add(2, 1) == 3'"
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("reward", "more"),
+    [("command", {"options": {"command": ADDS}}), ("tests", {"tests": ADDS})],
+)
+async def test_commands_judge_a_copy_of_the_workspace_after_every_action(
+    server: ScriptedModel, workspace: Path, reward: str, more: dict[str, Any]
+) -> None:
+    critic = RewardCritic(reward=reward, mode="all_actions", timeout=60.0, **more)
+    answers = [think("a", "call-1"), edit(("a - b", "a + b"), "call-2"), think("b", "call-3"), finish()]
+    name = f"judged-by-{reward}"
+    conversation = played(
+        server, workspace, name, answers, critic, rl={"workspace": {"isolation": "bubblewrap"}}, tools=(EDITOR,)
+    )
+    # An action is judged before it is executed, so the change counts from the next one on.
+    assert scores_on(conversation) == [0.0, 0.0, 1.0, 1.0]
+    episode, [score] = await judged(workspace)
+    assert on_nodes(episode) == [0.0, 0.0, 1.0, 1.0]
+    assert score.reward == 1.0 and score.reward_version.startswith(f"verifier-critic@{reward}-1")
+    assert sorted(file.name for file in workspace.iterdir()) == ["calc.py"], "what the command wrote is gone"
+    assert list(episode.evidence["changed_files"]) == ["calc.py"]
+
+
+@needs_bubblewrap
+async def test_tests_that_fail_ask_the_agent_to_go_on(server: ScriptedModel, workspace: Path) -> None:
+    critic = RewardCritic(
+        reward="command",
+        options={"command": ADDS},
+        timeout=60.0,
+        iterative_refinement=IterativeRefinementConfig(success_threshold=0.9, max_iterations=5),
+    )
+    answers = [finish("one", "call-1"), edit(("a - b", "a + b"), "call-2"), finish("two", "call-3")]
+    conversation = played(
+        server, workspace, "tested", answers, critic, rl={"workspace": {"isolation": "bubblewrap"}}, tools=(EDITOR,)
+    )
+    assert scores_on(conversation) == [0.0, None, 1.0] and conversation.state.execution_status == Status.FINISHED
+
+
+@pytest.mark.parametrize("said", ["The answer is 42.", "41"])
+async def test_the_last_words_are_compared_with_the_label(server: ScriptedModel, workspace: Path, said: str) -> None:
+    critic = RewardCritic(reward="matching", options={"mode": "number"}, evidence={"label": 42})
+    name = f"matching-{len(said)}"
+    conversation = played(server, workspace, name, [think("a"), finish(said)], critic)
+    assert scores_on(conversation) == [None, float("42" in said)]
+    server.script("stock", [says(said)])
+    stock = converse(Agent(llm=make_llm(server, "stock"), tools=[], critic=critic), workspace)
+    stock.send_message("How many?")
+    stock.run()
+    stock.close()
+    assert scores_on(stock) == [float("42" in said)]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("more", "isolation", "cause"),
+    [
+        ({"options": {"command": "sleep 30"}, "timeout": 2.0}, "bubblewrap", "than 2 s; raise the critic's timeout"),
+        ({"options": {"command": "no-such-command"}}, "bubblewrap", "the shell could not run the command"),
+        ({"options": {"command": "true"}}, "none", "needs the workspace of an RLAgent in a sandbox"),
+    ],
+)
+async def test_a_command_without_a_result_is_no_score(
+    server: ScriptedModel,
+    workspace: Path,
+    caplog: pytest.LogCaptureFixture,
+    more: dict[str, Any],
+    isolation: str,
+    cause: str,
+) -> None:
+    sdk = logging.getLogger("openhands.sdk.agent.critic_mixin")
+    sdk.addHandler(caplog.handler)
+    try:
+        critic = RewardCritic(reward="command", **more)
+        begun = time.monotonic()
+        rl = {"workspace": {"isolation": isolation}}
+        conversation = played(server, workspace, "no-result", [finish()], critic, rl=rl, tools=(EDITOR,))
+    finally:
+        sdk.removeHandler(caplog.handler)
+    assert time.monotonic() - begun < 25 and scores_on(conversation) == [None]
+    [line] = {each.getMessage() for each in caplog.records if "Critic evaluation" in each.getMessage()}
+    assert cause in line and "\n" not in line
+    _, scores = await judged(workspace)
+    assert scores == ()
 
 
 @pytest.mark.slow

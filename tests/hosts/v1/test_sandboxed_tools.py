@@ -185,14 +185,24 @@ def test_a_command_over_its_time_can_be_waited_for_and_interrupted(server: Scrip
     assert told[6].startswith("yes\n")
 
 
-def test_an_interrupt_from_another_thread_ends_the_command(server: ScriptedModel, workspace: Path) -> None:
+# The second is between two programs when the interrupt comes, which ends neither.
+@pytest.mark.parametrize("command", ["sleep 30", "trap '' INT; sleep 0.9; trap - INT; sleep 30"])
+def test_an_interrupt_from_another_thread_ends_the_command(
+    server: ScriptedModel, workspace: Path, command: str
+) -> None:
     conversation = opened(server, "interrupt", workspace)
     tools = conversation.agent.tools_map if conversation.send_message("Begin.") is None else {}
     executor = tools[TERMINAL].executor
-    timer = threading.Timer(0.5, executor.interrupt)
-    timer.start()
+
+    def interrupt() -> None:
+        while not (workspace / "began").exists():
+            time.sleep(0.02)
+        time.sleep(0.2)
+        executor.interrupt()
+
+    threading.Thread(target=interrupt, daemon=True).start()
     began = time.monotonic()
-    [told] = play(conversation, server, [run("sleep 30", timeout=25)])
+    [told] = play(conversation, server, [run(f"touch began; {command}", timeout=25)])
     conversation.close()
     assert time.monotonic() - began < 15 and "[Command finished with exit code 130]" in told
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import shlex
 import threading
+import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from openhands.sdk.utils import maybe_truncate
@@ -89,10 +90,17 @@ class Terminal:
         return self._wait(command, seconds)
 
     def interrupt(self) -> None:
-        """Send Ctrl-C to a command that is running; from any thread."""
-        if self._running is not None:
+        """Send Ctrl-C to a command that is running, until it has ended, for seconds; from any thread, at once."""
+        if (running := self._running) is not None:
+            threading.Thread(target=self._interrupt, args=(running[1],), name="rl-interrupt", daemon=True).start()
+
+    def _interrupt(self, ended: Future[CommandResult]) -> None:
+        # One that comes between two programs of a command ends neither.
+        until = time.monotonic() + _INTERRUPTED
+        while not ended.done() and time.monotonic() < until:
             with suppress(InfrastructureError):
                 self._workspace.interrupt()
+            wait((ended,), 1.0)
 
     def _start(self, command: str) -> None:
         ended: Future[CommandResult] = Future()

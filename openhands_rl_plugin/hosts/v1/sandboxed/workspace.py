@@ -61,6 +61,10 @@ class ConversationWorkspace:
         """As ``SandboxedWorkspace.check``."""
         return self.sandboxed.check(asked)
 
+    def check_copy(self, asked: WorkspaceCommand, stop: threading.Event) -> CommandEvidence:
+        """As ``SandboxedWorkspace.check_copy``."""
+        return self.sandboxed.check_copy(asked, stop)
+
     def close(self) -> None:
         """End all processes and remove what is not the folder itself. Idempotent."""
         self.closed = True

@@ -41,6 +41,7 @@ from acp.schema import (
 from openhands_rl_plugin.config.work import OwnWork
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.v1.programs.acp.names import FolderNames
 from openhands_rl_plugin.hosts.v1.programs.acp.session import EditorSession, Mode
 
 _STATE_FILE = "base_state.json"
@@ -138,7 +139,8 @@ class RLAgentServer:
 
     async def prompt(self, prompt: list[Any], session_id: str, **more: Any) -> PromptResponse:
         """Let the agent work on what the user says."""
-        return PromptResponse(stop_reason=await self._session(session_id).prompt(_text(prompt)))
+        session = self._session(session_id)
+        return PromptResponse(stop_reason=await session.prompt(_text(prompt, session.names)))
 
     async def cancel(self, session_id: str, **more: Any) -> None:
         """End the prompt that is under way."""
@@ -188,16 +190,16 @@ def _modes(current: Mode) -> SessionModeState:
     return SessionModeState(current_mode_id=current, available_modes=list(_MODES.values()))
 
 
-def _text(blocks: list[Any]) -> str:
+def _text(blocks: list[Any], names: FolderNames) -> str:
     """What the user says; a file that is mentioned is named, one that is embedded is shown."""
     parts = []
     for block in blocks:
         if isinstance(block, TextContentBlock):
-            parts.append(block.text)
+            parts.append(names.heard(block.text))
         elif isinstance(block, ResourceContentBlock):
-            parts.append(block.uri)
+            parts.append(names.of_uri(block.uri))
         elif isinstance(block, EmbeddedResourceContentBlock) and isinstance(block.resource, TextResourceContents):
-            parts.append(f"{block.resource.uri}\n```\n{block.resource.text}\n```")
+            parts.append(f"{names.of_uri(block.resource.uri)}\n```\n{block.resource.text}\n```")
         else:
             raise RequestError(-32602, "this agent reads text, links and embedded text only")
     return "\n".join(parts)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from acp import RequestError
 from acp.interfaces import Client
-from acp.schema import AllowedOutcome, PermissionOption
+from acp.schema import AllowedOutcome, CurrentModeUpdate, PermissionOption
 from openhands.sdk import Conversation
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
@@ -24,7 +24,9 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
-from openhands_rl_plugin.hosts.v1.programs.acp.updates import Update, Updates, asked_about, only_reads
+from openhands_rl_plugin.hosts.v1.agent import RLAgent
+from openhands_rl_plugin.hosts.v1.programs.acp.names import FolderNames
+from openhands_rl_plugin.hosts.v1.programs.acp.updates import Update, Updates, only_reads
 from openhands_rl_plugin.hosts.v1.programs.agents import make_agent
 from openhands_rl_plugin.hosts.v1.programs.turns import play, stop, was_cut
 
@@ -58,7 +60,8 @@ class EditorSession:
     ) -> None:
         self._client = client
         self._loop = asyncio.get_running_loop()
-        self._updates = Updates()
+        self.names = FolderNames(cwd, isolated=work.settings.workspace.isolation != "none")
+        self._updates = Updates(self.names)
         self._outgoing: asyncio.Queue[Update] = asyncio.Queue()
         self._sending = asyncio.ensure_future(self._send())
         self._lock = asyncio.Lock()
@@ -130,7 +133,14 @@ class EditorSession:
                 await background_call(partial(self.conversation.reject_pending_actions, refused))
         if self._cancelled:
             return "cancelled"
+        await background_call(self._end_episode)
         return "max_turn_requests" if was_cut(self.conversation) else "end_turn"
+
+    def _end_episode(self) -> None:
+        """A turn of the protocol is over, also when its last words were a question: who knows when it is answered."""
+        agent = self.conversation.agent
+        if isinstance(agent, RLAgent) and (episode := agent.episode_of(self.conversation)) is not None:
+            episode.end()
 
     async def _refused(self) -> str:
         """Why the calls that wait must not be executed; empty when they may."""
@@ -144,6 +154,8 @@ class EditorSession:
             chosen = await self._asked(action)
             if chosen == _ALWAYS:
                 self.set_mode("auto")
+                told = CurrentModeUpdate(session_update="current_mode_update", current_mode_id=self.mode)
+                self._outgoing.put_nowait(told)
                 return ""
             if chosen != _ONCE:
                 return _REFUSED if chosen == _NO else _CANCELLED
@@ -151,7 +163,7 @@ class EditorSession:
 
     async def _asked(self, action: ActionEvent) -> str:
         answer = await self._client.request_permission(
-            session_id=self.id, tool_call=asked_about(action), options=list(_OPTIONS)
+            session_id=self.id, tool_call=self._updates.asked_about(action), options=list(_OPTIONS)
         )
         if isinstance(answer.outcome, AllowedOutcome):
             return answer.outcome.option_id
