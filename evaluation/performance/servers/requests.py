@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pydantic import BaseModel
 
@@ -35,11 +35,15 @@ _METHODS = ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE", "FOO")
 
 @dataclass(frozen=True)
 class Surface:
-    """The routes of one server: path -> the model of its body, and a valid body. ``paths``: without a body."""
+    """The routes of one server: path -> the model of its body, and a valid body. ``paths``: without a body.
+
+    ``stateful``: valid requests of sessions, with ``NAME`` for one that another sender uses too, that has ended or that
+    never was.
+    """
 
     bodies: dict[str, tuple[type[BaseModel] | None, dict[str, object]]]
     paths: tuple[str, ...] = ()
-    extra: tuple[str, ...] = field(default=())
+    stateful: tuple[tuple[str, str], ...] = ()
 
 
 _CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one"}], "max_tokens": 2}
@@ -66,6 +70,14 @@ SURFACES = {
             "/session/fuzz/end": (EndRequest, {"reward": 0.5}),
         },
         ("/health", "/metrics", "/v1/models"),
+        (
+            ("/session/NAME/v1/chat/completions", json.dumps(_CHAT)),
+            ("/session/NAME/v1/chat/completions", json.dumps({**_CHAT, "stream": True})),
+            ("/session/NAME/v1/messages", json.dumps(_CHAT)),
+            ("/v1/chat/completions", json.dumps({**_CHAT, "prompt_cache_key": "NAME"})),
+            ("/session/NAME/end", '{"reward": 1}'),
+            ("/session/NAME/end", "{}"),
+        ),
     ),
     "agent": Surface(
         {"/v1/chat/completions": (AgentCompletionRequest, {**_CHAT, "model": None})},
@@ -80,8 +92,20 @@ SURFACES = {
             "/close": (SessionReference, {"session": "fuzz"}),
         },
         ("/health", "/metrics", "/goals", "/observation?idx=1", "/state?session=%ff", "/available_actions?env_idx=-1"),
+        (
+            ("/reset", '{"idx": 1, "session": "NAME"}'),
+            ("/step", '{"session": "NAME", "action": "search[tea]"}'),
+            ("/step", '{"session": "NAME", "action": "click[buy now]"}'),
+            ("/step", '{"idx": 1, "action": "click[back to search]"}'),
+            ("/step", '{"env_idx": 7, "action": "search[tea]"}'),
+            ("/fork", '{"session": "NAME"}'),
+            ("/close", '{"session": "NAME"}'),
+        ),
     ),
 }
+
+
+_SESSIONS = ("one", "two", "3", "env-7", "..", "a%2Fb", "%00", "\u00e9", "x" * 128, "y" * 3000)
 
 
 @dataclass(frozen=True)
@@ -100,6 +124,7 @@ class Fuzzer:
         self._random = random.Random(seed)
         self._kinds: list[Callable[[], Hostile]] = [self._field] * 6 + [self._broken, self._broken, self._half]
         self._kinds += [self._head, self._size, self._encoding, self._nested]
+        self._kinds += [self._state] * 3 if surface.stateful else []
 
     def next(self) -> Hostile:
         """One request."""
@@ -192,6 +217,12 @@ class Fuzzer:
         path, _, body = self._route()
         whole = self._request(path, json.dumps({**body, "stream": self._random.random() < 0.3}).encode())
         return Hostile(whole[: self._random.randrange(len(whole))], half=True)
+
+    def _state(self) -> Hostile:
+        path, body = self._random.choice(self._surface.stateful)
+        name = self._random.choice(_SESSIONS[:3] * 4 + _SESSIONS)
+        in_path = name if name.isascii() else "%C3%A9"
+        return Hostile(self._request(path.replace("NAME", in_path), body.replace("NAME", name).encode()))
 
     def _request(self, path: str, body: bytes) -> bytes:
         host = self._random.choice(("localhost",) * 12 + ("evil.example", "127.0.0.1:1"))

@@ -195,6 +195,8 @@ class _Bounded(asyncio.Protocol):
         """What was received, in pieces; the rest after the others' turns where that is dear."""
         self._turn, spent = None, 0.0
         while self._received and self._turn is None:
+            if self._transport is None or self._transport.is_closing():
+                return self._received.clear()
             piece = bytes(self._received[: self._piece])
             del self._received[: self._piece]
             started = time.thread_time()

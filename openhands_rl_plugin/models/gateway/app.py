@@ -83,6 +83,7 @@ class Gateway:
             run_id=config.run_id,
             base_model=config.base_model,
             max_sessions=config.max_sessions,
+            max_open=config.max_open_sessions,
             idle=60 * config.idle_minutes,
         )
 

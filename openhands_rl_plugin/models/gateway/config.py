@@ -60,6 +60,9 @@ class GatewayConfig(BaseModel):
     max_sessions: int = Field(
         default=256, ge=1, description="sessions held in memory; others are reloaded from the storage"
     )
+    max_open_sessions: int = Field(
+        default=100_000, ge=1, description="sessions that have not ended; a new one more gets status 429"
+    )
     max_in_flight: int = Field(default=256, ge=1, description="concurrent requests; one more gets status 503")
     max_body_bytes: int = Field(default=64 * MIB, ge=1024, description="maximum size of a request in bytes")
     max_answer_bytes: int = Field(

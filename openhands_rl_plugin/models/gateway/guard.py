@@ -24,6 +24,7 @@ from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.gateway.config import MIB, GatewayConfig
 from openhands_rl_plugin.models.gateway.recorder import unexpected
 from openhands_rl_plugin.models.gateway.replies import Reply, error_reply
+from openhands_rl_plugin.models.gateway.sessions import TooManySessions
 from openhands_rl_plugin.models.gateway.upstream import UpstreamError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -106,6 +107,9 @@ class RequestGuard:
                 self._in_flight -= 1
         except UpstreamError as error:
             return response_of(error.reply)
+        except TooManySessions as error:
+            message = f"{error} The gateway's --max-open-sessions bounds them."
+            return response_of(error_reply(429, message, "RateLimitError", {"retry-after": "60"}))
         except StorageError as error:
             return response_of(error_reply(503, str(error), "ServiceUnavailableError"))
         except web.HTTPRequestEntityTooLarge:

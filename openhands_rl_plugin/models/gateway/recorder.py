@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
@@ -12,6 +13,7 @@ import aiohttp
 
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
 from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.servers.bodies import BodyReader
 from openhands_rl_plugin.core.servers.observed import note_failure
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingParams
 from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
@@ -41,6 +43,8 @@ _LOG = redacting_logger(__name__)
 
 NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
 _MOST_RESPONSES = 65536
+_EVENTS_AT_ONCE = 256
+"""Events of one stream in one turn of the event loop."""
 
 
 @dataclass(slots=True)
@@ -82,6 +86,7 @@ class Recorder:
         self._restores = config.restore_calls
         self._fills = config.sampling_defaults == "neutral"
         self._extensions = ExtensionTable(clock)
+        self._bodies = BodyReader()
         self._sessions_of: OrderedDict[str, str] = OrderedDict()
         self._route = None
         if config.adapter is not None:
@@ -187,7 +192,7 @@ class Recorder:
     async def _whole(self, exchange: _Exchange, reply: Reply) -> Reply:
         call = exchange.call
         try:
-            answer = exchange.protocol.answer(reply.body)
+            answer = await self._bodies.read(reply.body, exchange.protocol.answer)
         except Unrecordable as problem:
             self.unrecorded(problem)
             body, document = reply.body, parse_object(reply.body) if exchange.protocol.reports_ids else None
@@ -207,7 +212,9 @@ class Recorder:
         reader, stream, held = EventStreamReader(), exchange.protocol.stream(exchange.call), []
         try:
             async for data in self._upstream.parts(response):
-                for event in reader.feed(data):
+                for number, event in enumerate(reader.feed(data), 1):
+                    if not number % _EVENTS_AT_ONCE:
+                        await asyncio.sleep(0)
                     shown = stream.feed(event)
                     if stream.ending:
                         held.append(shown)

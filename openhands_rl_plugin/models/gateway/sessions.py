@@ -33,16 +33,28 @@ class Session:
         self.pinned = first.served_name if first is not None else ""
 
 
+class TooManySessions(Exception):
+    """So many sessions have not ended that no new one is opened; ``str()`` says how to go on."""
+
+
 class SessionPool:
-    """Sessions by name. ``idle`` is in seconds."""
+    """Sessions by name. ``idle`` is in seconds; ``max_sessions`` are in memory, ``max_open`` have not ended."""
 
     def __init__(
-        self, storage: TrajectoryStorage, *, run_id: str, base_model: str, max_sessions: int, idle: float
+        self,
+        storage: TrajectoryStorage,
+        *,
+        run_id: str,
+        base_model: str,
+        max_sessions: int,
+        idle: float,
+        max_open: int = 100_000,
     ) -> None:
         self._storage = storage
         self._run_id = run_id
         self._base_model = base_model
         self._max_sessions = max_sessions
+        self._max_open = max_open
         self._idle = idle
         self._active: OrderedDict[str, Session] = OrderedDict()
         self._evicted: dict[str, float] = {}
@@ -61,9 +73,11 @@ class SessionPool:
             self._evicted[left.task_id] = left.times.finished
 
     async def open(self, name: str) -> Session:
-        """The session of that name, loaded or created. Raises ``StorageError``."""
+        """The session of that name, loaded or created. Raises ``StorageError`` and ``TooManySessions``."""
         session = self._active.get(name)
         if session is None:
+            if name not in self._evicted and (many := len(self._active) + len(self._evicted)) >= self._max_open:
+                raise TooManySessions(f"{many} sessions are open: end some (/session/NAME/end) or retry later.")
             async with self._lock:
                 session = self._active.get(name) or await self._load(name)
                 self._evict(but=name)

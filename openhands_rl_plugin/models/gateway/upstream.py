@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 import aiohttp
 from multidict import CIMultiDict
@@ -40,6 +41,7 @@ _NOT_PASSED_BACK = _OWN | {"content-type", "date", "server"}
 _KEY_HEADERS = ("api-key", "authorization", "x-api-key", "x-goog-api-key")
 _CONNECT_SECONDS = 10.0
 _READ_BUFFER = 2**20
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class UpstreamError(Exception):
@@ -104,10 +106,18 @@ class Upstream:
             async with self._client().request(
                 method, url, data=body or None, headers=sent, allow_redirects=False
             ) as response:
+                if response.status in _REDIRECTS:
+                    # A client that followed it would leave the gateway, with its messages.
+                    where = urlsplit(response.headers.get("location", "")).netloc[:200] or "another path"
+                    message = f"The model server at {self._base} redirects to {where!a}: set --upstream to where it is."
+                    raise UpstreamError(error_reply(502, message, "BadGatewayError"))
                 yield response
         except TimeoutError as error:
             message = f"The model server at {self._base} did not answer within {self._timeout:g} s."
             raise UpstreamError(error_reply(504, message, "GatewayTimeoutError")) from error
+        except (aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as error:
+            message = f"The model server at {self._base} sent no complete answer ({type(error).__name__})."
+            raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
         except aiohttp.ClientError as error:
             message = f"No model server answers at {self._base} ({type(error).__name__}): start it or set --upstream."
             raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import pytest
-from raw_clients import connect
+from raw_clients import connect, exchange, status
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -116,6 +116,14 @@ def test_a_server_that_stops_answers_half_requests_without_a_traceback(
     assert not any("Traceback" in line for line in lines_of(caplog, capfd))
 
 
+def test_what_comes_behind_a_broken_request_is_not_read(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with server() as url:
+        assert status(exchange(url, b"no HTTP\r\n\r\n" + b"x" * 9000)) == 400
+    assert not any("Traceback" in line for line in lines_of(caplog, capfd))
+
+
 def test_more_values_than_are_read_are_refused_before_they_are() -> None:
     with server() as url, httpx.Client(base_url=url, trust_env=False) as client:
         assert client.post("/parsed", json=[1] * (MOST_VALUES - 2)).text == str(MOST_VALUES - 2)
@@ -155,6 +163,6 @@ def test_health_is_answered_while_eight_clients_send_what_is_dear_to_read(
             begun = time.monotonic()
             assert httpx.get(f"{url}/health", trust_env=False, timeout=20).text == "ok"
             took.append(time.monotonic() - begun)
-        assert sorted(took)[len(took) // 2] < 1.0
+        assert sorted(took)[len(took) // 2] < 3.0
     for sender in senders:
         sender.join(20)

@@ -1,4 +1,4 @@
-"""What the gateway lets in: the same rules as every server, with aiohttp below."""
+"""What the gateway lets in: the same rules as every server, with aiohttp below; and a model server that misbehaves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import gzip
 import json
 import logging
+import time
 import zlib
 from pathlib import Path
 
 import httpx
 import pytest
+from aiohttp import web
 from raw_clients import exchange, request, status
-from worlds import user, world
+from worlds import Body, Model, user, world
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers.connections import ConnectionLimits
@@ -114,3 +116,50 @@ def test_an_address_of_the_network_needs_a_key(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("OPENHANDS_RL_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"^--host 0.0.0.0: .*export OPENHANDS_RL_API_KEY="):
         GatewayConfig(upstream="http://m/v1", host="0.0.0.0").door()
+
+
+async def test_sessions_that_have_not_ended_are_bounded(tmp_path: Path) -> None:
+    async with world(tmp_path, max_open_sessions=3, max_sessions=1) as gateway:
+        for name in ("a", "b", "c"):
+            await gateway.say(user("one"), session=name)
+        refused = await gateway.ask(user("one"), session="d")
+        assert refused.status_code == 429 and "--max-open-sessions" in refused.text and refused.headers["retry-after"]
+        assert (await gateway.ask(user("one"), session="a")).status_code == 200
+        assert (await gateway.end("b")).status_code == 200
+        assert (await gateway.ask(user("one"), session="d")).status_code == 200
+        assert (await gateway.ask(user("one"), session="b")).status_code == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "embeddings"])
+async def test_a_model_server_that_redirects_takes_no_client_elsewhere(tmp_path: Path, stream: bool, path: str) -> None:
+    async def elsewhere(request: web.Request, body: Body) -> web.Response:
+        return web.Response(status=307, headers={"location": "http://evil.example/v1/steal?key=sk-abc"})
+
+    async with world(tmp_path, Model(behave=elsewhere)) as gateway:
+        sent = {"model": "m", "stream": stream, "messages": [user("one")]}
+        answer = await gateway.http.post(f"/session/s/v1/{path}", json=sent)
+    assert answer.status_code == 502 and "location" not in answer.headers and "sk-abc" not in answer.text
+    assert "redirects to 'evil.example': set --upstream" in answer.json()["error"]["message"]
+
+
+async def test_a_long_answer_of_the_model_server_holds_nobody_up(tmp_path: Path) -> None:
+    other = {"token": "b", "logprob": -1.0, "bytes": [98]}
+    said = {"content": [{"token": "a", "logprob": -0.1, "bytes": [97], "top_logprobs": [other] * 20}] * 8_000}
+    made: list[bytes] = []
+
+    async def answer(request: web.Request, body: Body) -> web.Response:
+        if not made:
+            whole = gateway.model.completion(body)
+            made.append(json.dumps({**whole, "choices": [{**whole["choices"][0], "logprobs": said}]}).encode())
+        return web.Response(body=made[0], content_type="application/json")
+
+    async with world(tmp_path, Model(behave=answer)) as gateway:
+        assert (await gateway.ask(user("one"), session="a")).status_code == 200
+        asked = asyncio.create_task(gateway.ask(user("two"), session="a"))
+        longest = 0.0
+        while not asked.done():
+            before = time.thread_time()  # of this thread alone: the machine's load does not count
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - before)
+        assert (await asked).status_code == 200 and longest < 0.1
