@@ -14,6 +14,11 @@ _VENDORED = STATIC / "vendor" / "vendor.toml"
 _OWN = "studio/"
 BOOT = "studio/boot"
 """The module that a page begins with."""
+_WHEN_NEEDED = ("uplot",)
+_OLD = (
+    "The studio starts. If nothing else appears, this browser lacks JavaScript modules or they were blocked: "
+    "use Chrome or Edge 123, Firefox 120, Safari 17.5, or newer."
+)
 
 HEADERS: Mapping[str, str] = {
     "X-Content-Type-Options": "nosniff",
@@ -41,6 +46,12 @@ def vendored() -> dict[str, dict[str, str]]:
     return tomllib.loads(_VENDORED.read_text(encoding="utf-8")) if _VENDORED.exists() else {}
 
 
+def preloaded() -> list[str]:
+    """The addresses that a browser may ask for at once, without reading one module to find the next."""
+    places = json.loads(import_map())["imports"]
+    return [place for name, place in places.items() if name not in (BOOT, *_WHEN_NEEDED)]
+
+
 def import_map() -> str:
     """The text of the import map of the served page."""
     places = {name: f"/static/{file.relative_to(STATIC).as_posix()}" for name, file in modules().items()}
@@ -55,8 +66,10 @@ def document() -> str:
         '<meta name="color-scheme" content="light dark">\n<title>Studio</title>\n'
         f'<script type="importmap">{import_map()}</script>\n'
         '<link rel="stylesheet" href="/static/studio.css">\n'
+        f"{''.join(f'<link rel="modulepreload" href="{place}">' for place in preloaded())}\n"
         '<script type="module" src="/static/boot.mjs"></script>\n</head>\n'
-        '<body><div id="app"><noscript>The studio needs JavaScript.</noscript></div></body>\n</html>\n'
+        f'<body><div id="app"><p class="bare late">{_OLD}</p>'
+        "<noscript>The studio needs JavaScript.</noscript></div></body>\n</html>\n"
     )
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-_PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def missing_browser() -> str:
     """Why no page can be opened; empty where one can."""
     if find_spec("playwright") is None:
         return "playwright is not installed"
-    return "" if _PROGRAM else "there is no Chromium (Debian: apt-get install chromium)"
+    return "" if PROGRAM else "there is no Chromium (Debian: apt-get install chromium)"
 
 
 needs_browser = pytest.mark.skipif(bool(missing_browser()), reason=missing_browser() or "there")
@@ -54,7 +54,7 @@ def opened() -> Iterator[Seen]:
 
     alone = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=_PROGRAM, args=alone)
+        browser = player.chromium.launch(executable_path=PROGRAM, args=alone)
         try:
             yield Seen(browser.new_page())
         finally:

@@ -1,0 +1,85 @@
+// The frame around every page: where one is, where one can go, and what to say when something is missing.
+import {Component, render} from 'preact';
+import {useEffect} from 'preact/hooks';
+import {html} from 'studio/base/html';
+import 'studio/base/text';
+import {exported, signedOut, useAnswer} from 'studio/base/api';
+import {useKeys} from 'studio/base/keys';
+import {go, link, param, put, route} from 'studio/base/route';
+import {nextTheme, theme} from 'studio/base/theme';
+import {Help, helpShown, said} from 'studio/parts/help';
+import {Empty} from 'studio/parts/states';
+import {SignIn} from 'studio/pages/sign_in';
+import {PAGES} from 'studio/pages';
+
+const NAV = Object.entries(PAGES).filter(([, page]) => page.nav);
+
+export function start(place) {
+  place.textContent = '';
+  render(html`<${App} />`, place);
+}
+
+function App() {
+  const {page, id} = route.value;
+  const shown = PAGES[page];
+  useEffect(() => { document.title = [id && id.slice(0, 60), shown?.name, 'Studio'].filter(Boolean).join(' · '); }, [page, id]);
+  useKeys('Everywhere', {
+    ...Object.fromEntries(NAV.filter(() => !exported).map(([path, each]) => [`g ${each.key}`, [`go to ${each.name}`, () => go(link(path, '', {store: param('store')}))]])),
+    l: ['copy the link to this', copyLink],
+    T: ['change the theme', nextTheme],
+    '?': ['show the keys', () => { helpShown.value = true; }],
+  });
+  return html`
+    <a class="skip" href="#main">Skip to the content</a>
+    <${Bar} page=${page} />
+    <main id="main" tabindex="-1">
+      ${signedOut.value
+        ? html`<${SignIn} />`
+        : html`<${Guard} key=${`${page}/${id}`}>${shown
+            ? html`<${shown.component} id=${id} />`
+            : html`<${Empty} title="There is no such page">Its address begins with “${page}”. <a href=${link('')}>All episodes</a></${Empty}>`}</${Guard}>`}
+    </main>
+    <${Help} />
+    <div class="toast" role="status" aria-live="polite">${said.value}</div>`;
+}
+
+function Bar({page}) {
+  const about = useAnswer(exported ? null : 'about');
+  const stores = about.data?.stores ?? [];
+  const words = {system: 'Theme: as the system', light: 'Theme: light', dark: 'Theme: dark'}[theme.value];
+  return html`<header class="bar">
+    <a class="brand" href=${link('')} aria-label="Studio, all episodes"><${Mark} /> Studio</a>
+    ${exported
+      ? html`<span class="muted grow">exported, nothing is fetched</span>`
+      : html`<nav aria-label="Pages">${NAV.map(([path, each]) => html`
+          <a key=${path} href=${link(path, '', {store: param('store')})} aria-current=${PAGES[page]?.nav === each.nav ? 'page' : null}>${each.name}</a>`)}</nav>`}
+    ${stores.length > 1 && html`<select class="store" aria-label="Store" value=${param('store') || stores[0]} onChange=${(event) => put({store: event.target.value, n: ''}, {push: true})}>
+      ${stores.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select>`}
+    <button class="icon" title=${words} aria-label=${words} onClick=${nextTheme}><${ThemeIcon} /></button>
+    <button class="icon" title="Keys (?)" aria-label="Keys" onClick=${() => { helpShown.value = true; }}>?</button>
+  </header>`;
+}
+
+const Mark = () => html`<svg class="mark" viewBox="0 0 20 20" aria-hidden="true"><path d="M4 10h4l4-6h4M8 10l4 6h4M8 10h8" /><circle cx="4" cy="10" r="2" /></svg>`;
+
+const ThemeIcon = () => html`<svg viewBox="0 0 20 20" aria-hidden="true"><circle cx="10" cy="10" r="6.5" class="ring" />
+  ${theme.value === 'system' ? html`<path d="M10 3.5a6.5 6.5 0 0 1 0 13z" />` : theme.value === 'dark' && html`<circle cx="10" cy="10" r="6.5" />`}</svg>`;
+
+function copyLink() {
+  const told = (text) => { said.value = text; setTimeout(() => { said.value = ''; }, 2000); };
+  navigator.clipboard?.writeText(location.href).then(() => told('Link copied'), () => told('The browser did not allow copying')) ?? told('The browser cannot copy here');
+}
+
+/** A page that fails says so, and the rest of the studio goes on. */
+class Guard extends Component {
+  componentDidCatch(error) {
+    console.warn(error);
+    this.setState({error});
+  }
+
+  render({children}, {error}) {
+    if (!error) return children;
+    return html`<${Empty} title="This page has failed"><p>${String(error)}</p>
+      <button onClick=${() => this.setState({error: null})}>Try again</button></${Empty}>`;
+  }
+}

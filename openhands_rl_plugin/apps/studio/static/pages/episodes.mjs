@@ -1,0 +1,96 @@
+// All episodes of a store: searched, narrowed by facets, and one row each.
+import {useEffect, useRef} from 'preact/hooks';
+import {html} from 'studio/base/html';
+import {useKeys} from 'studio/base/keys';
+import {PAGE, listing, mark, marked} from 'studio/base/listing';
+import {exported} from 'studio/base/api';
+import {count, plural} from 'studio/base/format';
+import {go, link, param, put} from 'studio/base/route';
+import {EpisodeRow, HEAD} from 'studio/parts/episode_row';
+import {Narrow} from 'studio/parts/narrow';
+import {Rows} from 'studio/parts/rows';
+import {Empty, Problem, Waiting} from 'studio/parts/states';
+
+const HEIGHT = 36;
+
+export function Episodes() {
+  const params = {store: param('store'), q: param('q'), sort: param('sort')};
+  const list = listing(params);
+  const total = list.total.value;
+  const at = param('n') === '' ? null : Number(param('n'));
+  const search = useRef(null);
+  list.tick.value; // drawn again with every page that comes
+  const move = (by) => put({n: Math.min(Math.max(0, (at ?? (by > 0 ? -1 : 0)) + by), Math.max(0, (total ?? 1) - 1))});
+  const open = async () => {
+    const id = await list.idAt(at ?? 0);
+    if (id) go(link('e', id, {...params, n: at ?? 0}));
+  };
+  const compare = () => {
+    const [a, b] = marked.value.slice(-2);
+    if (b) go(link('c', '', {a, b, store: params.store}));
+  };
+  useKeys('Episodes', {
+    j: ['next', () => move(1)], k: ['previous', () => move(-1)],
+    ArrowDown: ['', () => move(1)], ArrowUp: ['', () => move(-1)],
+    PageDown: ['', () => move(15)], PageUp: ['', () => move(-15)],
+    Home: ['first', () => put({n: 0})], End: ['last', () => put({n: (total ?? 1) - 1})],
+    Enter: ['open', open],
+    x: ['mark', () => list.row(at ?? 0) && mark(list.row(at ?? 0).id)],
+    '=': ['compare the two marked last', compare],
+    '/': ['search', () => search.current?.focus()],
+    Escape: ['', () => (document.activeElement === search.current ? search.current.blur() : (marked.value = []))],
+  });
+  return html`<div class="page episodes">
+    <h1 class="sr">Episodes</h1>
+    ${!exported && html`<${Search} input=${search} q=${params.q} error=${list.error.value} />`}
+    <div class="columns">
+      ${!exported && html`<${Narrow} params=${params} />`}
+      <section class="middle" aria-label="Episodes found">
+        <${Selection} total=${total} params=${params} compare=${compare} />
+        ${list.error.value && total === null
+          ? list.error.value.status === 400
+            ? html`<${Empty} title="The query was not understood">What is wrong with it stands below it. <a href=${link('', '', {store: params.store})}>Show all episodes</a></${Empty}>`
+            : html`<${Problem} error=${list.error.value} again=${() => list.refresh()} />`
+          : total === null ? html`<${Waiting} rows=${14} />`
+          : total === 0 ? html`<${Nothing} q=${params.q} />`
+          : html`<${Rows} total=${total} height=${HEIGHT} at=${at} label="Episodes" head=${HEAD(params.sort)}
+              shown=${(first, last) => { for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) list.load(page); }}>
+              ${(number, style) => html`<${EpisodeRow} key=${number} number=${number} row=${list.row(number)} style=${style} params=${params}
+                here=${number === at} chosen=${marked.value.includes(list.row(number)?.id)} />`}
+            </${Rows}>`}
+      </section>
+    </div>
+  </div>`;
+}
+
+function Search({input, q, error}) {
+  useEffect(() => { if (input.current !== document.activeElement) input.current.value = q; }, [q]);
+  const submit = (event) => {
+    event.preventDefault();
+    put({q: input.current.value.trim(), n: ''}, {push: true});
+  };
+  return html`<form class="search" role="search" onSubmit=${submit}>
+    <label class="sr" for="query">Query</label>
+    <input id="query" ref=${input} type="search" spellcheck="false" autocomplete="off" autocapitalize="none" defaultValue=${q}
+      aria-invalid=${error?.status === 400 ? 'true' : null} aria-describedby="query-said"
+      placeholder='run:demo  adapter:shop@7..9  reward:<0.5  turns:>20  "No such file"  sort:-tokens' />
+    <button class="primary">Search</button>
+    <p id="query-said" class=${error?.status === 400 ? 'wrong' : 'sr'} role=${error ? 'alert' : null}>${error?.status === 400 ? error.message : 'Words of the query are joined by and; a | b is either; -word is not.'}</p>
+  </form>`;
+}
+
+function Selection({total, params, compare}) {
+  const ids = marked.value;
+  return html`<div class="strip">
+    <span class="count" aria-live="polite">${total === null ? '…' : plural(total, 'episode')}</span>
+    <span class="grow"></span>
+    ${ids.length > 0 && html`<span class="muted">${count(ids.length)} marked</span>
+      <button disabled=${ids.length < 2} onClick=${compare}>Compare</button>
+      ${!exported && html`<a class="button" download="episodes.html" href=${`/api/export?${new URLSearchParams({ids: ids.join(','), store: params.store})}`}>Export</a>`}
+      <button onClick=${() => { marked.value = []; }}>Clear</button>`}
+  </div>`;
+}
+
+const Nothing = ({q}) => (q
+  ? html`<${Empty} title="No episode is like that">Leave a word out, or <a href=${link('', '', {store: param('store')})}>show all episodes</a>.</${Empty}>`
+  : html`<${Empty} title="No episodes yet">They appear here while they are played: <code>openhands-rl run</code>, <code>openhands-rl demo</code>, or a recording gateway, into this store.</${Empty}>`);

@@ -1,0 +1,10 @@
+// The views of an episode. They share one selected node, which is in the address.
+import {Conversation} from 'studio/views/conversation';
+import {Tokens} from 'studio/views/tokens';
+import {Tree} from 'studio/views/tree';
+
+export const VIEWS = {
+  conversation: {name: 'Conversation', key: 'c', component: Conversation},
+  tree: {name: 'Tree', key: 't', component: Tree},
+  tokens: {name: 'Tokens', key: 'o', component: Tokens},
+};

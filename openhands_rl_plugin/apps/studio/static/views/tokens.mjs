@@ -1,0 +1,120 @@
+// What was sampled, token by token, coloured by what is known of each.
+import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
+import {memo} from 'studio/base/memo';
+import {html} from 'studio/base/html';
+import {cell, rowsOf} from 'studio/base/api';
+import {count, fixed, known, plural} from 'studio/base/format';
+import {useKeys} from 'studio/base/keys';
+import {param, put} from 'studio/base/route';
+import {plain} from 'studio/base/text';
+import {COLOURS, PAGE, offered, outliers, shade, tokensOf} from 'studio/base/tokens';
+import {Empty, Problem, Waiting} from 'studio/parts/states';
+
+export function Tokens({model, node, choose, store}) {
+  const start = node !== null && model.of('sampled')(node) ? node : model.answers.find((each) => each >= (node ?? 0)) ?? model.answers.at(-1) ?? null;
+  const {pages, error, next} = useStream(model, start, store);
+  const [hover, point] = useState(null);
+  const place = useRef(null);
+  const names = useMemo(() => offered(pages), [pages]);
+  const colour = names.includes(param('colour')) ? param('colour') : names[0] ?? 'mask';
+  const marked = param('tokens');
+  const found = useMemo(() => outliers(pages, colour), [pages, colour]);
+  const jump = (by) => {
+    if (!found.length) return;
+    const now = found.findIndex(({page, at}) => name(page, at) === marked);
+    const to = found[(now < 0 ? (by > 0 ? 0 : found.length - 1) : now + by + found.length) % found.length];
+    put({tokens: name(to.page, to.at)});
+  };
+  useKeys('Tokens', {
+    n: ['next outlier', () => jump(1)], N: ['previous outlier', () => jump(-1)],
+    v: ['next colour', () => put({colour: names[(names.indexOf(colour) + 1) % names.length]})],
+  });
+  useEffect(() => {
+    place.current?.querySelector('.t.at')?.classList.remove('at');
+    const token = marked ? place.current?.querySelector(`[data-t="${CSS.escape(marked)}"]`) : null;
+    token?.classList.add('at');
+    token?.scrollIntoView({block: 'nearest'});
+    if (token) point(token.dataset.t);
+  }, [marked, pages, colour]);
+  if (start === null) return html`<${Empty} title="No tokens">Nothing was sampled in this episode.</${Empty}>`;
+  if (error) return html`<${Problem} error=${error} />`;
+  if (!pages.length) return html`<${Waiting} rows=${8} />`;
+  if (pages.every((page) => !page.total)) {
+    const why = (model.of('lacks')(start) ?? []).join('; ');
+    return html`<${Empty} title="No token ids were recorded">${why || 'The server that answered sends none. vLLM does with return_token_ids, and so does openhands-rl serve.'}</${Empty}>`;
+  }
+  return html`<div class="tokens">
+    <div class="strip"><span class="group" role="group" aria-label="Colour by">${names.map((each) => html`<button key=${each} aria-pressed=${each === colour ? 'true' : 'false'} onClick=${() => put({colour: each})}>${COLOURS[each].name}</button>`)}</span>
+      <span class="muted">${COLOURS[colour].scale === 'flag' ? COLOURS[colour].unit : `${COLOURS[colour].span.map((each) => fixed(each, 0)).join(' to ')} ${COLOURS[colour].unit}`}</span>
+      <span class="grow"></span>${COLOURS[colour].scale !== 'flag' && html`<button disabled=${!found.length} onClick=${() => jump(1)}>${plural(found.length, 'outlier')}</button>`}</div>
+    ${pages[0].tokenizer && !pages.some((page) => page.tokens.text) && html`<p class="note">Ids are shown: ${pages[0].tokenizer}.</p>`}
+    <${Hover} pages=${pages} name=${hover} />
+    <div class="stream" ref=${place} onPointerOver=${(event) => event.target.dataset?.t && point(event.target.dataset.t)}
+      onClick=${(event) => event.target.dataset?.t && put({tokens: event.target.dataset.t})}>
+      ${pages.map((page) => html`<${Page} key=${`${page.node}-${page.from}`} page=${page} colour=${colour} turn=${model.of('turn')(page.node)} choose=${choose} />`)}
+    </div>
+    ${next && html`<p class="strip"><button onClick=${next}>More tokens</button></p>`}
+  </div>`;
+}
+
+const name = (page, at) => `${page.node}.${page.from + at}`;
+
+/** Pages from a turn on, along what was acted on, until there are as many tokens as fit. */
+function useStream(model, start, store) {
+  const [state, set] = useState({pages: [], error: null, rest: null});
+  const {id} = model.header;
+  const grow = async (pages, rest, wanted) => {
+    let size = 0;
+    const added = [];
+    while (rest && size < PAGE && wanted()) {
+      const page = await tokensOf(id, rest.node, rest.from, store);
+      const follows = model.answers[model.answers.indexOf(rest.node) + 1];
+      added.push({...page, turn: model.of('turn')(rest.node) ?? 0});
+      size += rowsOf(page.tokens);
+      rest = page.next !== null ? {node: rest.node, from: page.next} : follows === undefined ? null : {node: follows, from: 0};
+    }
+    if (wanted()) set({pages: [...pages, ...added], rest, error: null});
+  };
+  useEffect(() => {
+    let here = true;
+    if (start !== null) grow([], {node: start, from: 0}, () => here).catch((error) => here && set({pages: [], rest: null, error}));
+    return () => { here = false; };
+  }, [id, start, store]);
+  const next = state.rest && (() => grow(state.pages, state.rest, () => true).catch((error) => set({...state, error})));
+  return {...state, next};
+}
+
+/** Drawn once for each colour: thousands of tokens need no look at what has not changed. */
+const Page = memo(({page, colour, turn, choose}) => {
+  const {tokens, prompt, from} = page;
+  const measure = COLOURS[colour];
+  const size = rowsOf(tokens);
+  const drawn = [];
+  for (let at = 0; at < size; at += 1) {
+    const value = measure.of(tokens, at, page);
+    const text = cell(tokens, 'text', at);
+    const kind = from + at < prompt ? 't prompt' : 't';
+    drawn.push(html`<span class=${`${kind} ${shade(value, measure)}`} data-t=${`${page.node}.${from + at}`}>${text === null ? `${tokens.id[at]} ` : seen(text)}</span>`);
+  }
+  return html`<section class="turn"><h3><button class="plain" onClick=${() => choose(page.node)}>Turn ${turn ?? '–'}</button>
+    <span>${plural(prompt, 'prompt token')} ${page.extends ? 'new' : 'in full'}, ${count(page.total - prompt)} sampled</span></h3><p class="said">${drawn}</p></section>`;
+});
+
+/** A line feed has no width of its own, and a colour needs one. */
+const seen = (text) => plain(text).replaceAll('\n', '⏎\n').replaceAll('\t', '⇥\t') || '·';
+
+function Hover({pages, name: wanted}) {
+  const [node, place] = (wanted ?? '').split('.').map(Number);
+  const page = pages.find((each) => each.node === node && place >= each.from && place < each.from + rowsOf(each.tokens));
+  if (!page) return html`<p class="hover muted">Point at a token, or press n.</p>`;
+  const at = place - page.from;
+  const of = (column) => cell(page.tokens, column, at);
+  const [server, trainer] = [of('logprob'), of('trainer')];
+  return html`<p class="hover"><code>${seen(of('text') ?? '')}</code>
+    <span>id ${of('id')}</span><span>${place < page.prompt ? 'prompt' : 'sampled'}</span>
+    ${known(server) && html`<span>logprob ${fixed(server, 4)} <span class="muted">p ${fixed(Math.exp(server), 3)}</span></span>`}
+    ${known(trainer) && html`<span>trainer ${fixed(trainer, 4)}</span><span>ratio ${fixed(Math.exp(trainer - server), 3)}</span>`}
+    ${known(of('entropy')) && html`<span>entropy ${fixed(of('entropy'), 3)}</span>`}
+    ${known(of('advantage')) && html`<span>advantage ${fixed(of('advantage'), 3)}</span>`}
+    ${known(of('clipped')) && html`<span>${of('clipped') ? 'clipped' : 'not clipped'}</span>`}</p>`;
+}

@@ -1,0 +1,48 @@
+"""The list and an episode by keyboard alone; what is looked at is in the address."""
+
+from __future__ import annotations
+
+from studio_pages import Pages
+
+
+def test_the_keyboard_leads_from_the_list_through_the_views_of_an_episode(pages: Pages) -> None:
+    page = pages.open("/", wait=".row:not(.head) a")
+    assert page.locator(".strip .count").inner_text().endswith("episodes")
+    pages.keys("j", "j")
+    page.wait_for_function("location.search === '?n=1'")
+    pages.keys("Enter")
+    page.wait_for_selector(".item .call, .item .text")
+    first = page.url.split("?")[0]
+    assert page.locator(".item.assistant").count() > 0
+    pages.keys("ArrowRight", "ArrowRight")
+    page.wait_for_selector(".item.here")
+    pages.keys("t")
+    page.wait_for_selector("svg .point.here")
+    pages.keys("o")
+    page.wait_for_selector(".t")
+    pages.keys("n")
+    page.wait_for_selector(".t.at")
+    assert "view=tokens" in page.url and "tokens=" in page.url and "node=" in page.url
+    pages.keys("j")
+    page.wait_for_function("first => !location.href.startsWith(first)", arg=first)
+    page.wait_for_selector(".t")
+    pages.keys("?")
+    assert "next outlier" in page.locator("dialog[open]").inner_text()
+
+
+def test_an_address_shows_what_it_showed(pages: Pages) -> None:
+    page = pages.open("/e/fix-orders-breaks?view=tokens&node=2&tokens=2.60&colour=mask", wait=".t.at")
+    assert page.locator("[aria-pressed=true]").inner_text() == "mask"
+    assert page.locator(".hover").inner_text().count("id ") == 1
+    page.reload()
+    page.wait_for_selector(".t.at")
+    pages.keys("c")
+    page.wait_for_selector("#node-2.here")
+
+
+def test_what_is_not_there_is_said(pages: Pages) -> None:
+    page = pages.open("/e/nobody", wait=".problem")
+    assert "nobody" in page.locator(".problem").inner_text()
+    page = pages.open("/zzz", wait=".empty")
+    assert "no such page" in page.locator(".empty").inner_text()
+    pages.problems.clear()  # the browser itself says that there was a 404
