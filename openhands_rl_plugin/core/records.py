@@ -232,6 +232,9 @@ class TrajectoryOrder(StrEnum):
     SECONDS = "seconds"
 
 
+SUB_AGENT = "sub_agent"
+"""In a task's ``data``: the episode is a sub-agent's, with the id of its ``parent`` and its ``kind``."""
+
 HELD_OUT = "heldout"
 HELD_OUT_SPLITS = frozenset({HELD_OUT, "held-out", "validation"})
 """Splits that only measure: no training on their episodes unless a filter names the split.

@@ -122,11 +122,18 @@ class HostEpisode:
 
     def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
         """Store the episode while it runs. ``storage`` is used on ``loop`` only."""
+        self._keep_in(LoopBoundStorage(storage, loop))
+
+    def keep_beside(self, other: HostEpisode) -> None:
+        """Store the episode while it runs, where ``other`` is stored; nowhere if that one is not."""
+        if other._sink is not None:
+            self._keep_in(other._sink)
+
+    def _keep_in(self, sink: LoopBoundStorage) -> None:
         start = EpisodeStart.for_request(
             self.request, strategy=self.strategy_spec, policy=self._policy, started=self.started
         )
-        self._sink = LoopBoundStorage(storage, loop)
-        self._journal = EpisodeJournal(self._sink, start)
+        self._sink, self._journal = sink, EpisodeJournal(sink, start)
 
     def keep(self) -> None:
         """Store the nodes since the last call. Blocks: do not call it on the storage's event loop or that of

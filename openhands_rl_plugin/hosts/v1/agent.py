@@ -5,9 +5,11 @@ Importing this module registers it: the SDK finds an agent's class by its name (
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import openhands.sdk.agent.agent as stock
@@ -27,11 +29,14 @@ from pydantic import Field, PrivateAttr, field_validator
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.hosts.shared.episode import current_episode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, EpisodeOver
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
+from openhands_rl_plugin.hosts.v1.sub_agents import Delegation, adopting
+
+log = logging.getLogger("openhands")
 
 # Absent before 1.23, whose conversations have no ``arun``.
 _stock_astep: Callable[..., Awaitable[None]] | None = getattr(Agent, "astep", None)
@@ -51,6 +56,7 @@ class RLAgent(Agent):
     """Calls that the SDK repaired are replayed to the model as they were sampled, so that prompts extend each other."""
 
     _conversations: Conversations = PrivateAttr(default_factory=Conversations)
+    _delegation: Delegation | None = PrivateAttr(default=None)
 
     @field_validator("rl")
     @classmethod
@@ -96,19 +102,38 @@ class RLAgent(Agent):
         """The newest episode of a conversation; ``None`` before its first step and where the plugin failed."""
         return self._conversations.episode_of(conversation)
 
+    @property
+    def delegated_by(self) -> HostEpisode | None:
+        """The episode in which this agent was made, as a sub-agent."""
+        return self._delegation.by.episode if self._delegation is not None else None
+
+    def _adopt(self, by: ConversationEpisode, made: Agent, kind: str) -> Agent:
+        """The same agent, recorded as a sub-agent."""
+        if type(made) is Agent:
+            made = as_rl_agent(made, self.rl, type(self))
+        elif isinstance(made, RLAgent):
+            made = made.model_copy()
+        else:
+            log.warning("openhands_rl_plugin: a sub-agent is not recorded: %s is no Agent of the SDK", type(made))
+            return made
+        made._delegation = Delegation(by, kind)
+        return made
+
     def _settings(self) -> RLSettings:
-        bound = current_episode()
+        bound = self.delegated_by or current_episode()
         return bound.settings if bound is not None else settings_from_sections({"rl": self.rl})
 
     @contextmanager
     def _playing(self, conversation: LocalConversation) -> Iterator[Agent]:
         """The agent for one step."""
-        episode = self._conversations.begin_step(conversation, self.llm, self._settings, exact=self.replays_sampled)
+        episode = self._conversations.begin_step(
+            conversation, self.llm, self._settings, exact=self.replays_sampled, delegation=self._delegation
+        )
         if episode is None:
             yield self
             return
         try:
-            with judged_in(episode.episode, episode.session):
+            with judged_in(episode.episode, episode.session), adopting(partial(self._adopt, episode)):
                 yield self.model_copy(
                     update={
                         "llm": PolicyLLM.over(self.llm, episode),
@@ -120,6 +145,12 @@ class RLAgent(Agent):
             episode.end(over.stop)
         finally:
             self._conversations.end_step(conversation)
+
+
+def as_rl_agent(agent: Agent, rl: Mapping[str, Any], kind: type[RLAgent] = RLAgent) -> RLAgent:
+    """The same agent, recorded."""
+    fields = {name: getattr(agent, name) for name in type(agent).model_fields if name != "kind"}
+    return kind.model_validate({**fields, "rl": dict(rl)})
 
 
 class RecordedAgent(RLAgent):

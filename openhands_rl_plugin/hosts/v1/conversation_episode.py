@@ -36,6 +36,7 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+from openhands_rl_plugin.hosts.shared.delegated_episode import DelegatedRun
 from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime, runtime_of
@@ -64,7 +65,7 @@ class EpisodeOver(Exception):
 
 
 class ConversationEpisode:
-    """The state of one episode. ``standalone`` stores it when no runner does.
+    """The state of one episode. ``standalone`` stores it when no runner does. ``delegated`` are its sub-agents'.
 
     ``calls``: those of the conversation's earlier episodes too; ``exact``: they are replayed as they were sampled.
     ``own`` samples in the place of the SDK's LLM.
@@ -77,13 +78,14 @@ class ConversationEpisode:
         *,
         calls: SampledCalls,
         own: LLMEngine | None,
-        standalone: StandaloneRun | None,
+        standalone: StandaloneRun | DelegatedRun | None,
         exact: bool = True,
     ) -> None:
         self.episode = episode
         self.session = str(conversation.state.id)
         self.over = False
         self.failed = False
+        self.delegated: weakref.WeakSet[ConversationEpisode] = weakref.WeakSet()
         self._conversation = weakref.ref(conversation)
         self._followed = WorkspaceConversation(episode.tree)
         self._engine = ConversationEngine(episode, own)
@@ -144,7 +146,9 @@ class ConversationEpisode:
         return outcome
 
     def cancel(self) -> None:
-        """End a decision that is under way. Blocks until its forks are closed."""
+        """End a decision that is under way, a sub-agent's too. Blocks until its forks are closed."""
+        for each in list(self.delegated):
+            each.cancel()
         if (job := self._job) is not None:
             job.cancel()
 
@@ -186,6 +190,8 @@ class ConversationEpisode:
         """
         if not self._claim():
             return
+        for each in list(self.delegated):
+            each.end()
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.end"):
                 self._note_end(stop)

@@ -16,17 +16,21 @@ from openhands.sdk.event import MessageEvent
 from openhands.sdk.llm import LLM
 from openhands.sdk.llm.router import RouterLLM
 
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, RLError, boundary
+from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.episode import current_episode
+from openhands_rl_plugin.hosts.shared.delegated_episode import DelegatedRun, delegated_episode
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.served_adapter import adapter_in_use, listed_models
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.endings import ENDED, last_instruction, said_finish
 from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
+from openhands_rl_plugin.hosts.v1.sub_agents import Delegation
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
@@ -63,9 +67,17 @@ class Conversations:
         return type(self)()
 
     def begin_step(
-        self, conversation: LocalConversation, llm: LLM, settings: Callable[[], RLSettings], *, exact: bool
+        self,
+        conversation: LocalConversation,
+        llm: LLM,
+        settings: Callable[[], RLSettings],
+        *,
+        exact: bool,
+        delegation: Delegation | None = None,
     ) -> ConversationEpisode | None:
         """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
+
+        ``delegation``: whose sub-agent it is.
 
         After an answer to the ``finish`` tool's message, or an end that the watch saw, a new episode begins.
         """
@@ -78,7 +90,7 @@ class Conversations:
             played.episode.end(StopReason.TERMINATED)
         if played is None or played.episode is None or played.episode.over:
             calls = played.calls if played else SampledCalls()
-            played = self._begin(conversation, llm, settings(), calls, exact)
+            played = self._begin(conversation, llm, settings(), calls, exact, delegation)
             with self._lock:
                 self._played[session] = played
             self._watch()
@@ -143,10 +155,13 @@ class Conversations:
         settings: RLSettings,
         calls: SampledCalls,
         exact: bool,
+        delegation: Delegation | None,
     ) -> _Played:
-        bound = current_episode()
+        bound = current_episode() if delegation is None else None
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
+                if delegation is not None:
+                    return _Played(calls, _delegated(delegation, conversation, llm, calls, exact))
                 return _Played(calls, _episode(conversation, llm, settings, calls, exact))
         except RLError as error:
             if bound is not None:
@@ -219,11 +234,43 @@ def _episode(
             served_model=_published(settings, base_model),
         )
         standalone = StandaloneRun(episode)
-    # An engine of the project is sent the tree's messages, which are those that were sampled.
-    served = episode.request.served_model or base_model
-    own = engine_for(settings, model=served, base_model=base_model) if exact else None
+    own = _own_engine(episode) if exact else None
+    _check_llm(llm, own)
+    return ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=standalone, exact=exact)
+
+
+def _delegated(
+    delegation: Delegation, conversation: LocalConversation, llm: LLM, calls: SampledCalls, exact: bool
+) -> ConversationEpisode:
+    """The episode of a sub-agent, which ends with its parent's at the latest."""
+    by, parent = delegation.by, delegation.by.episode
+    live = by.conversation
+    other = live is not None and live.agent.llm.model != llm.model
+    spec = parent.strategy_spec
+    episode = delegated_episode(
+        parent,
+        session=str(conversation.state.id),
+        kind=delegation.kind,
+        instruction=last_instruction(conversation.state.events),
+        strategy=registry.build("strategies", spec.name, spec.options) if exact else type(parent.strategy)(),
+        model=split_provider(llm.model)[1] if other else None,
+    )
+    own = _own_engine(episode) if exact and not other else None
+    _check_llm(llm, own)
+    run = StandaloneRun(episode) if by.standalone else DelegatedRun(episode, parent)
+    made = ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=run, exact=exact)
+    by.delegated.add(made)
+    return made
+
+
+def _own_engine(episode: HostEpisode) -> LLMEngine | None:
+    """An engine of the project is sent the tree's messages, which are those that were sampled."""
+    served = episode.request.served_model or episode.base_model
+    return engine_for(episode.settings, model=served, base_model=episode.base_model)
+
+
+def _check_llm(llm: LLM, own: LLMEngine | None) -> None:
     if own is None and isinstance(llm, RouterLLM):
         raise ConfigError("RLAgent needs one model for a whole episode, not a router")
     if own is None and llm.uses_responses_api():
         raise ConfigError(f"{llm.model} is asked through the Responses API, which has no token ids: use another model")
-    return ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=standalone, exact=exact)

@@ -29,9 +29,10 @@ RUNS = 2
 
 def start(folder: Path, instances: int) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "killed_run.py"), str(folder), str(instances)]
+    root, helpers = HERE.parents[2], HERE.parents[1] / "helpers"
+    environ = {**os.environ, "PYTHONPATH": f"{root}:{helpers}"}
     # A session of its own, whose processes are all killed.
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[2], start_new_session=True,
-                            env={**os.environ, "PYTHONPATH": str(HERE.parents[2])})  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True, env=environ)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 from openhands.sdk import Agent
 
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.v1.agent import RLAgent
+from openhands_rl_plugin.hosts.v1.agent import as_rl_agent
 
 
 def run_cli(words: Sequence[str], rl: JsonObject) -> int:
@@ -34,9 +34,3 @@ def run_cli(words: Sequence[str], rl: JsonObject) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return 0
-
-
-def as_rl_agent(agent: Agent, rl: JsonObject) -> RLAgent:
-    """The same agent, recorded."""
-    fields = {name: getattr(agent, name) for name in type(agent).model_fields if name != "kind"}
-    return RLAgent.model_validate({**fields, "rl": rl})

@@ -36,7 +36,7 @@ def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
         found = runtime_of(session)
         if isinstance(found, ConversationWorkspace) and not found.closed:
             return found
-        bound, own = current_episode(), getattr(state.agent, "rl", None)
+        bound, own = getattr(state.agent, "delegated_by", None) or current_episode(), getattr(state.agent, "rl", None)
         if bound is None and not isinstance(own, dict):
             return None
         settings = bound.settings if bound is not None else settings_from_sections({"rl": own})
