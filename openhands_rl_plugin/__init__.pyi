@@ -1,12 +1,12 @@
 from openhands_rl_plugin.apps.agent.rl_agent import RLAgent as RLAgent
-from openhands_rl_plugin.apps.demo.model import ensure_model as demo_model  # noqa: F401
+from openhands_rl_plugin.apps.demo.model import ensure_model
 from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime as AgentRuntime
 from openhands_rl_plugin.config.rl import RLSettings as RLSettings
 from openhands_rl_plugin.config.toml import load_settings as load_settings
 from openhands_rl_plugin.core.errors import ConfigError as ConfigError
 from openhands_rl_plugin.core.errors import RLError as RLError
 from openhands_rl_plugin.core.records import TrajectoryFilter as TrajectoryFilter
-from openhands_rl_plugin.core.templates.families import template_for as make_template  # noqa: F401
+from openhands_rl_plugin.core.templates.families import template_for
 from openhands_rl_plugin.core.tree import EpisodeTree as EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest as EpisodeRequest
 from openhands_rl_plugin.core.types import Frozen as Frozen
@@ -32,6 +32,8 @@ from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectorySt
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage as FileTrajectoryStorage
 
 RLAgentConfig = RLSettings
+demo_model = ensure_model
+make_template = template_for
 
 __version__: str
 __all__: list[str]

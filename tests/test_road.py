@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,6 @@ import pytest
 from broken_repository import REPAIR, passes, repository
 from fixing_model import write_chooser
 from scripted_model import ScriptedModel, says, serve
-from test_front_door import README, run
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory, cli
@@ -32,6 +32,8 @@ from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 
+ROOT = Path(__file__).parents[1]
+TEXTS = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/tutorials/judge.md")]
 DATA = Path(__file__).parent / "trajectories/exchange/data"
 TASK = "Make the failing test pass"
 LEARN = ["--learning-rate", "1e-2", "--dtype", "float32", "--lora-rank", "4", "--lora-alpha", "8"]
@@ -116,10 +118,24 @@ def oracle(server: ScriptedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     server.logprob_of = lambda token: -0.6931472 if token in first else 0.0
 
 
+def run(command: str, folder: Path) -> str:
+    """Both outputs of a command, in an empty home."""
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": f"{folder}/home",
+        "TMPDIR": str(folder),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
 def readmes_config(url: str, serving: str) -> str:
-    """README's ``config.toml`` and its way to judge, at other addresses."""
+    """README's ``config.toml`` for V0 and the tutorial's way to judge, at other addresses."""
     whole, judge = (
-        next(text for text in re.findall(r"```toml\n(.*?)```", README, re.DOTALL) if begins in text)
+        next(text for text in re.findall(r"```toml[^\n]*\n(.*?)```", "".join(TEXTS), re.DOTALL) if begins in text)
         for begins in ("[core]", 'name = "command"')
     )
     assert whole.count('"http://127.0.0.1:8100/v1"') == 2

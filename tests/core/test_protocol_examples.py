@@ -1,4 +1,4 @@
-"""Every seam shows an example; ``tests/test_examples.py`` runs them."""
+"""Every seam shows an example; ``tests/docs/test_docstrings.py`` runs them."""
 
 from __future__ import annotations
 

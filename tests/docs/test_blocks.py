@@ -1,0 +1,125 @@
+"""What can be told of every block of the documentation without running it: files, settings, commands, imports."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from page_session import DOCS, NEEDS, ROOT, blocks, commands, language_of, missing, title_of
+from sybil import Example
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.starting import starting_config
+from openhands_rl_plugin.config.toml import settings_from_sections
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "evaluation/README.md", *sorted(DOCS.rglob("*.md"))]
+BLOCKS = [each for page in PAGES for each in blocks(page)]
+KNOWN = {"console", "python", "toml", "json", "sh", "text", "dockerfile"}
+PROGRAMS = r"(\w+=\S+ )*(openhands-rl|python -m openhands|pip|make|vllm) "
+
+
+def named(example: Example) -> str:
+    return f"{Path(example.path).name}:{example.line}"
+
+
+def of(language: str) -> list[Example]:
+    return [each for each in BLOCKS if language_of(each) == language]
+
+
+def lines() -> dict[str, str]:
+    """Commands of blocks by their text: those that run, and those (``sh``, older guides) that are only looked at."""
+    found: dict[str, str] = {}
+    for each in BLOCKS:
+        if language_of(each) == "console":
+            texts = [command.removesuffix("&").strip() for command, _ in commands(each.parsed)]
+        elif language_of(each) in ("sh", ""):
+            texts = [line.strip().removesuffix("&").strip() for line in each.parsed.replace("\\\n", " ").splitlines()]
+        else:
+            continue
+        found.update({text: named(each) for text in texts if re.match(PROGRAMS, text)})
+    return found
+
+
+def test_every_block_says_what_it_is() -> None:
+    older = (str(ROOT / "evaluation"), str(DOCS / "openhands-v1"))
+    told = [each for each in BLOCKS if not each.path.startswith(older)]
+    assert [named(each) for each in told if language_of(each) not in KNOWN] == []
+
+
+@pytest.mark.parametrize("example", of("toml"), ids=named)
+def test_settings_have_keys_that_are_there(example: Example) -> None:
+    document = tomllib.loads(example.parsed)
+    # Settings that name a class of the page are read where the page is run.
+    if title_of(example) != "pyproject.toml" and "my_" not in example.parsed:
+        settings_from_sections(json.loads(json.dumps(document).replace("./adapters/verifier-v000001", "DIR")))
+
+
+@pytest.mark.parametrize("example", of("json"), ids=named)
+def test_json_is_json(example: Example) -> None:
+    assert json.loads(example.parsed)
+
+
+@pytest.mark.parametrize("example", of("python"), ids=named)
+def test_what_a_program_imports_is_there(example: Example) -> None:
+    tree = ast.parse(example.parsed)
+    if missing(example) or "openhands-v1" in example.path:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("openhands_rl_plugin"):
+            if "hosts.v1" in (node.module or "") and not NEEDS["v1"]:
+                continue
+            module = importlib.import_module(node.module or "")
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def test_the_readmes_settings_are_a_part_of_what_config_init_writes() -> None:
+    tables = [tomllib.loads(each.parsed) for each in of("toml") if Path(each.path) == README]
+    (readme,) = (table for table in tables if "core" in table)
+    text = starting_config(model="model", base_url="http://127.0.0.1:8100/v1", workspace="./workspace")
+    written = tomllib.loads(text)
+    for section, keys in readme.items():
+        for key, value in keys.items():
+            whole = written[section][key]
+            assert (whole | value if isinstance(value, dict) else value) == whole, (section, key)
+
+
+@pytest.mark.parametrize("line", lines())
+def test_commands_are_commands(line: str) -> None:
+    words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    match words:
+        case ["openhands-rl", "--version"] | ["pip", "install", "torch", "--index-url", _]:
+            pass
+        case ["openhands-rl", command, *rest]:
+            cli.parser_of(command).parse_args([command, *_alone(rest)])
+        case ["python", "-m", "openhands.core.main", *rest]:
+            if NEEDS["v0"]:
+                from openhands.core.config.arg_utils import get_headless_parser
+
+                get_headless_parser().parse_args(rest)
+        case ["pip", "install", package]:
+            name, _, extras = package.rstrip("]").partition("[")
+            assert name == project["name"]
+            assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
+        case ["make", target, *_]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        case ["vllm", "serve", _, *rest]:
+            # The options with which tests and benchmarks start a real vLLM (``make test-vllm``).
+            served = (ROOT / "evaluation/performance/serving/vllm_server.py").read_text()
+            known = {"--served-model-name", "--max-model-len"}
+            assert [word for word in rest if word.startswith("--") and word not in known and word not in served] == []
+        case _:
+            pytest.fail(f"a command that nothing checks: {line}")
+
+
+def _alone(words: list[str]) -> list[str]:
+    """The words of the first command: up to a pipe or a redirection."""
+    ends = [at for at, word in enumerate(words) if word in ("|", ">", ">>", "2>", "&&", ";")]
+    return words[: ends[0]] if ends else words

@@ -1,0 +1,86 @@
+"""Every command and program of the documentation runs, as it is written, in an empty home."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from page_session import DOCS, NEEDS, ROOT, Session, blocks, language_of
+
+# The tiny model's calls are native, and its answers short.
+CHANGES = {
+    "native_tool_calling = false": "native_tool_calling = true",
+    r"max_response_length = \d+": "max_response_length = 64",
+    "--algorithm sft": "--algorithm sft --num-epochs 1",
+}
+
+
+def fixer(folder: Path) -> None:
+    """``./model``: a tiny model that mends the file of the tutorial by one command, and then says that it is done."""
+    from fixing_model import write_fixer
+
+    name = "execute_bash" if NEEDS["v0"] else "terminal"
+    command = "sed -i 's/a - b/a + b/' calc.py 2>/dev/null; echo done"
+    write_fixer(folder / "model", (name, {"command": command}), ("finish", {"message": "Done."}))
+
+
+def learnt(session: Session) -> None:
+    """The quickstart's program prints that it does better than before."""
+    said = re.search(r"held-out countries: ([\d.]+) before, ([\d.]+) after", "".join(session.printed))
+    assert said and float(said[2]) >= float(said[1]) + 0.3, said
+    assert (session.folder / "capitals/trajectories").is_dir()
+
+
+def nothing(_: Path | Session) -> None:
+    """No model, and no more than what the page shows."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """Pages that are read one after another, in one folder."""
+
+    pages: tuple[str, ...]
+    supply: Callable[[Path], None] = nothing
+    check: Callable[[Session], None] = nothing
+
+
+STORIES = {
+    "readme": Story(("../README.md",), fixer),
+    "quickstart": Story(("start/quickstart.md",), check=learnt),
+    "tutorials": Story(tuple(f"tutorials/{name}.md" for name in ("record", "judge", "train", "publish")), fixer),
+}
+# Seconds each: no model is made.
+FAST = {"install": Story(("start/install.md",)), "plugins": Story(("howto/plugins.md",))}
+TOLD = {page for story in (*STORIES.values(), *FAST.values()) for page in story.pages}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", STORIES)
+def test_a_story_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    play(STORIES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_page_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
+    play(FAST[name], tmp_path)
+
+
+def play(story: Story, folder: Path) -> None:
+    story.supply(folder)
+    with Session(folder, CHANGES) as session:
+        for page in story.pages:
+            session.play((DOCS / page).resolve())
+        story.check(session)
+
+
+def test_every_page_with_commands_or_programs_belongs_to_a_story() -> None:
+    told = {(DOCS / page).resolve() for page in TOLD}
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    with_examples = {page for page in pages if any(language_of(each) in ("console", "python") for each in blocks(page))}
+    # The guide for V1 has tests of its own (tests/hosts/v1/test_guide.py): its programs need servers and editors.
+    assert with_examples - told <= {DOCS / "openhands-v1.md"}

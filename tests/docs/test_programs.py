@@ -1,0 +1,65 @@
+"""The programs of ``docs/examples``: short, and each runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page_session import DOCS
+
+from openhands_rl_plugin import FileTrajectoryStorage
+from openhands_rl_plugin.testing import example_trajectory
+
+EXAMPLES = DOCS / "examples"
+
+
+def run(name: str, folder: Path, *words: str) -> str:
+    """What a program prints, in a home of its own."""
+    environ = {
+        **os.environ,
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    command = [sys.executable, str(EXAMPLES / name), *words]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_it_is_short_and_said_how_to_start(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 80 and f"python {path.name}" in text.partition('"""\n\nfrom')[0]
+
+
+def test_a_reward_of_your_own_scores_a_store(tmp_path: Path) -> None:
+    async def seed() -> None:
+        async with FileTrajectoryStorage(tmp_path / "store") as storage:
+            tested = example_trajectory(0).model_copy(update={"evidence": {"output": "3 passed, 1 failed in 0.2s"}})
+            await storage.add(tested)
+            await storage.add(example_trajectory(1))
+
+    asyncio.run(seed())
+    said = run("own_reward.py", tmp_path, "store")
+    assert re.search(r"^\w{8}: 0\.\d+$", said, re.M) and "has no output of pytest" in said
+
+
+@pytest.mark.slow
+def test_a_search_in_your_own_environment_beats_acting(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    react, mcts = map(float, re.findall(r": +([\d.]+)", run("own_environment.py", tmp_path)))
+    assert mcts > react
+
+
+@pytest.mark.slow
+def test_a_majority_beats_one_sample(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    one, many = map(float, re.findall(r": ([\d.]+)", run("own_strategy.py", tmp_path)))
+    assert many > one + 0.1
