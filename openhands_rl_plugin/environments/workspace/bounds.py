@@ -3,7 +3,7 @@ of the workspace. Who goes beyond a bound is ended.
 
 Like ``supervisor.py``, which uses it, this file is executed in the sandbox and uses the standard library only. With a
 command as arguments it runs that alone: ``python -I -S -c <text> BOUNDS COMMAND...``, where ``BOUNDS`` is JSON:
-``{"processes", "memory", "disk", "folder", "grouped", "isolated"}``; a bound of 0 is none.
+``{"processes", "memory", "disk", "folder", "also", "grouped", "isolated", "gives_way"}``; a bound of 0 is none.
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ SET_DUMPABLE = 4
 POLL_AFTER_KILL = 0.01
 KILL_PATIENCE = 5.0
 # A walk through the workspace is repeated after this many times its own duration, and after so many seconds.
-WALK_REST, WALK_AFTER = 20.0, 30.0
+WALK_REST, WALK_AFTER = 20.0, 2.0
+# The same where the file system lost all that the session may still add.
+WALK_REST_WHEN_FULL = 2.0
 MEBIBYTE = 1024**2
+# What file systems set aside for a file, however small (ext4's bytes-per-inode); memory of a file in memory.
+LEAST_FILE, FILE_IN_MEMORY = 16384, 1024
+IN_MEMORY = ("/tmp", "/dev/shm")
+# Commands that run for longer than so many seconds, and what they leave, make way for those of others.
+YOUTH, LESS_URGENT = 0.2, 10
+# After a bound was crossed the next command waits for so many seconds, twice as long after each in a row.
+PAUSE, LONGEST_PAUSE = 1.0, 8.0
 
 
 def close_to_others() -> None:
@@ -34,8 +43,11 @@ def close_to_others() -> None:
     ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def processes() -> dict[int, tuple[int, int, int, int]]:
-    """``pid -> (parent, session, threads, resident bytes)`` of every process that can be seen."""
+Table = dict[int, tuple[int, int, int, int, int]]
+
+
+def processes() -> Table:
+    """``pid -> (parent, session, threads, resident bytes, group)`` of every process that can be seen."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -44,11 +56,17 @@ def processes() -> dict[int, tuple[int, int, int, int]]:
                     fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue
-            found[int(name)] = int(fields[1]), int(fields[3]), int(fields[17]), int(fields[21]) * PAGE
+            parent, group, session = map(int, fields[1:4])
+            found[int(name)] = parent, session, int(fields[17]), int(fields[21]) * PAGE, group
     return found
 
 
-def family(root: int, table: dict[int, tuple[int, int, int, int]] | None = None) -> set[int]:
+def how_many() -> int:
+    """How many processes can be seen. Reading what each is takes as long as many new ones take to start."""
+    return sum(name.isdigit() for name in os.listdir("/proc"))
+
+
+def family(root: int, table: Table | None = None) -> set[int]:
     """All descendants of ``root``, and all processes of a session that ``root`` leads."""
     table = processes() if table is None else table
     members = {pid for pid, (_, session, *_) in table.items() if session == root}
@@ -78,42 +96,89 @@ def shared_memory_once(pids: Iterable[int]) -> int:
 class Disk:
     """How much a session has added to its workspace. Walks only when the file system lost as much, or time passed."""
 
-    def __init__(self, folder: str, most: int) -> None:
-        self.folder, self.most = folder, most
+    def __init__(self, folders: list[str], most: int) -> None:
+        self.folders, self.most = folders, most
         self.allowed = most
         self.free = self.free_bytes()
         self.base: int | None = None
         self.added = 0
-        self.rest = 0.0
+        self.over = False
+        self.walked = self.took = 0.0
         self.due = time.monotonic() + WALK_AFTER
 
-    def free_bytes(self) -> int:
+    def free_bytes(self) -> tuple[int, int]:
+        """What is left of the file system: by blocks, and by files."""
         # Commands may remove the folder.
-        found = os.statvfs(self.folder if os.path.isdir(self.folder) else "/")
-        return found.f_bfree * found.f_frsize
+        found = os.statvfs(self.folders[0] if os.path.isdir(self.folders[0]) else "/")
+        return found.f_bfree * found.f_frsize, found.f_ffree * LEAST_FILE
 
     def full(self) -> bool:
         """Whether more was added than is allowed. Where it was too much once, less must stay less."""
         now, free = time.monotonic(), self.free_bytes()
-        lost = self.free - free
-        step = max(MEBIBYTE, min(self.most // 8, self.allowed - self.added))
-        if now < self.rest or (lost < step and now < self.due):
+        lost = max(*self.lost_since(self.free))
+        left = self.allowed - self.added
+        rest = self.took * (WALK_REST_WHEN_FULL if lost > left else WALK_REST)
+        if now < self.walked + rest or (lost < max(MEBIBYTE, min(self.most // 8, left)) and now < self.due):
             return False
-        size = walk(self.folder) + deleted_but_open()
-        self.rest = time.monotonic() + WALK_REST * (time.monotonic() - now)
-        self.due, self.free = now + WALK_AFTER, free
+        size = self.size()
+        self.walked = time.monotonic()
+        self.took, self.due = self.walked - now, self.walked + WALK_AFTER
         if self.base is None:
-            self.base = max(0, size - max(0, lost))
+            # With what was lost during the walk, of which the walk may have seen all.
+            self.base = max(0, size - max(0, *self.lost_since(self.free)))
+        self.free = free
         self.added = size - self.base
-        if self.added > self.allowed:
-            self.allowed = self.added
-            return True
-        self.allowed = max(self.most, min(self.allowed, self.added))
-        return False
+        self.over = self.added > self.allowed
+        if not self.over:
+            self.allowed = max(self.most, min(self.allowed, self.added))
+        return self.over
+
+    def size(self) -> int:
+        return sum(map(walk, self.folders)) + deleted_but_open()
+
+    def lost_since(self, before: tuple[int, int]) -> tuple[int, int]:
+        blocks, files = self.free_bytes()
+        return before[0] - blocks, before[1] - files
+
+    def settle(self) -> None:
+        """All that was ended has ended now, so what is there is allowed."""
+        if self.over and self.base is not None:
+            self.free = self.free_bytes()
+            self.added = self.size() - self.base
+            self.allowed, self.over = max(self.most, self.added), False
+
+
+class FilesInMemory:
+    """Files of any size take memory of the kernel's, which no process is seen to have."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.allowed = most
+        self.over = False
+        with open("/proc/self/mounts") as mounts:
+            kinds = {fields[1]: fields[2] for fields in map(str.split, mounts)}
+        self.places = [place for place in IN_MEMORY if kinds.get(place) == "tmpfs"]
+
+    def too_many(self) -> bool:
+        """Whether there are more than allowed. Where there were too many once, fewer must stay fewer."""
+        used = self.used()
+        self.over = used > self.allowed
+        if not self.over:
+            self.allowed = max(self.most, min(self.allowed, used))
+        return self.over
+
+    def used(self) -> int:
+        found = [os.statvfs(place) for place in self.places]
+        return FILE_IN_MEMORY * sum(each.f_files - each.f_ffree for each in found)
+
+    def settle(self) -> None:
+        """All that was ended has ended now, so what is there is allowed."""
+        if self.over:
+            self.allowed, self.over = max(self.most, self.used()), False
 
 
 def walk(folder: str) -> int:
-    """Bytes of the blocks below ``folder``; files with several names count once."""
+    """Bytes of the blocks below ``folder``, with those that small files keep from others; files with several names
+    count once."""
     total, pending, seen = 0, [folder], set()
     while pending:
         place = pending.pop()
@@ -132,7 +197,7 @@ def walk(folder: str) -> int:
                     if found.st_ino in seen:
                         continue
                     seen.add(found.st_ino)
-                total += found.st_blocks * BLOCK
+                total += max(found.st_blocks * BLOCK, LEAST_FILE)
     return total
 
 
@@ -158,7 +223,7 @@ def deleted_but_open() -> int:
                     found = os.stat(f"/proc/{pid}/fd/{name}")
                     if stat.S_ISREG(found.st_mode) and not found.st_nlink and found.st_ino not in seen:
                         seen.add(found.st_ino)
-                        total += found.st_blocks * BLOCK
+                        total += max(found.st_blocks * BLOCK, LEAST_FILE)
     return total
 
 
@@ -169,25 +234,78 @@ class Bounds:
         self.most_processes = 0 if bounds["grouped"] else bounds["processes"]
         self.most_memory = 0 if bounds["grouped"] else bounds["memory"]
         self.isolated = bounds["isolated"]
-        self.disk = Disk(bounds["folder"], bounds["disk"]) if bounds["disk"] else None
-        self.next = 0.0
+        folders = [place for place in (bounds["folder"], bounds["also"]) if place]
+        self.disk = Disk(folders, bounds["disk"]) if bounds["disk"] else None
+        self.files = FilesInMemory(self.most_memory) if self.isolated and self.most_memory else None
+        self.gives_way = bounds["gives_way"]
+        self.next = self.old = self.may_start = 0.0
+        self.pause = PAUSE
+        self.behind: set[int] = set()
+
+    def begin(self) -> None:
+        """A command begins now."""
+        now = time.monotonic()
+        self.old = now + YOUTH
+        if now > self.may_start + LONGEST_PAUSE:
+            self.pause = PAUSE
+        if self.disk is not None:
+            self.disk.settle()
+        if self.files is not None:
+            self.files.settle()
 
     def crossed(self) -> str:
         """What is beyond its bound, in words, or nothing. At most ten times a second."""
-        if time.monotonic() < self.next:
+        now = time.monotonic()
+        if now < self.next:
             return ""
-        self.next = time.monotonic() + POLL
+        self.next = now + POLL
+        reason = self.beyond()
+        if reason:
+            self.may_start = now + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        elif self.gives_way and now > self.old:
+            # What is started later has the urgency of who starts it.
+            self.old = now + (YOUTH if self.make_way() else max(YOUTH, now - self.old))
+        return reason
+
+    def beyond(self) -> str:
         if self.most_processes and (reason := self.too_many()):
             return reason
         if self.disk is not None and self.disk.full():
             return f"the session added more than {self.disk.most // MEBIBYTE} MiB to its workspace"
+        if self.files is not None and self.files.too_many():
+            return f"the files in /tmp and /dev/shm take more than {self.files.most // MEBIBYTE} MiB of memory"
         return ""
 
+    def make_way(self) -> bool:
+        """Make all processes less urgent, their threads too; whether some have to be asked again."""
+        table, again = processes(), False
+        mine = {*table} - {1, os.getpid()} if self.isolated else family(os.getpid(), table)
+        for group in {table[pid][4] for pid in mine if pid in table} - {os.getpgid(0)}:
+            with contextlib.suppress(OSError):  # ended, or less urgent already
+                os.setpriority(os.PRIO_PGRP, group, LESS_URGENT)
+        sessions = {table[pid][1]: pid for pid in mine if pid in table}
+        self.behind &= {*sessions}
+        for session in {*sessions} - self.behind:
+            try:
+                # Where the kernel shares processors among sessions first. It takes ten such changes in a second.
+                with open(f"/proc/{sessions[session]}/autogroup", "w") as file:
+                    file.write(str(LESS_URGENT))
+                self.behind.add(session)
+            except BlockingIOError:
+                again = True
+            except OSError:
+                self.behind.add(session)
+        return again
+
     def too_many(self) -> str:
+        too_many = f"the session has more than {self.most_processes} processes and threads"
+        if self.isolated and how_many() > self.most_processes + 2:
+            return too_many
         table = processes()
         mine = {*table} - {1, os.getpid()} if self.isolated else family(os.getpid(), table)
         if sum(table[pid][2] for pid in mine if pid in table) > self.most_processes:
-            return f"the session has more than {self.most_processes} processes and threads"
+            return too_many
         # Pages that processes share are counted once for each of them, which is less work.
         most = sum(table[pid][3] for pid in mine if pid in table)
         if most > self.most_memory and shared_memory_once(mine) > self.most_memory:

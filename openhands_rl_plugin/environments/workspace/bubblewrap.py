@@ -74,11 +74,16 @@ def _programs() -> Iterator[str]:
 
 
 def isolate(
-    mounts: Sequence[str], *, network: bool = False, options: Sequence[str] = (), shared_memory: int = _SHARED_MEMORY
+    mounts: Sequence[str],
+    *,
+    network: bool = False,
+    options: Sequence[str] = (),
+    shared_memory: int = _SHARED_MEMORY,
+    setuid: bool = True,
 ) -> list[str]:
     """The beginning of a command line: own namespaces, no capabilities, system calls filtered, ``mounts`` for ``/``, a
     new ``/proc``, and a read-only ``/dev`` with ``shared_memory`` bytes in ``/dev/shm``. More options may follow, then
-    the command.
+    the command. ``setuid``: as in ``seccomp.filtering``.
 
     Raises ``ConfigError`` like ``find_bubblewrap``.
     """
@@ -88,14 +93,13 @@ def isolate(
         *(*mounts, "--dev", "/dev", "--size", str(shared_memory), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--proc", "/proc", *_kernel_settings()),
     ]
-    return filtering(command)
+    return filtering(command, setuid=setuid)
 
 
 def _kernel_settings() -> list[str]:
-    """Mounts that keep the kernel's settings from root: it owns them (``core_pattern`` names a program that the host
-    runs) without any capability, and bubblewrap closes ``/proc/sys`` only where it looks writable."""
-    if os.geteuid() != 0:
-        return []
+    """Mounts that keep the kernel's settings closed: root owns them (``core_pattern`` names a program that the host
+    runs) without any capability, a user those of the sandbox's namespaces, and bubblewrap closes ``/proc/sys`` only
+    where it looks writable."""
     return [part for name in ("sys", "pressure") for part in ("--ro-bind-try", f"/proc/{name}", f"/proc/{name}")]
 
 

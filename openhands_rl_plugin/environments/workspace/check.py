@@ -25,7 +25,9 @@ def check_workspace(
 
     ``start``: where it begins, as the session sees it (default: the workspace). Its output is cut to 16,000 bytes.
     """
-    shell = Shell(sandbox, variables, limits.model_copy(update={"output": MOST_OUTPUT}), start=start)
+    limits = limits.model_copy(update={"output": MOST_OUTPUT})
+    # Its time limit is part of what it measures.
+    shell = Shell(sandbox, variables, limits, start=start, gives_way=False)
     began = time.monotonic()
     try:
         result = shell.run(asked.command, timeout=asked.timeout)

@@ -44,16 +44,16 @@ class Workspace:
             return None
         return "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
-    def read(self, path: str) -> bytes:
-        """The whole file, of at most 10 MiB."""
+    def read(self, path: str, most: int = MAX_FILE_BYTES) -> bytes:
+        """The whole file, of at most ``most`` bytes."""
         with self._parent(path) as (directory, name):
             # A pipe without a writer would block; it is refused after it was opened.
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
             with os.fdopen(descriptor, "rb") as file:
                 _check_regular(os.fstat(descriptor), path)
-                data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, "larger than 10 MiB", path)
+                data = file.read(most + 1)
+        if len(data) > most:
+            raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", path)
         return data
 
     def write(self, path: str, data: bytes, *, mode: int = 0o666, make_parents: bool = True) -> None:

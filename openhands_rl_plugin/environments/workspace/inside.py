@@ -27,17 +27,21 @@ exec(supervisor)
 
 
 class Bound(Frozen):
-    """What ``bounds`` counts: processes with their threads, bytes of memory, and bytes added to ``folder``; 0: any.
+    """What ``bounds`` counts: processes with their threads, bytes of memory, and bytes added to ``folder`` (and the one
+    ``also`` named); 0: any.
 
     ``grouped``: a control group bounds processes and memory. ``isolated``: the sandbox has processes of its own.
+    ``gives_way``: commands become less urgent after a moment, so that short ones of other sessions come first.
     """
 
     processes: int
     memory: int
     disk: int = 0
     folder: str = "/"
+    also: str = ""
     grouped: bool = False
     isolated: bool = True
+    gives_way: bool = False
 
 
 def bounded(bound: Bound, python: str, command: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 The list is Flatpak's for programs under development (debuggers work), with io_uring, bpf and userfaultfd. What is
 missing in older kernels too is "not implemented", so that programs take their other way; the rest is "not permitted".
+In a session nothing becomes setuid or setgid: outside of it, another user could execute a file of the workspace.
 """
 
 from __future__ import annotations
@@ -31,13 +32,21 @@ _REFUSED = {
     **{"umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vhangup": (153, 58)},
 }
 _MISSING = {
-    # Its flags lie in memory, where a filter cannot look.
-    "clone3": (435, 435),
+    # Their flags and modes lie in memory, where a filter cannot look.
+    **{"clone3": (435, 435), "openat2": (437, 437)},
     **{"fsconfig": (431, 431), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433)},
     **{"io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425)},
     **{"mount_setattr": (442, 442), "move_mount": (429, 429), "open_tree": (428, 428)},
 }
 _CLONE, _IOCTL, _SOCKET = (56, 220), (16, 29), (41, 198)
+# By which argument is a mode; those that open have it behind their flags, which say whether it counts.
+_MODES = {
+    1: {"chmod": (90, None), "creat": (85, None), "fchmod": (91, 52), "mknod": (133, None)},
+    2: {"fchmodat": (268, 53), "fchmodat2": (452, 452), "mknodat": (259, 33)},
+}
+_OPENS = {2: {"open": (2, None)}, 3: {"openat": (257, 56)}}
+_SETUID_OR_SETGID = 0o6000
+_CREATES = 0o100 | 0o20000000  # O_CREAT, O_TMPFILE
 _NEW_USER_NAMESPACE = 0x10000000
 # They type into the terminal that a sandbox was started from.
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
@@ -52,20 +61,21 @@ Line = tuple[int, int, str, str]
 """An instruction, its value, and where to go on if it holds and if not; an empty name is the next line."""
 
 
-def filtering(command: list[str]) -> list[str]:
-    """``bwrap`` and its options with the filter; unchanged on machines of another kind."""
-    file = _filter_file(os.getpid())
+def filtering(command: list[str], *, setuid: bool = True) -> list[str]:
+    """``bwrap`` and its options with the filter; unchanged on machines of another kind. ``setuid``: whether files may
+    become setuid or setgid, as packages of a system do."""
+    file = _filter_file(os.getpid(), setuid)
     if file and not os.path.exists(file):  # folders of temporary files are swept
         _filter_file.cache_clear()
-        file = _filter_file(os.getpid())
+        file = _filter_file(os.getpid(), setuid)
     if not file:
         return command
     opened = 'exec 9<"$0" && shift && exec "$@"'
     return ["/bin/sh", "-c", opened, file, "--", command[0], "--seccomp", "9", *command[1:]]
 
 
-def program(machine: str) -> bytes:
-    """The filter for the kernel; empty for a machine that is not known."""
+def program(machine: str, *, setuid: bool = True) -> bytes:
+    """The filter for the kernel, as in ``filtering``; empty for a machine that is not known."""
     if machine not in _MACHINES:
         return b""
     architecture, column = _MACHINES[machine]
@@ -75,17 +85,22 @@ def program(machine: str) -> bytes:
         lines += [(_EQUAL, number, goal, "") for each in calls.values() if (number := each[column]) is not None]
     checked = {"clone": _CLONE, "ioctl": _IOCTL, "socket": _SOCKET}
     lines += [(_EQUAL, numbers[column], name, "") for name, numbers in checked.items()]
+    for kind, places_of_modes in () if setuid else (("mode", _MODES), ("open", _OPENS)):
+        for at, calls in places_of_modes.items():
+            numbers = [number for each in calls.values() if (number := each[column]) is not None]
+            lines += [(_EQUAL, number, f"{kind}{at}", "") for number in numbers]
     blocks: dict[str, list[Line]] = {
-        "clone": [(_LOAD, _ARGUMENTS, "", ""), (_ANY_BIT, _NEW_USER_NAMESPACE, "refused", "allowed")],
+        "clone": [_argument(0), (_ANY_BIT, _NEW_USER_NAMESPACE, "refused", "allowed")],
         "ioctl": [
-            *((_LOAD, _ARGUMENTS + 8, "", ""), (_EQUAL, _TIOCSTI, "refused", "")),
+            *(_argument(1), (_EQUAL, _TIOCSTI, "refused", "")),
             (_EQUAL, _TIOCLINUX, "refused", "allowed"),
         ],
         "socket": [
-            (_LOAD, _ARGUMENTS, "", ""),
+            _argument(0),
             *((_EQUAL, family, "allowed", "") for family in _FAMILIES),
             (_RETURN, _ERROR | errno.EAFNOSUPPORT, "", ""),
         ],
+        **({} if setuid else _blocks_of_modes()),
         "refused": [(_RETURN, _ERROR | errno.EPERM, "", "")],
         "missing": [(_RETURN, _ERROR | errno.ENOSYS, "", "")],
     }
@@ -99,6 +114,16 @@ def program(machine: str) -> bytes:
     return b"".join(_encoded(at, line, places) for at, line in enumerate(lines))
 
 
+def _blocks_of_modes() -> dict[str, list[Line]]:
+    opens = {f"open{at}": [_argument(at - 1), (_ANY_BIT, _CREATES, f"mode{at}", "allowed")] for at in _OPENS}
+    modes = {f"mode{at}": [_argument(at), (_ANY_BIT, _SETUID_OR_SETGID, "refused", "allowed")] for at in (1, 2, 3)}
+    return {**opens, **modes}
+
+
+def _argument(at: int) -> Line:
+    return _LOAD, _ARGUMENTS + 8 * at, "", ""
+
+
 def _encoded(at: int, line: Line, places: dict[str, int]) -> bytes:
     instruction, value, then, otherwise = line
     steps = [places[name] - at - 1 if name else 0 for name in (then, otherwise)]
@@ -106,9 +131,9 @@ def _encoded(at: int, line: Line, places: dict[str, int]) -> bytes:
 
 
 @functools.cache
-def _filter_file(pid: int) -> str:
+def _filter_file(pid: int, setuid: bool) -> str:
     """The path of a file with the filter, which ends with this process; empty without one."""
-    code = program(platform.machine())
+    code = program(platform.machine(), setuid=setuid)
     if not code:
         return ""
     for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):

@@ -69,7 +69,8 @@ class Shell:
     """A session's shell: ``cd``, variables, functions and background processes last from command to command.
 
     ``variables`` are added to a small environment that does not hold the host's secrets. The first command runs in
-    ``start``, a directory as the session sees it (default: the workspace). Thread-safe; one command runs at a time.
+    ``start``, a directory as the session sees it (default: the workspace). ``gives_way``: a command that takes longer
+    is less urgent than those of others. Thread-safe; one command runs at a time.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Shell:
         limits: SandboxLimits | None = None,
         *,
         start: str | None = None,
+        gives_way: bool = True,
     ) -> None:
+        self._gives_way = gives_way
         self._sandbox = sandbox
         self._limits = limits or SandboxLimits()
         self._variables = dict(variables or {})
@@ -218,6 +221,7 @@ class Shell:
                 folder=sandbox.workspace,
                 grouped=self._group is not None,
                 isolated=not isinstance(sandbox, SubprocessSandbox),
+                gives_way=self._gives_way,
             ).model_dump(mode="json"),
         }
 

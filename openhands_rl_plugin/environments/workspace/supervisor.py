@@ -188,6 +188,9 @@ class Supervisor:
         }
 
     def start(self, command: str, cwd: str, keep: bool) -> None:
+        while (pause := self.bounds.may_start - time.monotonic()) > 0:
+            self.serve(pause)
+        self.bounds.begin()
         script = self.state + ".command"
         with open(script, "w", encoding="utf-8", errors="surrogateescape", opener=open_new) as file:
             file.write(command)

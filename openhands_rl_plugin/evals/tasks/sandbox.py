@@ -15,12 +15,17 @@ from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, isolate
+from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
+from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 from openhands_rl_plugin.environments.workspace.visible import OF_A_PREFIX, prefix_mounts, system_mounts
 from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 INSIDE = "/tmp/testbed"
 MEMORY_KIB = 4 * 1024**2
 _TEMPORARY = 1024**3
+_LIMITS = SandboxLimits()
+_LONGEST_REPORT = 256 * 1024**2
 PYTEST = ("-o", "addopts=", "-p", "no:cacheprovider")
 _HERE = Path(__file__).parent
 _RESTRICTED = f'ulimit -v {MEMORY_KIB} -f 1048576 -c 0; exec "$@"'
@@ -85,7 +90,7 @@ class TreeSandbox:
             if timed_out:
                 return TestRun(timed_out=True, seconds=seconds)
             try:
-                report = (Path(folder) / "out" / "report.json").read_text(encoding="utf-8")
+                report = _left(folder, "report.json")
                 return TestRun.model_validate_json(report).model_copy(update={"seconds": seconds})
             except (OSError, ValidationError):
                 last = next((line for line in reversed(printed.splitlines()) if line.strip()), "nothing was printed")
@@ -102,7 +107,7 @@ class TreeSandbox:
             words = ["python", "/tmp/tools/snippets.py", "/tmp/out/snippet.py", "/tmp/out/result.json"]
             _, timed_out = self._run(Path(folder), tree, words, {"PYTHONHASHSEED": "0"})
             try:
-                found = json.loads((Path(folder) / "out" / "result.json").read_text(encoding="utf-8"))
+                found = json.loads(_left(folder, "result.json"))
             except (OSError, ValueError):
                 return {}
             return {} if timed_out else {str(name): str(value) for name, value in found.items()}
@@ -117,7 +122,10 @@ class TreeSandbox:
         shutil.copy(_HERE / "statements" / "snippets.py", tools / "snippets.py")
         binds = ("--bind", str(work), INSIDE, "--bind", str(out), "/tmp/out", "--ro-bind", str(tools), "/tmp/tools")
         command = [*_isolated(self._environment), *binds, *self._variables(variables), "--chdir", INSIDE, "--"]
-        command += ["/bin/sh", "-c", _RESTRICTED, "sh", *words]
+        bound = Bound(
+            processes=_LIMITS.processes, memory=_LIMITS.memory, disk=_LIMITS.disk, folder=INSIDE, also="/tmp/out"
+        )
+        command += bounded(bound, f"{self._environment}/bin/python", ["/bin/sh", "-c", _RESTRICTED, "sh", *words])
         with open(folder / "printed", "wb") as printed:
             try:
                 subprocess.run(
@@ -147,6 +155,11 @@ class TreeSandbox:
             **variables,
         }
         return ["--clearenv", *(part for name, value in everything.items() for part in ("--setenv", name, value))]
+
+
+def _left(folder: str, name: str) -> bytes:
+    """What tests left for the host, who follows no link of theirs and waits at no pipe. Raises ``OSError``."""
+    return Workspace(Path(folder, "out")).read(name, _LONGEST_REPORT)
 
 
 def _isolated(environment: Path) -> list[str]:

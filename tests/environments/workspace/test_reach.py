@@ -98,8 +98,9 @@ def test_without_isolation_all_of_it_is_reached(tmp_path: Path):
     root.mkdir()
     with planted(tmp_path) as lines, abstract_sockets() as abstract:
         said = in_shell(SubprocessSandbox(root, tmp_path / "private"), root, [*lines, *abstract])
-    # Root owns the kernel's settings, without any capability.
-    assert said.count("REACHED") == len([*lines, *abstract]) + (os.geteuid() == 0)
+    # Root owns the kernel's settings, without any capability; some in /proc/pressure are everybody's.
+    assert said.count("REACHED kernel") == 1 or os.geteuid() != 0
+    assert said.count("REACHED") - said.count("REACHED kernel") == len([*lines, *abstract])
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import platform
+import stat
 import struct
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,24 @@ for line in sys.argv[1:]:
     numbers = [ctypes.c_long(int(word, 0)) for word in line.split()]
     print(errno.errorcode.get(ctypes.get_errno()) if libc.syscall(*numbers) < 0 else "done")
     ctypes.set_errno(0)
+"""
+
+SETUID = """
+import os
+flags = os.O_WRONLY | os.O_CREAT
+open("plain", "w").close()
+def make(call, *given):
+    try:
+        call(*given)
+    except OSError as error:
+        print(error.strerror.lower())
+make(os.open, "one", flags, 0o4755)
+make(os.open, ".", os.O_WRONLY | os.O_TMPFILE, 0o2755)
+make(os.mknod, "two", 0o104755)
+make(os.chmod, "plain", 0o4755)
+make(os.chmod, "plain", 0o2755)
+with open("plain") as file:
+    make(os.fchmod, file.fileno(), 0o6755)
 """
 
 pytestmark = [
@@ -62,6 +82,15 @@ def test_calls(shell: Shell, call: str, answer: str):
     assert shell.run(f"python3 call.py '{call}'", timeout=20).output == f"{answer}\n"
 
 
+def test_nothing_becomes_setuid(shell: Shell, tmp_path: Path):
+    """Another user of the machine could execute it, outside of the sandbox."""
+    (tmp_path / "make.py").write_text(SETUID)
+    said = shell.run("python3 make.py; chmod u+s plain; chmod g+s plain; chmod 755 plain && echo fine", timeout=20)
+    assert said.output.count("not permitted") == 8 and said.output.endswith("fine\n")
+    modes = [path.lstat().st_mode for path in tmp_path.iterdir()]
+    assert len(modes) == 3 and not any(mode & (stat.S_ISUID | stat.S_ISGID) for mode in modes)
+
+
 def test_programs_work(shell: Shell):
     threads = (
         "import threading as t, subprocess as s; x = t.Thread(target=s.run, args=(['true'],)); x.start(); x.join()"
@@ -70,8 +99,8 @@ def test_programs_work(shell: Shell):
 
 
 def test_every_jump_of_both_machines_leads_into_the_filter():
-    for machine in ("x86_64", "aarch64"):
-        lines = list(struct.iter_unpack("=HBBI", program(machine)))
+    for machine, setuid in product(("x86_64", "aarch64"), (True, False)):
+        lines = list(struct.iter_unpack("=HBBI", program(machine, setuid=setuid)))
         assert all(at + 1 + step < len(lines) for at, (_, *steps, _) in enumerate(lines) for step in steps if step)
         assert lines[-1][3] == 0x7FFF0000 and (6, 0, 0, 0x00050000 | errno.EPERM) in lines
     assert program("riscv64") == b""
