@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from urllib.parse import urlencode
@@ -21,12 +22,17 @@ from openhands_rl_plugin.apps.studio.config import StudioConfig
 from openhands_rl_plugin.apps.studio.document import HEADERS, STATIC, content_security_policy, document
 from openhands_rl_plugin.apps.studio.door import SIGN_IN
 from openhands_rl_plugin.apps.studio.replies import ERROR_HANDLERS, reply
+from openhands_rl_plugin.apps.studio.resources.adapters import AdapterResource
 from openhands_rl_plugin.apps.studio.resources.breaks import BreakResource
 from openhands_rl_plugin.apps.studio.resources.comparison import CompareResource
 from openhands_rl_plugin.apps.studio.resources.episode import EpisodeResource
+from openhands_rl_plugin.apps.studio.resources.evaluations import EvaluationResource
+from openhands_rl_plugin.apps.studio.resources.events import EventResource
+from openhands_rl_plugin.apps.studio.resources.exports import ExportResource
 from openhands_rl_plugin.apps.studio.resources.groups import GroupResource
 from openhands_rl_plugin.apps.studio.resources.labelling import LabelResource
 from openhands_rl_plugin.apps.studio.resources.listing import ListResource
+from openhands_rl_plugin.apps.studio.resources.runs import RunResource
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.apps.studio.tickets import COOKIE, Tickets
@@ -38,14 +44,26 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _COMPRESSED_FROM = 1024
 
 
-def build_app(config: StudioConfig, sources: StudioSources, tickets: Tickets, key: str = "") -> Starlette:
-    """The application. Its lifespan closes the sources. Raises ``ConfigError`` for a tokenizer that cannot be read."""
+def build_app(
+    config: StudioConfig,
+    sources: StudioSources,
+    tickets: Tickets,
+    key: str = "",
+    started: Callable[[Callable[[], object]], None] | None = None,
+) -> Starlette:
+    """The application. Its lifespan closes the sources. Raises ``ConfigError`` for a tokenizer that cannot be read.
+
+    ``started`` is given what ends the streams of events, to be called from any thread.
+    """
     entrance = Entrance(tickets, key)
-    labels = LabelResource(sources, config.author)
+    labels, events = LabelResource(sources, config.author), EventResource(sources)
     resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        if started is not None:
+            started(lambda: loop.call_soon_threadsafe(events.stop))
         yield
         await sources.close()
 
@@ -54,6 +72,8 @@ def build_app(config: StudioConfig, sources: StudioSources, tickets: Tickets, ke
             Route(HEALTH, entrance.health),
             Route(SIGN_IN, entrance.sign_in, methods=["POST"]),
             *(Route(path, endpoint) for path, endpoint in resources.items()),
+            Route("/api/events", events.stream),
+            Route("/api/view", events.view, methods=["POST"]),
             Route("/api/labels", labels.get),
             Route("/api/labels", labels.post, methods=["POST"]),
             Route("/api/{rest:path}", _unknown),
@@ -69,10 +89,14 @@ def build_app(config: StudioConfig, sources: StudioSources, tickets: Tickets, ke
 def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
     shelf = EpisodeShelf(sources)
     episodes, listing, breaks = EpisodeResource(shelf, text), ListResource(sources), BreakResource(shelf, text)
+    runs, evaluations = RunResource(sources), EvaluationResource(sources)
     groups, compared = GroupResource(sources), CompareResource(sources, shelf)
 
     async def about(request: Request) -> Response:
-        return reply(request, {"stores": list(sources.stores)})
+        folders = {"runs": sources.runs, "evaluations": sources.evaluations, "adapters": sources.adapters}
+        return reply(
+            request, {"stores": list(sources.stores), **{name: sorted(each) for name, each in folders.items()}}
+        )
 
     return {
         "/api/about": about,
@@ -84,6 +108,13 @@ def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
         "/api/episodes/{id}/breaks": breaks.get,
         "/api/groups/{id:path}": groups.get,
         "/api/compare": compared.get,
+        "/api/export": ExportResource(shelf, text).get,
+        "/api/runs": runs.all,
+        "/api/runs/{id:path}/metrics": runs.metrics,
+        "/api/runs/{id:path}": runs.one,
+        "/api/adapters": AdapterResource(sources).get,
+        "/api/evaluations": evaluations.all,
+        "/api/evaluations/{id:path}": evaluations.one,
     }
 
 

@@ -9,11 +9,15 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from openhands_rl_plugin.core.types import JsonObject
+
 STATIC = Path(__file__).parent / "static"
 _VENDORED = STATIC / "vendor" / "vendor.toml"
 _OWN = "studio/"
 BOOT = "studio/boot"
 """The module that a page begins with."""
+DATA = "studio/data"
+"""The module that has the answers of a page without a server; else it has none."""
 _WHEN_NEEDED = ("uplot",)
 _OLD = (
     "The studio starts. If nothing else appears, this browser lacks JavaScript modules or they were blocked: "
@@ -75,9 +79,40 @@ def document() -> str:
 
 def content_security_policy() -> str:
     """Nothing but the studio's own modules, style and data; the import map by its digest."""
-    digest = base64.b64encode(hashlib.sha256(import_map().encode()).digest()).decode()
     return (
-        f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; img-src 'self' data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        f"default-src 'none'; script-src 'self' 'sha256-{_digest(import_map())}'; style-src 'self'; "
+        "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'"
     )
+
+
+def single_file(data: JsonObject) -> str:
+    """A page with its modules, its style and ``data`` in it; nothing is fetched."""
+    said = f"export default JSON.parse({json.dumps(json.dumps(data))});"
+    texts = {name: file.read_text(encoding="utf-8") for name, file in modules().items()} | {DATA: said}
+    places = {name: f"data:text/javascript;base64,{_base64(text)}" for name, text in texts.items()}
+    found = json.dumps({"imports": places}, separators=(",", ":"))
+    style = f"data:text/css;base64,{_base64((STATIC / 'studio.css').read_text(encoding='utf-8'))}"
+    boot = f'import "{BOOT}";'
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in (found, boot))
+    policy = (
+        f"default-src 'none'; script-src data: {allowed}; style-src data:; img-src data:; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<title>Episodes</title>\n'
+        f'<script type="importmap">{found}</script>\n<link rel="stylesheet" href="{style}">\n'
+        f'<script type="module">{boot}</script>\n</head>\n'
+        '<body><div id="app"><noscript>This page needs JavaScript.</noscript></div></body>\n</html>\n'
+    )
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -27,6 +27,15 @@ def number(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
 
 
+def plain(value: JsonValue) -> JsonValue:
+    """The same without NaN and infinity."""
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
 def columns(rows: Mapping[str, list[JsonValue]]) -> Columns:
     """``rows`` without the columns in which every value is ``None``."""
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -39,7 +39,8 @@ def running_studio(
     """
     tickets = Tickets()
     door = config.door(tickets)
-    app = build_app(config, sources, tickets, door.key)
+    stops: list[Callable[[], object]] = []
+    app = build_app(config, sources, tickets, door.key, stops.append)
     routes = [route.path for route in app.routes if isinstance(route, Route)]
     with (
         listening(config.host, config.port) as listener,
@@ -54,4 +55,8 @@ def running_studio(
             lifespan="on",
         ) as url,
     ):
-        yield RunningStudio(url, tickets)
+        try:
+            yield RunningStudio(url, tickets)
+        finally:
+            for stop in stops:
+                stop()

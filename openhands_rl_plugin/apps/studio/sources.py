@@ -1,9 +1,10 @@
-"""What a studio shows: stores by name."""
+"""What a studio shows, by name: stores, runs, evaluations and folders of adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,9 +17,12 @@ from openhands_rl_plugin.core.validation import unknown_name
 
 @dataclass(frozen=True)
 class StudioSources:
-    """Name -> store; the first one is meant where a request names none."""
+    """Name -> store, or folder. The first store is meant where a request names none."""
 
     stores: Mapping[str, TrajectoryStorage] = field(default_factory=dict)
+    runs: Mapping[str, Path] = field(default_factory=dict)
+    evaluations: Mapping[str, Path] = field(default_factory=dict)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
     def store(self, request: Request) -> TrajectoryStorage:
         """The store of ``?store=``, or the first one. Raises ``HTTPException`` 404 and ``ConfigError``."""
@@ -38,6 +42,15 @@ class StudioSources:
             if await storage.count(TrajectoryFilter(ids=(identity,), finished=None)):
                 return storage
         raise HTTPException(404, f"no store has the episode {identity[:80]!r}")
+
+    @staticmethod
+    def folder(request: Request, folders: Mapping[str, Path], what: str) -> Path:
+        """The folder that the path names. Only names are looked up, so that none leads elsewhere. Raises
+        ``HTTPException`` 404."""
+        name = request.path_params["id"]
+        if name not in folders:
+            raise HTTPException(404, unknown_name(what, name[:80], folders))
+        return folders[name]
 
     async def close(self) -> None:
         """Close every store."""

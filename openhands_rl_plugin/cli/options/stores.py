@@ -54,7 +54,8 @@ async def open_store(
     """
     storage = storage_at(where)
     try:
-        check_store(where, create=create)
+        if is_folder(where):
+            _check_folder(where, create)
         if skip_damaged:
             async with readable(where, storage) as whole:
                 yield whole
@@ -70,10 +71,12 @@ async def open_store(
         await storage.close()
 
 
-def check_store(where: str, *, create: bool = False) -> None:
-    """Raise ``ConfigError`` for a folder that has no store in it; of a database only its URI is looked at."""
-    if where.endswith(_CONFIGURATION) or _mongodb_uri(where) is not None:
-        return
+def is_folder(where: str) -> bool:
+    """Whether a STORE is given by its folder. Raises ``ConfigError`` for a URI that cannot be used."""
+    return not where.endswith(_CONFIGURATION) and _mongodb_uri(where) is None
+
+
+def _check_folder(where: str, create: bool) -> None:
     folder = Path(where).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{where}: this is a file; give the folder of a store" + _meant(folder))

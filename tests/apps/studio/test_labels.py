@@ -111,4 +111,4 @@ def test_nothing_else_can_be_written() -> None:
     app = build_app(StudioConfig(), StudioSources(), Tickets())
     reading = {"GET", "HEAD"}
     writing = {each.path for each in app.routes if isinstance(each, Route) and (each.methods or set()) - reading}
-    assert writing == {"/api/session", "/api/labels"}
+    assert writing == {"/api/session", "/api/view", "/api/labels"}

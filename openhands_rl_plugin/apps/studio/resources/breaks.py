@@ -31,9 +31,10 @@ class BreakResource:
     async def get(self, request: Request) -> Response:
         """``breaks``, at most 200, and their sums."""
         opened = await self._shelf.open(request)
-        return reply(request, await asyncio.to_thread(self._answer, opened.trajectory), revision=opened.revision)
+        return reply(request, await asyncio.to_thread(self.answer, opened.trajectory), revision=opened.revision)
 
-    def _answer(self, trajectory: Trajectory) -> JsonObject:
+    def answer(self, trajectory: Trajectory) -> JsonObject:
+        """The body of the reply."""
         found = list(breaks_of(trajectory))
         shown: list[JsonValue] = [self._break(trajectory, each) for each in found[:MOST_BREAKS]]
         return {

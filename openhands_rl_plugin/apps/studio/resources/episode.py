@@ -128,12 +128,12 @@ def excerpt(turn: Turn) -> str:
     return text[:EXCERPT]
 
 
-def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int) -> JsonObject:
+def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int = 0, most: int = MOST_CHARACTERS) -> JsonObject:
     """Whole messages. Of a text that is too long a part is sent; ``rest`` is the ``skip`` that shows more of it."""
     rows: dict[str, list[JsonValue]] = {
         name: [] for name in ("node", "content", "rest", "calls", "call", "name", "sampling")
     }
-    left, after = MOST_CHARACTERS, asked.start
+    left, after = most, asked.start
     for at in asked:
         node = nodes[at]
         text = (node.message.content or "")[skip if at == asked.start else 0 :]
@@ -141,7 +141,7 @@ def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int) -> JsonO
         size = len(text) + sum(len(call.arguments) for call in node.message.tool_calls)
         if left < size and after > asked.start:
             break
-        shown = text[:MOST_CHARACTERS]
+        shown = text[:most]
         cut = len(shown) < len(text)
         rows["node"].append(at)
         rows["content"].append(None if node.message.content is None else shown)
@@ -154,14 +154,14 @@ def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int) -> JsonO
     return {"total": len(nodes), "next": after if after < end else None, "nodes": dict(columns(rows))}
 
 
-def tokens_of(node: Node, at: int, first: int, text: TokenText) -> JsonObject:
+def tokens_of(node: Node, at: int, first: int, text: TokenText, most: int = MOST_TOKENS) -> JsonObject:
     """A page of columns. ``sampled`` says how many of the first ``prompt`` are not the model's; without token ids
     ``total`` is 0."""
     tokens = node.tokens
     if tokens is None:
         return {"node": at, "total": 0, "prompt": 0, "extends": False, "from": 0, "next": None, "tokens": {}}
     prompt, ids = len(tokens.prompt_ids), (*tokens.prompt_ids, *tokens.sampled_ids)
-    until = min(first + MOST_TOKENS, len(ids))
+    until = min(first + most, len(ids))
     logprobs = [number(tokens.logprobs[place - prompt]) if _has(node, place) else None for place in range(first, until)]
     rows: dict[str, list[JsonValue]] = {
         "id": list(ids[first:until]),

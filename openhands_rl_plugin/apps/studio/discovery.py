@@ -1,0 +1,71 @@
+"""What lies in a folder: stores, loops and trainings, evaluations, adapters."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from openhands_rl_plugin.apps.loop.parts import STATE
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.runs.run_files import OUTPUT
+from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
+from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
+
+_DEEPEST = 4
+_MOST_FOLDERS = 5000
+_SKIPPED = frozenset({"checkouts", "logs", "__pycache__", "node_modules"})
+_VERSION = re.compile(r".+-v\d{6,}")
+_TRAINING = ("trainer", "training")
+"""Folders of a loop in which its metrics lie."""
+
+
+@dataclass
+class Found:
+    """Folders of each kind."""
+
+    stores: list[Path] = field(default_factory=list)
+    runs: list[Path] = field(default_factory=list)
+    evaluations: list[Path] = field(default_factory=list)
+    adapters: list[Path] = field(default_factory=list)
+
+
+def discover(folder: Path) -> Found:
+    """Look into a folder and, a few levels deep, those below. Raises ``ConfigError`` when there is nothing to show."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; give that of a store, a run, an evaluation or adapters")
+    found = Found()
+    for directory, files, folders in _walk(folder):
+        if FILE_NAME in files:
+            found.stores.append(directory)
+        if STATE in files or (METRICS_FILE in files and not set(_TRAINING) & {*directory.relative_to(folder).parts}):
+            found.runs.append(directory)
+        if OUTPUT in files:
+            found.evaluations.append(directory)
+        if any(_VERSION.fullmatch(name) for name in folders) and directory.name not in _TRAINING:
+            found.adapters.append(directory)
+    if not (found.stores or found.runs or found.evaluations or found.adapters):
+        raise ConfigError(
+            f"{folder}: there is nothing to show in it; give the folder of a store, a run, an evaluation or adapters"
+        )
+    return found
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, set[str], list[str]]]:
+    """Folder, its files and its folders, from above; links are not followed."""
+    waiting, seen = [(folder, 0)], 0
+    while waiting and seen < _MOST_FOLDERS:
+        directory, depth = waiting.pop(0)
+        seen += 1
+        try:
+            with os.scandir(directory) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError:
+            continue
+        below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        yield directory, {entry.name for entry in entries if entry.is_file()}, below
+        if depth < _DEEPEST:
+            shown = [name for name in below if not name.startswith(".") and name not in _SKIPPED]
+            waiting += [(directory / name, depth + 1) for name in shown if not _VERSION.fullmatch(name)]
