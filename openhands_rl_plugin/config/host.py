@@ -46,6 +46,12 @@ def host_of(settings: RLSettings) -> HostName:
     raise ConfigError(f"[rl] host: {_missing('v1')}; or V0: pip install '{_INSTALL['v0']}'")
 
 
+def need_sdk() -> None:
+    """Raise ``ImportError``, in one line with the remedy, where the SDK is absent or too old."""
+    if "v1" not in installed_hosts():
+        raise ImportError(_missing("v1"))
+
+
 def agent_named(name: str, host: HostName) -> str:
     """``name``, or what the host calls its own agent."""
     return _STOCK_AGENTS[host] if name == STOCK else name

@@ -4,6 +4,10 @@ Importing the package registers ``RLAgent``, its tools and the rewards as critic
 ``agent-server --import-modules openhands_rl_plugin.hosts.v1``.
 """
 
-from openhands_rl_plugin.hosts.v1.agent import RLAgent as RLAgent
-from openhands_rl_plugin.hosts.v1.critic import RewardCritic as RewardCritic
-from openhands_rl_plugin.hosts.v1.sandboxed import tools as tools
+from openhands_rl_plugin.config.host import need_sdk
+
+need_sdk()
+
+from openhands_rl_plugin.hosts.v1.agent import RLAgent as RLAgent  # noqa: E402
+from openhands_rl_plugin.hosts.v1.critic import RewardCritic as RewardCritic  # noqa: E402
+from openhands_rl_plugin.hosts.v1.sandboxed import tools as tools  # noqa: E402

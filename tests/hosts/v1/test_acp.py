@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -288,3 +291,35 @@ async def test_a_conversation_is_loaded_by_a_later_process_with_all_that_was_sai
     assert "Correct calc.py." in str(said) and "And now?" in str(said)
     first, second = await episodes_of(folder, id)
     assert first.policy != second.policy and {first.stop, second.stop} == {StopReason.TERMINATED}
+
+
+@pytest.mark.parametrize(
+    ("file", "known", "gone", "cause"),
+    [
+        ("base_state.json", '"name":"task_tracker"', '"name":"gone_tool"', "gone_tool"),
+        ("base_state.json", '"kind":"RLAgent"', '"kind":"Agent"', "Agent"),
+        ("events/*.json", '"kind":"FinishAction"', '"kind":"GoneAction"', "GoneAction"),
+    ],
+)
+async def test_a_kept_conversation_that_nobody_can_read_costs_one_line_and_no_other_session(
+    editing: Connected, server: ScriptedModel, workspace: Path, file: str, known: str, gone: str, cause: str
+) -> None:
+    server.script("acp", [finish("Done.")])
+    kept = await opened(editing, workspace)
+    await ask(editing, kept, "Do it.")
+    folder, strange = editing.log.parent / "kept", uuid.uuid4().hex
+    shutil.copytree(folder / kept, folder / strange)
+    changed = 0
+    for path in (folder / strange).rglob("*.json"):
+        text = re.sub(r'(?<=")(: |, )(?=")', lambda found: found[0].strip(), path.read_text())
+        text = text.replace(str(uuid.UUID(kept)), str(uuid.UUID(strange)))
+        here = path.match(file) and known in text
+        path.write_text(text.replace(known, gone) if here else text)
+        changed += here
+    if not changed:
+        pytest.skip("this release keeps it in another form")
+    with pytest.raises(acp.RequestError, match=f"session {strange} cannot be loaded, begin a new one: .*{cause}") as no:
+        await editing.agent.load_session(cwd=str(workspace), session_id=strange, mcp_servers=[])
+    assert "\n" not in str(no.value)
+    server.script("acp", [finish("Done again.")])
+    assert (await ask(editing, kept, "And again.")).stop_reason == "end_turn"

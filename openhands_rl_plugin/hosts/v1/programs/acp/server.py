@@ -37,9 +37,11 @@ from acp.schema import (
     TextContentBlock,
     TextResourceContents,
 )
+from pydantic import ValidationError
 
 from openhands_rl_plugin.config.work import OwnWork
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.v1.programs.acp.names import FolderNames
 from openhands_rl_plugin.hosts.v1.programs.acp.session import EditorSession, Mode
@@ -127,7 +129,11 @@ class RLAgentServer:
         session = self._sessions.get(session_id)
         if session is None:
             session = self._open(cwd, mcp_servers, self._kept(session_id))
-        await session.replay()
+        try:
+            await session.replay()
+        except (ValueError, KeyError) as error:
+            await self._sessions.pop(session.id).close()
+            raise RequestError(-32000, _cause(error, session_id)) from error
         return LoadSessionResponse(modes=_modes(session.mode))
 
     async def set_session_mode(self, mode_id: str, session_id: str, **more: Any) -> SetSessionModeResponse:
@@ -166,8 +172,8 @@ class RLAgentServer:
                 mcp_servers=_mcp(mcp_servers or ()),
                 id=id,
             )
-        except (ConfigError, ValueError) as error:
-            raise RequestError(-32000, str(error).splitlines()[0]) from error
+        except (ConfigError, ValueError, KeyError) as error:
+            raise RequestError(-32000, _cause(error, id.hex if id is not None else None)) from error
         self._sessions[session.id] = session
         return session
 
@@ -184,6 +190,13 @@ class RLAgentServer:
         if (session := self._sessions.get(session_id)) is None:
             raise RequestError(-32002, f"no session {session_id} is open; session/load opens a kept one")
         return session
+
+
+def _cause(error: Exception, session_id: str | None) -> str:
+    """In one line, why a session cannot be opened; ``session_id``: of a kept one."""
+    said = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
+    line = one_line(said.splitlines()[0], 300)
+    return line if session_id is None else f"session {session_id} cannot be loaded, begin a new one: {line}"
 
 
 def _modes(current: Mode) -> SessionModeState:
