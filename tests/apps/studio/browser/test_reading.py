@@ -9,7 +9,7 @@ def test_the_keyboard_leads_from_the_list_through_the_views_of_an_episode(pages:
     page = pages.open("/", wait=".row:not(.head) a")
     assert page.locator(".strip .count").inner_text().endswith("episodes")
     pages.keys("j", "j")
-    page.wait_for_function("location.search === '?n=1'")
+    page.wait_for_function("() => location.search === '?n=1'")
     pages.keys("Enter")
     page.wait_for_selector(".item .call, .item .text")
     first = page.url.split("?")[0]

@@ -8,7 +8,7 @@ import {useKeys} from 'studio/base/keys';
 import {listing, mark, marked} from 'studio/base/listing';
 import {go, link, param, put} from 'studio/base/route';
 import {Outcome} from 'studio/parts/episode_row';
-import {Figures} from 'studio/parts/figures';
+import {Figures, judged} from 'studio/parts/figures';
 import {Neighbours} from 'studio/parts/neighbours';
 import {Answer} from 'studio/parts/states';
 import {VIEWS} from 'studio/views';
@@ -80,10 +80,4 @@ function Opened({header, store}) {
       <div class="view" id="view" role="tabpanel" aria-labelledby=${`tab-${view}`} tabindex="0"><${View} model=${model} node=${node} choose=${choose} store=${store} /></div>
     </section>
     <${Figures} model=${model} node=${node} store=${store} />`;
-}
-
-/** The newest score that is no opinion, or else the return. */
-function judged(header) {
-  const scores = header.scores.filter((score) => score.reward !== null && !/^(verifier|human)-/.test(score.version));
-  return scores.at(-1)?.reward ?? header.totals.episode_return;
 }

@@ -3,14 +3,16 @@ import {html} from 'studio/base/html';
 import {Shown} from 'studio/base/text';
 import {count, fixed, moment, policy, reward, seconds} from 'studio/base/format';
 import {link} from 'studio/base/route';
+import {Labels} from 'studio/parts/labelling';
 import {Patch, Text} from 'studio/parts/message';
 import {Facts} from 'studio/parts/states';
 
 export function Figures({model, node, store}) {
   const {header} = model;
-  return html`<aside class="right" aria-label="Figures">
+  return html`<aside class="right" aria-label="Figures" tabindex="0">
     <details open><summary>Episode</summary><${OfEpisode} header=${header} store=${store} /></details>
     <details open><summary>Judged</summary><${Scores} header=${header} /></details>
+    <details open><summary>Labels</summary><${Labels} header=${header} node=${node} store=${store} /></details>
     ${node !== null && html`<details open><summary>Node ${node}</summary><${OfNode} model=${model} at=${node} /></details>`}
     ${Object.keys(header.evidence).length > 0 && html`<details><summary>Evidence</summary><${Evidence} evidence=${header.evidence} /></details>`}
     ${header.task.instruction && html`<details><summary>Task</summary><${Text} text=${header.task.instruction} /></details>`}
@@ -76,4 +78,10 @@ function OfNode({model, at}) {
 function Evidence({evidence}) {
   return html`${Object.entries(evidence).map(([name, value]) => html`<section key=${name} class="evidence"><h3><${Shown} text=${name} most=${100} /></h3>
     ${typeof value !== 'string' ? html`<${Text} text=${JSON.stringify(value, null, 1)} kind="code" />` : /^(---|diff )/m.test(value) ? html`<${Patch} text=${value} />` : html`<${Text} text=${value} kind="code" />`}</section>`)}`;
+}
+
+/** The newest score that is no opinion, or else the return. */
+export function judged(header) {
+  const scores = header.scores.filter((score) => score.reward !== null && !/^(verifier|human)-/.test(score.version));
+  return scores.at(-1)?.reward ?? header.totals.episode_return;
 }

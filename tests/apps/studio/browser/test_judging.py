@@ -1,0 +1,72 @@
+"""What people say of episodes in the browser is a label in the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from studio_pages import Pages
+
+from openhands_rl_plugin.core.records import Label
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+def stored(folder: Path, episode: str) -> Sequence[Label]:
+    async def read() -> Sequence[Label]:
+        async with FileTrajectoryStorage(folder / "store") as storage:
+            return await storage.labels([episode])
+
+    # Playwright runs a loop in this thread.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, read()).result()
+
+
+def test_keys_of_the_queue_make_labels(pages: Pages, seeded: Path) -> None:
+    page = pages.open("/q?query=id:fix-cache-v7-*", wait=".verdicts")
+    page.wait_for_selector(".item.assistant")
+    assert not page.query_selector(".reward"), "who judges does not see what a grader said"
+    pages.keys("m")
+    page.keyboard.type("cut too early")
+    pages.keys("Enter")
+    page.wait_for_function("() => document.querySelector('#remark').value === ''")
+    pages.keys("y")
+    page.wait_for_function("() => location.search.includes('n=1')")
+    page.wait_for_selector(".item.assistant")
+    pages.keys("n")
+    page.wait_for_function("() => location.search.includes('n=2')")
+    said = {each.trajectory_id: each for at in range(4) for each in stored(seeded, f"fix-cache-v7-{at}")}
+    assert [each.value for each in said.values() if each.kind == "verdict"] == [0.0, 1.0]
+    assert "cut too early" in [each.text for at in range(4) for each in stored(seeded, f"fix-cache-v7-{at}")]
+
+
+def test_a_pair_becomes_a_preference(pages: Pages, seeded: Path) -> None:
+    page = pages.open("/q?query=id:fix-parser-v8-2&pairs=1", wait=".two .item.assistant")
+    page.wait_for_function("() => document.querySelectorAll('.two section')[1].querySelector('.item.assistant')")
+    left = page.locator(".two section").first.locator(".text.said").all_inner_texts()
+    pages.keys("1")
+    page.wait_for_selector(".empty")
+    (label,) = stored(seeded, "fix-parser-v8-2")
+    page = pages.open("/e/fix-parser-v8-2", wait=".item.assistant")
+    mine = page.locator(".text.said").all_inner_texts() == left
+    assert label.kind == "preference" and (label.other or "").startswith("fix-parser-v8-")
+    assert label.value == (1.0 if mine else 0.0)
+
+
+def test_a_group_forks_and_two_of_it_are_compared(pages: Pages) -> None:
+    page = pages.open("/g/fix-cache%2F9", wait=".twig.forks")
+    assert page.locator(".samples li").count() == 4
+    page.get_by_text("Compare best and worst").click()
+    page.wait_for_selector(".part.differs .one")
+    assert "same" in page.locator(".fold").first.inner_text()
+    pages.keys("n")
+    page.wait_for_selector(".part.here")
+
+
+def test_a_break_says_its_cause_and_cure(pages: Pages) -> None:
+    page = pages.open("/e/fix-orders-breaks?view=breaks", wait=".break .cure")
+    pages.keys("n")
+    page.wait_for_selector(".break.here")
+    assert "node=" in page.url
+    assert page.locator(".break del").first.inner_text()
