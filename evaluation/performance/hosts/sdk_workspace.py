@@ -1,15 +1,19 @@
 """What a step, its recording and a fork cost in OpenHands V1, against the stock agent and the stock tools.
 
-    .venv-v1/bin/python -m evaluation.performance.hosts.sdk_workspace [--conversations 16] [--steps 10] [--repeats 3] \
+    .venv-v1/bin/python -m evaluation.performance.hosts.sdk_workspace [--conversations 16] [--steps 20] [--repeats 3] \
         [--json FILE]
 
 * steps: so many conversations in one process, each with so many commands (``echo``), after a first one that starts
-  the shell; with the stock agent and its tools, ``RLAgent`` with the stock tools, and ``RLAgent`` with its own;
-* recording: processor milliseconds of this process a step, of one conversation that only thinks, so that no tool has a
-  part in it; the stock agent and ``RLAgent`` in turn;
+  the shell; with the stock agent and its tools, ``RLAgent`` with the stock tools, ``RLAgent`` with its own, and that
+  with ``[rl.serving] base_url``, where the project's engine asks the model and not litellm;
+* recording: processor milliseconds of this process a step, of conversations that only think, so that no tool has a
+  part in it. They take turns step by step, so that they meet the same load; the median of the differences is told;
+* tool: milliseconds of one ``echo`` in the stock terminal (tmux) and in ours, in turn;
 * fork: a conversation of 20 steps with a workspace of 64 MB in 3,000 files.
 
-The model answers at once, in a process of its own. Repeats are interleaved; figures are medians.
+The model answers at once, in a process of its own, with the same answers for all; only ``RLAgent`` asks it for token
+ids. Nothing is logged or shown, and no conversation is persisted; ``RLAgent`` stores every completion, flushed to the
+disk. Repeats are interleaved; figures are medians.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,7 @@ from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.event import ObservationEvent
 from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.terminal import TerminalTool
+from openhands.tools.terminal.definition import TerminalAction
 from pydantic import SecretStr
 
 from evaluation.performance.hosts.instant_model import instant_model, script
@@ -48,10 +54,18 @@ from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspa
 from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 
-STEPS_RATIO, RECORDING_MS, FORK_MS = 3.0, 3.0, 200.0
+RECORDING_MS, FORK_MS = 3.0, 200.0
+WARM = 5
 STOCK, STOCK_TOOLS = "stock", "recorded, stock tools"
 OWN_TOOLS, OWN_ENGINE = "recorded, own tools", "own tools and engine"
 KINDS = (STOCK, STOCK_TOOLS, OWN_TOOLS, OWN_ENGINE)
+BOUNDS = (
+    (STOCK_TOOLS, STOCK, 0.9),
+    (OWN_TOOLS, STOCK, 0.9),
+    (OWN_ENGINE, STOCK, 3.0),
+    (OWN_TOOLS, STOCK_TOOLS, 3.0),
+    (OWN_ENGINE, STOCK_TOOLS, 3.0),
+)
 FILES, BYTES, FILES_A_FOLDER = 3000, 64 * 1024 * 1024, 50
 
 
@@ -116,22 +130,42 @@ def steps_a_second(kind: str, url: str, folder: Path, conversations: int, steps:
     return conversations * steps / (max(ended) - began[0]), lost
 
 
-def processor_ms(kind: str, url: str, folder: Path, steps: int) -> float:
-    """Processor milliseconds of this process a step, of one conversation that thinks."""
-    conversation = converse(kind, url, folder)
-    conversation.send_message(
-        script([*({"think": f"thought {number}"} for number in range(steps + 5)), {"finish": ""}])
-    )
+def processor_ms(kinds: Sequence[str], url: str, folder: Path, steps: int) -> dict[str, list[float]]:
+    """Processor milliseconds of this process for each step, of conversations that think and take turns."""
+    replies = [*({"think": f"thought {number}"} for number in range(steps + WARM)), {"finish": ""}]
+    talks = {kind: converse(kind, url, folder / kind.replace(" ", "-") / "w") for kind in kinds}
+    spent: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for conversation in talks.values():
+        conversation.send_message(script(replies))
+    for number in range(steps + WARM):
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
+            began = time.process_time()
+            talks[kind].agent.step(talks[kind], talks[kind]._on_event)
+            spent[kind].append(1000 * (time.process_time() - began))
+    for conversation in talks.values():
+        conversation.close()
     # The first steps import parts of litellm, and start the sandbox.
-    conversation.agent.step(conversation, conversation._on_event)
-    for _ in range(4):
-        conversation.agent.step(conversation, conversation._on_event)
-    began = time.process_time()
-    for _ in range(steps):
-        conversation.agent.step(conversation, conversation._on_event)
-    spent = time.process_time() - began
-    conversation.close()
-    return 1000 * spent / steps
+    return {kind: times[WARM:] for kind, times in spent.items()}
+
+
+def tool_ms(url: str, folder: Path, calls: int) -> dict[str, list[float]]:
+    """Milliseconds of every ``echo`` by the stock terminal and by ours."""
+    kinds = (STOCK, OWN_TOOLS)
+    talks = {kind: converse(kind, url, folder / kind.replace(" ", "-") / "w") for kind in kinds}
+    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for conversation in talks.values():
+        conversation.send_message(script([{"finish": ""}]))
+    for number in range(calls + WARM):
+        for kind, conversation in talks.items():
+            executor = conversation.agent.tools_map[TerminalTool.name].executor
+            assert executor is not None
+            began = time.perf_counter()
+            said = executor(TerminalAction(command=f"echo answer-{number}"), conversation)
+            taken[kind].append(1000 * (time.perf_counter() - began))
+            assert f"answer-{number}" in said.text
+    for conversation in talks.values():
+        conversation.close()
+    return {kind: times[WARM:] for kind, times in taken.items()}
 
 
 def fill(folder: Path) -> None:
@@ -182,7 +216,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -199,20 +233,33 @@ def main() -> None:
             lost[kind] += missing
             return found
 
-        recording = repeated(lambda kind: processor_ms(kind, url, fresh(), 40), KINDS[:2], 2 * options.repeats)
+        thinking = (STOCK, STOCK_TOOLS, OWN_ENGINE)
+        recording: dict[str, list[float]] = {kind: [] for kind in thinking}
+        for _ in range(options.repeats):
+            for kind, times in processor_ms(thinking, url, fresh(), 40).items():
+                recording[kind] += times
+        tools = tool_ms(url, fresh(), 20 * options.repeats)
         rates = repeated(rate, KINDS, options.repeats)
         forks = fork_ms(url, fresh(), 5 * options.repeats)
     medians = {kind: statistics.median(values) for kind, values in rates.items()}
-    added = [own - stock for stock, own in zip(recording[KINDS[0]], recording[KINDS[1]], strict=True)]
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, SDK {version('openhands-sdk')}"
+    )
     for kind in KINDS:
-        print(f"{kind}: {medians[kind]:.1f} steps a second; {lost[kind]} answers lost")
-    print(f"own tools / stock: {medians[KINDS[2]] / medians[KINDS[0]]:.2f} (bound {STEPS_RATIO:g})")
-    print(f"a step of the stock agent: {statistics.median(recording[KINDS[0]]):.1f} ms of processor time")
-    print(f"recording adds {statistics.median(added):.1f} ms (bound {RECORDING_MS:g}): {[round(x, 1) for x in added]}")
+        every = ", ".join(f"{value:.1f}" for value in rates[kind])
+        print(f"{kind}: {medians[kind]:.1f} steps a second ({every}); {lost[kind]} answers lost")
+    for kind, stock, bound in BOUNDS:
+        print(f"{kind} / {stock}: {medians[kind] / medians[stock]:.2f} (bound {bound:g})")
+    print(f"a step of the stock agent: {statistics.median(recording[STOCK]):.1f} ms of processor time")
+    for kind in thinking[1:]:
+        added = [own - stock for stock, own in zip(recording[STOCK], recording[kind], strict=True)]
+        print(f"{kind} adds {statistics.median(added):.1f} ms (bound {RECORDING_MS:g})")
+    for kind, times in tools.items():
+        print(f"terminal, {kind}: {statistics.median(times):.1f} ms")
     print(f"fork: {statistics.median(forks):.0f} ms, at most {max(forks):.0f} (bound {FORK_MS:g})")
     if options.json:
-        options.json.write_text(json.dumps({"recording": recording, "rates": rates, "forks": forks, "lost": lost}))
+        found = {"recording": recording, "tools": tools, "rates": rates, "forks": forks, "lost": lost}
+        options.json.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Arguments of any form that a model may sample: they are replayed as sampled, and nothing else is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openhands.sdk.llm import Message as SdkMessage
+from scripted_model import ScriptedModel, call, says
+from sdk_play import converse, finish, make_agent, make_llm, stored
+
+from openhands_rl_plugin.core.types import Message, ToolCall
+from openhands_rl_plugin.hosts.v1.values import SampledCalls, sdk_message
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def written(draw: st.DrawFn, value: st.SearchStrategy[Any]) -> str:
+    """A value as some model or other writes it."""
+    spaced = draw(st.sampled_from([None, (",", ":"), (" , ", " : ")]))
+    text = json.dumps(
+        draw(value), ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 2])), separators=spaced
+    )
+    return draw(st.sampled_from(["", " ", "\n"])) + text + draw(st.sampled_from(["", " ", "\n\n"]))
+
+
+OBJECTS = written(st.dictionaries(TEXT, JSON, max_size=4))
+OTHERS = TEXT.filter(lambda text: not text.strip().startswith("{")) | written(
+    JSON.filter(lambda value: not isinstance(value, dict))
+)
+THOUGHTS = written(
+    st.fixed_dictionaries({"thought": TEXT | st.lists(TEXT).map(json.dumps)}, optional={"summary": TEXT})
+)
+
+
+def saying(arguments: str, id: str) -> Message:
+    return Message(role="assistant", tool_calls=(ToolCall(id=id, name="think", arguments=arguments),))
+
+
+def arguments_in(messages: list[SdkMessage]) -> list[str]:
+    return [one.arguments for message in messages for one in message.tool_calls or ()]
+
+
+@given(st.lists(st.tuples(OBJECTS | OTHERS, st.sampled_from("abc"), st.booleans()), max_size=8))
+def test_only_known_calls_whose_arguments_are_objects_are_put_back(turns: list[tuple[str, str, bool]]) -> None:
+    """Ids may be used again. A call of a turn that is not ours (of an earlier process, say) keeps its form."""
+    calls, foreign = SampledCalls(), False
+    replayed, expected = [], []
+    for number, (arguments, id, ours) in enumerate(turns):
+        # What was before the first of ours is foreign; ids of it are its own.
+        foreign = not ours and not expected
+        id = f"foreign-{id}" if foreign else id
+        repaired = f'{{"repaired": {number}}}'
+        replayed.append(sdk_message(saying(repaired, id)))
+        if not foreign:
+            calls.add(saying(arguments, id))
+        expected.append(arguments if not foreign and _is_object(arguments) else repaired)
+    before = [message.model_copy(deep=True) for message in replayed]
+    assert arguments_in(calls.put_back(replayed)) == expected
+    assert replayed == before
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(THOUGHTS, min_size=1, max_size=8))
+def test_the_prompts_of_a_conversation_extend_each_other(server: ScriptedModel, sampled: list[str]) -> None:
+    name = "forms"
+    answers = [says(None, call("think", arguments, f"call-{at}")) for at, arguments in enumerate(sampled)]
+    server.script(name, [*answers, finish()])
+    with tempfile.TemporaryDirectory() as made:
+        store, workspace = Path(made) / "store", Path(made) / "w"
+        workspace.mkdir()
+        conversation = converse(make_agent(make_llm(server, name), store, tools=()), workspace)
+        conversation.send_message("Think.")
+        conversation.run()
+        conversation.close()
+        [episode] = asyncio.run(stored(store))
+    acted = [node for node in episode.nodes if node.sampled]
+    assert [node.message.tool_calls[0].arguments for node in acted[:-1]] == sampled
+    assert [node.tokens.extends for node in acted if node.tokens] == [False, *(True for _ in sampled)]
+    last = server.requests[name][-1]["messages"]
+    replayed = [message["tool_calls"][0] for message in last if message.get("tool_calls")]
+    assert [one["function"]["arguments"] for one in replayed] == sampled
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
