@@ -113,9 +113,10 @@ def program() -> int:
     """``main`` as a program of its own, which decides what signals do."""
     ENDING.install()
     try:
-        return main()
+        ENDING.left_with = main()
     except KeyboardInterrupt:  # before or after the command itself
-        return _ended()
+        ENDING.left_with = _ended()
+    return ENDING.left_with
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -66,6 +66,16 @@ def test_what_does_not_end_is_cut_short_and_says_how_to_go_on(where: str, number
     assert 0.4 < time.monotonic() - begun < 20
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_meets_generated_code_has_the_usual_exit_code(number: signal.Signals, tmp_path: Path) -> None:
+    """As a dataclass's that is imported: ``python -m`` would end by SIGINT then."""
+    met = f"exec('import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(9)')"
+    (tmp_path / "busy.py").write_text(BUSY.replace('"here": compute', f'"exec": lambda: {met}'))
+    with started("-m", "busy", "exec", "5", cwd=tmp_path) as process:
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said.endswith("; go on so\n")) == (128 + number, True)
+
+
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_at_once(second: signal.Signals) -> None:
     with started("-c", BUSY, "thread", "60") as process:
@@ -149,6 +159,33 @@ def test_commands_that_can_go_on_say_so(command: str) -> None:
     from importlib import import_module
 
     assert "the same command continues" in import_module(cli.module_of(command)).RESUME
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_demo_ends_with_its_servers_and_goes_on_from_what_it_has(model: Path, tmp_path: Path) -> None:
+    from openhands_rl_plugin.training.loop.plan import LoopState
+
+    words = ["demo", "--tiny", "--model", str(model), "--run-dir", str(tmp_path / "run")]
+    stages = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        environment = mark()
+        options = {"env": environment, "start_new_session": True}
+        with started("-m", "openhands_rl_plugin", *words, **options) as demo:
+            deadline = time.monotonic() + 120
+            while len(marked(environment)) < 3 and demo.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)  # until the shop and the model server are there
+            time.sleep(10)
+            assert demo.poll() is None
+            demo.send_signal(number)
+            assert {*left_after(environment, 5)} <= {demo.pid}, "its servers"
+            assert left_after(environment, 5) == []
+            _, said = demo.communicate(timeout=20)
+        assert demo.returncode == (-number if number == signal.SIGKILL else 128 + number)
+        assert number == signal.SIGKILL or said.endswith("; the same command continues where it stopped\n")
+        records = LoopState.load(tmp_path / "run" / "state.json").records
+        assert len(records) >= stages
+        stages = len(records)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ it cuts short is safe: runs, stores and adapters survive ``kill -9``, and childr
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ class ProcessEnd:
     """The end of one process. ``advice``: how to go on. ``patience``: seconds to clean up in after a signal.
 
     ``own_interrupt``: Ctrl-C has a meaning of its own and ends nothing. ``number``: the signal that came, 0 for none.
+    ``left_with``: the exit code, where it is not ``code``.
     """
 
     def __init__(self) -> None:
@@ -34,6 +36,7 @@ class ProcessEnd:
         self.advice = ""
         self.patience = PATIENCE
         self.own_interrupt = False
+        self.left_with: int | None = None
         self._said = threading.Lock()
 
     def begin(self, advice: str = "", patience: float = PATIENCE, *, own_interrupt: bool = False) -> None:
@@ -50,6 +53,7 @@ class ProcessEnd:
         hearing, heard = socket.socketpair()
         heard.setblocking(False)
         signal.set_wakeup_fd(heard.detach(), warn_on_full_buffer=False)
+        atexit.register(self._leave)  # before others do: it is the last
         threading.Thread(target=self._hear, args=(hearing,), name="signals", daemon=True).start()
 
     @property
@@ -67,6 +71,14 @@ class ProcessEnd:
         word = _WORDS[signal.Signals(self.number or signal.SIGINT)]
         shown = _SHOW_CURSOR if self.number and os.isatty(2) else ""
         return f"{shown}{word}{'; ' if self.advice else ''}{self.advice}\n"
+
+    def _leave(self) -> None:
+        """End with the exit code: Python ends by SIGINT where an interrupt met an ``exec``, as dataclasses have."""
+        if self.number:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(self.code if self.left_with is None else self.left_with)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number

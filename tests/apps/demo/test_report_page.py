@@ -9,21 +9,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from demo_episodes import played
 
 from openhands_rl_plugin.apps.demo.report import comparisons, write_report
-from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import (
-    Completion,
-    EpisodeRequest,
-    Message,
-    Observation,
-    PolicyRef,
-    StopReason,
-    StrategySpec,
-    Task,
-    Times,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import PolicyRef, Trajectory
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
@@ -34,22 +23,10 @@ AFTER = {"goal-a": 1.0, "goal-b": 0.75, "goal-c": 0.5, "goal-d": 0.25, "goal-e":
 ADAPTERS = ("shop-v000001", "shop-v000002", "shop-v000003")
 
 
-def played(stage: str, goal: str, earned: float) -> Trajectory:
+def attempt(stage: str, goal: str, earned: float) -> Trajectory:
     policy = PolicyRef.from_served_name("base", ADAPTERS[-1] if stage == "final" else "base")
-    tree = EpisodeTree()
-    tree.observe(Observation(messages=(Message(role="user", content=f"Buy <b>{goal}</b>."),)))
-    said = Message(role="assistant", content=f"click[{stage} & {goal}]")
-    tree.commit(tree.propose(Completion(message=said, policy=policy)))
-    tree.observe(Observation(messages=(Message(role="user", content="Bye."),), reward=earned, terminated=True))
-    request = EpisodeRequest(task=Task(id=goal, environment="webshop"), run_id=f"run/evaluate-{stage}", group_id=goal)
-    return tree.freeze(
-        request,
-        trajectory_id=f"{stage}-{goal}",
-        strategy=StrategySpec(name="StandardReAct"),
-        policy=policy,
-        stop=StopReason.TERMINATED,
-        times=Times(started=0.0, finished=1.0),
-    )
+    asked, said = f"Buy <b>{goal}</b>.", f"click[{stage} & {goal}]"
+    return played(stage, goal, earned, asked=asked, said=said, policy=policy)
 
 
 def record(name: str, adapter: str | None, success: float, reward: float) -> StageRecord:
@@ -82,7 +59,7 @@ async def page(tmp_path: Path) -> str:
     async with FileTrajectoryStorage(tmp_path / "store") as storage:
         for stage, returns in (("base", BEFORE), ("warm-start", BEFORE), ("final", AFTER)):
             for goal, earned in returns.items():
-                await storage.add(played(stage, goal, earned))
+                await storage.add(attempt(stage, goal, earned))
         return (await write_report(tmp_path / "report.html", STATE, storage, adapters, "run")).read_text()
 
 
@@ -174,6 +151,6 @@ async def test_what_was_played_once_only_is_compared_with_nothing(tmp_path: Path
     async with FileTrajectoryStorage(tmp_path / "store") as storage:
         for stage, returns in (("warm-start", BEFORE), ("final", AFTER)):
             for goal, earned in returns.items():
-                await storage.add(played(stage, goal, earned))
+                await storage.add(attempt(stage, goal, earned))
         (sentence,) = await comparisons(storage, "run")
     assert sentence.startswith("After RL against SFT: +0.00 in success") and "5 goals" in sentence

@@ -8,22 +8,11 @@ from pathlib import Path
 
 import pytest
 from browser import needs_browser, opened
+from demo_episodes import played
 from hostile import ACTED_UPON, CONTROLS, MARKUP, TEXT
 
 from openhands_rl_plugin.apps.demo.report import write_report as write_demo
-from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import (
-    Completion,
-    EpisodeRequest,
-    Message,
-    Observation,
-    PolicyRef,
-    StopReason,
-    StrategySpec,
-    Task,
-    Times,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.report.comparison import compare
 from openhands_rl_plugin.evals.report.figures import figures_of
 from openhands_rl_plugin.evals.report.page import write_report
@@ -51,22 +40,6 @@ def evaluation_page(folder: Path) -> Path:
     return folder / "report.html"
 
 
-def played(stage: str, text: str, earned: float) -> Trajectory:
-    policy = PolicyRef(base_model=text)
-    tree = EpisodeTree()
-    tree.observe(Observation(messages=(Message(role="user", content=text),)))
-    tree.commit(tree.propose(Completion(message=Message(role="assistant", content=text), policy=policy)))
-    tree.observe(Observation(messages=(Message(role="user", content=text),), reward=earned, terminated=True))
-    return tree.freeze(
-        EpisodeRequest(task=Task(id=text, environment="shop"), run_id=f"run/evaluate-{stage}", group_id="g"),
-        trajectory_id=f"{stage}-{len(text)}-{hash(text)}",
-        strategy=StrategySpec(name="StandardReAct"),
-        policy=policy,
-        stop=StopReason.TERMINATED,
-        times=Times(started=0.0, finished=1.0),
-    )
-
-
 def demo_page(folder: Path) -> Path:
     figures = {"success": 0.5, "successes": 1.0, "reward": 0.5, "turns": 1.0, "episodes": 2.0, "failed": 0.0}
     stages = ("evaluate-base", f"evaluate-{TEXT}", "evaluate-final")
@@ -75,8 +48,10 @@ def demo_page(folder: Path) -> Path:
     async def write() -> Path:
         async with FileTrajectoryStorage(folder / "store") as storage:
             for stage, earned in (("base", 0.0), ("final", 1.0)):
-                for text in (*MARKUP, *CONTROLS):
-                    await storage.add(played(stage, f"{TEXT} {text}", earned))
+                for each in (*MARKUP, *CONTROLS):
+                    text = f"{TEXT} {each}"
+                    policy = PolicyRef(base_model=text)
+                    await storage.add(played(stage, text, earned, asked=text, said=text, policy=policy))
             adapters = AdapterStore(folder / "adapters")
             return await write_demo(folder / "demo.html", LoopState(records=tuple(records)), storage, adapters, "run")
 
