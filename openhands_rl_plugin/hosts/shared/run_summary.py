@@ -12,14 +12,14 @@ from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
 from openhands_rl_plugin.hosts.shared.end_evidence import workspace_command
 
-_SHORT_ID = 8
+SHORT_ID = 8
 _NOT_SENT = "the server did not send them: `openhands-rl serve`, vLLM and SGLang do"
 
 
 def run_summary(trajectory: Trajectory, scores: tuple[Score, ...], settings: RLSettings) -> str:
     """``trajectory`` and ``scores`` as they are stored."""
     asked = workspace_command(settings.reward)
-    store, short = _store(settings), trajectory.id[:_SHORT_ID]
+    store, short = store_name(settings), trajectory.id[:SHORT_ID]
     sampled = [node for node in trajectory.nodes if node.sampled]
     parts = [
         f"recorded in {store} as {short}: {len(sampled)} completions",
@@ -30,7 +30,7 @@ def run_summary(trajectory: Trajectory, scores: tuple[Score, ...], settings: RLS
     return "; ".join(parts)
 
 
-def _store(settings: RLSettings) -> str:
+def store_name(settings: RLSettings) -> str:
     """The store as an argument of ``openhands-rl``."""
     if settings.storage_backend == "mongodb":
         storage = settings.storage
@@ -70,4 +70,4 @@ def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str, comm
     if reward is not None:
         return f"reward: {reward:g}"
     why = f"; {unchecked} judges a run that ended, and the process ended first" if unchecked else ""
-    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id[:_SHORT_ID]} --value 1{why})"
+    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id[:SHORT_ID]} --value 1{why})"

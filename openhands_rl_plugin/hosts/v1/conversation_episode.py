@@ -44,6 +44,7 @@ from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun
 from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
 from openhands_rl_plugin.hosts.v1.endings import conversation_end
 from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, ConversationTurn
+from openhands_rl_plugin.hosts.v1.recording_note import note_failure
 from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
 from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.stock_workspace import StockWorkspace
@@ -181,6 +182,8 @@ class ConversationEpisode:
             raise error
         self.failed = True
         log.warning("openhands_rl_plugin: %s; the conversation goes on without it", str(error).splitlines()[0])
+        if (conversation := self.conversation) is not None:
+            note_failure(conversation, str(error))
         self.end(StopReason.ERROR)
 
     def end(self, stop: StopReason | None = None) -> None:

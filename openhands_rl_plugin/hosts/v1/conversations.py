@@ -30,6 +30,7 @@ from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, stand
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.endings import ENDED, last_instruction, said_finish
 from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
+from openhands_rl_plugin.hosts.v1.recording_note import note_failure, note_recording
 from openhands_rl_plugin.hosts.v1.sub_agents import Delegation
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -162,11 +163,15 @@ class Conversations:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
                 if delegation is not None:
                     return _Played(calls, _delegated(delegation, conversation, llm, calls, exact))
-                return _Played(calls, _episode(conversation, llm, settings, calls, exact))
+                begun = _episode(conversation, llm, settings, calls, exact)
+                if begun.standalone:
+                    note_recording(conversation, begun.episode)
+                return _Played(calls, begun)
         except RLError as error:
             if bound is not None:
                 raise
             log.warning("openhands_rl_plugin: %s; the conversation runs without it", str(error).splitlines()[0])
+            note_failure(conversation, str(error))
             return _Played(calls, None)
 
     def _watch(self) -> None:

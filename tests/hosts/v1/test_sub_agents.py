@@ -15,7 +15,7 @@ from needs import needs_bubblewrap
 from openhands.sdk import LLM, Agent, Tool, register_agent
 from openhands.sdk.subagent.registry import _reset_registry_for_tests  # type: ignore[attr-defined]
 from scripted_model import ScriptedModel, call, says
-from sdk_play import TERMINAL, converse, finish, make_agent, make_llm, stored
+from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -36,15 +36,15 @@ ASKED = "Say where you are."
 @pytest.fixture(autouse=True)
 def researcher() -> Iterator[None]:
     def make(llm: LLM) -> Agent:
-        return Agent(llm=llm, tools=[Tool(name=TERMINAL)])
+        return Agent(llm=llm, tools=[Tool(name=TERMINAL), Tool(name=EDITOR)])
 
     register_agent(name="researcher", factory_func=make, description="Looks around.")
     yield
     _reset_registry_for_tests()
 
 
-def delegating(model: str, server: ScriptedModel, look: str = "pwd") -> None:
-    """The parent gives one task away; the sub-agent runs a command and finishes."""
+def delegating(model: str, server: ScriptedModel, look: dict[str, Any]) -> None:
+    """The parent gives one task away; the sub-agent looks and finishes."""
 
     def policy(body: dict[str, Any]) -> dict[str, Any]:
         mine = ASKED in json.dumps(next(each for each in body["messages"] if each["role"] == "user"))
@@ -52,7 +52,7 @@ def delegating(model: str, server: ScriptedModel, look: str = "pwd") -> None:
         if turn:
             return finish("It is done." if mine else "Thanks.", id=f"call-f{mine}")
         if mine:
-            return says("I look.", call(TERMINAL, {"command": look}, "call-s"))
+            return says("I look.", look)
         task = {"prompt": ASKED, "subagent_type": "researcher", "description": "look"}
         return says("I delegate.", call("task", task, "call-p"))
 
@@ -77,7 +77,9 @@ def parent_and_child(episodes: list[Trajectory]) -> tuple[Trajectory, Trajectory
 def test_a_task_is_an_episode_that_names_its_parent(
     isolation: str, server: ScriptedModel, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    delegating("delegates", server)
+    sandboxed = isolation == "bubblewrap"
+    listing = call(EDITOR, {"command": "view", "path": str(workspace)}, "call-s")
+    delegating("delegates", server, call(TERMINAL, {"command": "pwd"}, "call-s") if sandboxed else listing)
     rl = {"workspace": {"isolation": isolation}, "sampling": {"seed": 3}}
     agent = make_agent(make_llm(server, "delegates"), tmp_path / "store", tools=[TERMINAL, TASK_TOOLS], rl=rl)
     conversation = converse(agent, workspace)
@@ -91,7 +93,7 @@ def test_a_task_is_an_episode_that_names_its_parent(
         assert [node.tokens.extends for node in episode.sampled() if node.tokens] == [False, True]
     assert child.run_id != parent.run_id and child.group_id != parent.group_id
     told = [message.content or "" for message in child.messages() if message.role == "tool"]
-    assert ("/workspace" if isolation == "bubblewrap" else str(workspace)) in told[0]
+    assert ("/workspace" if sandboxed else str(workspace)) in told[0]
     said = [message.content or "" for message in parent.messages() if message.role == "tool"]
     assert "It is done." in said[0], "as with the stock agent"
     spent = conversation.conversation_stats.get_combined_metrics().accumulated_token_usage
@@ -114,7 +116,7 @@ def test_a_task_is_an_episode_that_names_its_parent(
 async def test_under_a_runner_it_is_stored_where_the_parent_is(
     agent: str, server: ScriptedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delegating("runner", server, look="echo more > found.txt; pwd")
+    delegating("runner", server, call(TERMINAL, {"command": "echo more > found.txt; pwd"}, "call-s"))
     # Runners offer the terminal and the editor only.
     monkeypatch.setattr(conversation_session, "session_tools", with_tasks(conversation_session.session_tools))
     repository = tmp_path / "repository"
