@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, natural, positive
+from openhands_rl_plugin.cli.options.stored import add_filters, add_query, add_store, natural, positive, queried
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.records import TrajectoryOrder
 
 EPILOG = """examples:
   openhands-rl list ~/.openhands/rl_trajectories
   openhands-rl list ~/.openhands/rl_trajectories --run demo --sort reward --desc --limit 10
+  openhands-rl list ~/.openhands/rl_trajectories --query 'run:demo reward:<0.5 "No such file" sort:-tokens'
   openhands-rl list ~/.openhands/rl_trajectories --failure infrastructure --since 2025-01-31
 """
 DEFAULT_LIMIT = 50
@@ -19,9 +20,10 @@ DEFAULT_LIMIT = 50
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, filters, order and page."""
     add_store(parser)
+    add_query(parser)
     add_filters(parser)
     orders = [each.value for each in TrajectoryOrder]
-    parser.add_argument("--sort", choices=orders, default="stored", help="order of the list")
+    parser.add_argument("--sort", choices=orders, help="order of the list (default: that of --query, or stored)")
     parser.add_argument("--desc", action="store_true", help="highest or newest first")
     parser.add_argument(
         "--limit", type=positive, default=DEFAULT_LIMIT, metavar="EPISODES", help="at most so many episodes"
@@ -35,10 +37,12 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.view.tables import list_table
     from openhands_rl_plugin.trajectories.view.terminal import console
 
-    chosen = filter_of(args)
-    order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc, "limit": args.limit, "offset": args.offset}
+    page: dict[str, object] = {"limit": args.limit, "offset": args.offset}
+    if args.sort is not None or args.desc:
+        page |= {"sort": TrajectoryOrder(args.sort or "stored"), "descending": args.desc}
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        found = [summary async for summary in storage.summaries(chosen.model_copy(update=order))]
+        chosen = await queried(args, storage)
+        found = [summary async for summary in storage.summaries(chosen.model_copy(update=page))]
         matching = await storage.count(chosen)
     if args.json:
         for summary in found:

@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of, finite
+from openhands_rl_plugin.cli.options.stored import add_filters, add_query, add_store, finite, queried
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.validation import unknown_name
@@ -21,6 +21,7 @@ EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, filters and groups."""
     add_store(parser)
+    add_query(parser)
     add_filters(parser)
     parser.add_argument(
         "--by",
@@ -52,9 +53,10 @@ async def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         counted: dict[str, Counter[str]] = {}
-        lacking = await gaps.gaps_by_episode(segments.counting_segments(storage.find(filter_of(args)), counted))
+        chosen = await queried(args, storage)
+        lacking = await gaps.gaps_by_episode(segments.counting_segments(storage.find(chosen), counted))
         groups = await figures_of(
-            storage.summaries(filter_of(args)),
+            storage.summaries(chosen),
             by,
             lambda of, paid: success_rule(of.environment, reward, at=args.success_at).holds(paid, of.stop),
             lacking,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -15,22 +16,28 @@ from openhands_rl_plugin.cli.options.foreground import (
     sayable,
     wait_until_stopped,
 )
-from openhands_rl_plugin.cli.options.stored import author
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, is_folder, storage_at
+from openhands_rl_plugin.cli.options.stored import author, resolved_query
+from openhands_rl_plugin.cli.options.stores import STORE_HELP, index_at, is_folder, open_store, storage_at
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import PRIVATE, write_file
+from openhands_rl_plugin.core.records import TrajectoryFilter
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.studio.sources import StudioSources
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
+    from openhands_rl_plugin.trajectories.query.text_index import TextIndex
 
 EPILOG = """examples:
   openhands-rl studio ~/.openhands/rl_trajectories
   openhands-rl studio ./demo-run
+  openhands-rl studio export ./trajectories --query "run:demo reward:<0.5" --out failed.html
   openhands-rl studio ./trajectories mongodb://127.0.0.1/night --tokenizer ./Qwen3-0.6B
   OPENHANDS_RL_API_KEY=... openhands-rl studio ./trajectories --host 0.0.0.0 --allow-host studio.example.org
 
 The printed link opens one browser; another one needs another link, which is printed then, or the key. Everything is
 only read, except that labels are added.
 """
+EXPORT = "export"
 PATIENCE = 8.0
 """Seconds: requests under way have five of them."""
 
@@ -43,11 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sources", nargs="+", metavar="SOURCE", help=f"{STORE_HELP}; or a folder with runs, evaluations or adapters"
     )
     add_fields(parser, StudioConfig, lists="commas")
+    parser.add_argument(
+        "--query", default="", metavar="QUERY", help=f"{EXPORT}: which episodes, as in the page's search"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"{EXPORT}: the HTML file to write")
     add_access_log(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped. Raises ``RLError`` when a source, an option or the port cannot be used."""
+    """Serve until stopped, or write a page. Raises ``RLError`` when a source, an option or the port cannot be used."""
+    if args.sources[0] == EXPORT:
+        return asyncio.run(_export(args))
+    if args.query or args.out:
+        raise ConfigError(
+            f"--query and --out are for a page to keep: openhands-rl studio {EXPORT} STORE --out FILE.html"
+        )
     from openhands_rl_plugin.apps.studio.config import StudioConfig
     from openhands_rl_plugin.apps.studio.server import running_studio
 
@@ -60,25 +77,51 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+async def _export(args: argparse.Namespace) -> int:
+    from starlette.exceptions import HTTPException
+
+    from openhands_rl_plugin.apps.studio.config import StudioConfig
+    from openhands_rl_plugin.apps.studio.resources.exports import MOST_EPISODES, ExportResource
+    from openhands_rl_plugin.apps.studio.shelf import read_episode
+    from openhands_rl_plugin.apps.studio.token_text import TokenText
+
+    if len(args.sources) != 2 or args.out is None:
+        raise ConfigError(f"give one store and a file: openhands-rl studio {EXPORT} STORE --out FILE.html")
+    text = TokenText(read_fields(args, StudioConfig).tokenizer)
+    async with open_store(args.sources[1]) as storage:
+        where = await resolved_query(args.query, args.sources[1], storage, TrajectoryFilter(finished=None))
+        where = where.model_copy(update={"limit": MOST_EPISODES})
+        try:
+            found = [await read_episode(storage, each.id) async for each in storage.summaries(where)]
+            page = await ExportResource.page(found, text)
+        except HTTPException as error:
+            raise ConfigError(f"{error.detail}: narrow --query") from error
+    write_file(args.out, page, PRIVATE)
+    print(f"{args.out}: {len(found)} episodes, {len(page) / 2**20:.1f} MB")
+    return 0
+
+
 def sources_at(places: Sequence[str]) -> StudioSources:
     """What lies there, by names that are short and differ. Raises ``ConfigError`` where there is nothing to show."""
     from openhands_rl_plugin.apps.studio.discovery import discover
     from openhands_rl_plugin.apps.studio.sources import StudioSources
 
     stores: dict[str, TrajectoryStorage] = {}
+    indexes: dict[str, TextIndex] = {}
     folders: dict[str, dict[str, Path]] = {"runs": {}, "evaluations": {}, "adapters": {}}
     for where in places:
         if not is_folder(where):
-            stores[sayable(where)] = storage_at(where)
+            stores[sayable(where)], indexes[sayable(where)] = storage_at(where), index_at(where)
             continue
         folder = Path(where).expanduser().resolve()
         found = discover(folder)
         for path in found.stores:
-            stores[_name(path, folder, stores)] = storage_at(str(path))
+            name = _name(path, folder, stores)
+            stores[name], indexes[name] = storage_at(str(path)), index_at(str(path))
         for kind, known in folders.items():
             for path in getattr(found, kind):
                 known[_name(path, folder, known)] = path
-    return StudioSources(stores, **folders)
+    return StudioSources(stores, **folders, indexes=indexes)
 
 
 def _name(path: Path, folder: Path, known: Collection[str]) -> str:

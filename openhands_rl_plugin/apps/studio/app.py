@@ -33,6 +33,8 @@ from openhands_rl_plugin.apps.studio.resources.groups import GroupResource
 from openhands_rl_plugin.apps.studio.resources.labelling import LabelResource
 from openhands_rl_plugin.apps.studio.resources.listing import ListResource
 from openhands_rl_plugin.apps.studio.resources.runs import RunResource
+from openhands_rl_plugin.apps.studio.resources.search import SearchResource
+from openhands_rl_plugin.apps.studio.searching import SearchIndexes
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.apps.studio.tickets import COOKIE, Tickets
@@ -57,7 +59,8 @@ def build_app(
     """
     entrance = Entrance(tickets, key)
     labels, events = LabelResource(sources, config.author), EventResource(sources)
-    resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer))
+    indexes = SearchIndexes(sources)
+    resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer), indexes)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -65,6 +68,7 @@ def build_app(
         if started is not None:
             started(lambda: loop.call_soon_threadsafe(events.stop))
         yield
+        await indexes.close()
         await sources.close()
 
     return Starlette(
@@ -86,11 +90,11 @@ def build_app(
     )
 
 
-def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
+def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) -> dict[str, Endpoint]:
     shelf = EpisodeShelf(sources)
-    episodes, listing, breaks = EpisodeResource(shelf, text), ListResource(sources), BreakResource(shelf, text)
+    episodes, listing, breaks = EpisodeResource(shelf, text), ListResource(sources, indexes), BreakResource(shelf, text)
     runs, evaluations = RunResource(sources), EvaluationResource(sources)
-    groups, compared = GroupResource(sources), CompareResource(sources, shelf)
+    groups, compared = GroupResource(sources), CompareResource(sources, shelf, indexes)
 
     async def about(request: Request) -> Response:
         folders = {"runs": sources.runs, "evaluations": sources.evaluations, "adapters": sources.adapters}
@@ -108,6 +112,7 @@ def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
         "/api/episodes/{id}/breaks": breaks.get,
         "/api/groups/{id:path}": groups.get,
         "/api/compare": compared.get,
+        "/api/search": SearchResource(sources, indexes).get,
         "/api/export": ExportResource(shelf, text).get,
         "/api/runs": runs.all,
         "/api/runs/{id:path}/metrics": runs.metrics,

@@ -43,7 +43,7 @@ class EpisodeShelf:
         key = (id(storage), asked)
         known = self._kept.get(key)
         if known is None or not revision or known.revision != revision:
-            known = await _read(storage, asked, revision)
+            known = await read_episode(storage, asked, revision)
         self._kept[key] = known
         self._kept.move_to_end(key)
         if len(self._kept) > _KEPT:
@@ -51,7 +51,8 @@ class EpisodeShelf:
         return known
 
 
-async def _read(storage: TrajectoryStorage, identity: str, revision: str) -> Opened:
+async def read_episode(storage: TrajectoryStorage, identity: str, revision: str = "") -> Opened:
+    """An episode of a store. Raises ``HTTPException`` 404 and ``StorageError``."""
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,), finished=None)):
         return Opened(storage, revision, trajectory, scores, await labels_of(storage, [identity]))
     raise HTTPException(404, f"no store has the episode {identity[:80]!r}")

@@ -13,16 +13,19 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.trajectories.query.text_index import TextIndex
 
 
 @dataclass(frozen=True)
 class StudioSources:
-    """Name -> store, or folder. The first store is meant where a request names none."""
+    """Name -> store, or folder. The first store is meant where a request names none. ``indexes``: of the stores
+    in which texts are searched."""
 
     stores: Mapping[str, TrajectoryStorage] = field(default_factory=dict)
     runs: Mapping[str, Path] = field(default_factory=dict)
     evaluations: Mapping[str, Path] = field(default_factory=dict)
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    indexes: Mapping[str, TextIndex] = field(default_factory=dict)
 
     def store(self, request: Request) -> TrajectoryStorage:
         """The store of ``?store=``, or the first one. Raises ``HTTPException`` 404 and ``ConfigError``."""

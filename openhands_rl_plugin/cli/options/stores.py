@@ -14,6 +14,7 @@ from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, DamagedError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.trajectories.query.text_index import TextIndex, cache_file
 
 _SKIP = (
     "--skip-damaged reads everything else; openhands-rl doctor --repair STORE copies what is readable into a new store"
@@ -69,6 +70,19 @@ async def open_store(
         raise DamagedError(f"{error}. {_SKIP}") from error
     finally:
         await storage.close()
+
+
+def index_at(where: str) -> TextIndex:
+    """The text index of a STORE, which is a cache. Raises ``ConfigError`` for a URI that cannot be used."""
+    uri = _mongodb_uri(where)
+    if uri is not None or where.endswith(_CONFIGURATION):
+        place = urlsplit(uri or "")
+        named = f"{place.hostname}:{place.port}{place.path}" if uri else str(Path(where).expanduser().resolve())
+        return TextIndex(cache_file(named))
+    folder = Path(where).expanduser().resolve()
+    file = folder / _CONTENTS[0]
+    # Another file in the same place is another store.
+    return TextIndex(cache_file(str(folder)), str(file.stat().st_ino) if file.exists() else "")
 
 
 def is_folder(where: str) -> bool:

@@ -56,7 +56,8 @@ async def store_changes(database: MongoDatabase, cursor: str | None) -> StoreCha
     watched = {int(order): int(chunks) for order, chunks in pairs}
     fields = {"order": 1, "open": 1, "chunks": 1}
     new = await _later(database.episodes, "order", int(found[1]), fields)
-    known = await database.episodes.find({"order": {"$in": list(watched)}}, fields).to_list()
+    open_ones = {"order": {"$in": list(watched)}}
+    known = await database.episodes.find(open_ones, fields).to_list() if watched else []
     scored = [each["episode"] for each in await _later(database.scores, "_id", int(found[2]), {"episode": 1})]
     labelled = [each["episode"] for each in await _later(database.labels, "order", int(found[3]), {"episode": 1})]
     return StoreChanges(

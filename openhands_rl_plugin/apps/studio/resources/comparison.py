@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.apps.studio.replies import columns, number, reply
+from openhands_rl_plugin.apps.studio.searching import SearchIndexes
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf, Opened
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.config.success import success_rule
@@ -38,8 +39,9 @@ _Tasks = dict[tuple[str, str], list[tuple[str, float]]]
 class CompareResource:
     """``?a=&b=``: ids of episodes; with ``of=queries`` two queries, such as ``adapter:shop@7``."""
 
-    def __init__(self, sources: StudioSources, shelf: EpisodeShelf) -> None:
+    def __init__(self, sources: StudioSources, shelf: EpisodeShelf, indexes: SearchIndexes) -> None:
         self._sources = sources
+        self._indexes = indexes
         self._shelf = shelf
 
     async def get(self, request: Request) -> Response:
@@ -49,9 +51,19 @@ class CompareResource:
             raise HTTPException(400, "give both sides: a= and b=")
         if request.query_params.get("of") == "queries":
             storage = self._sources.store(request)
-            return reply(request, tasks_compared(await _tasks(storage, one), await _tasks(storage, other)))
+            return reply(request, tasks_compared(await self._tasks(storage, one), await self._tasks(storage, other)))
         first, second = await self._shelf.open(request, one), await self._shelf.open(request, other)
         return reply(request, episodes_compared(first, second))
+
+    async def _tasks(self, storage: TrajectoryStorage, text: str) -> _Tasks:
+        query = parse_query(text)
+        index = await self._indexes.of(storage, query)
+        where = await resolved(query, storage, index, TrajectoryFilter(failed=False))
+        found: _Tasks = defaultdict(list)
+        async for each in storage.summaries(where.model_copy(update={"limit": _MOST_EPISODES})):
+            if (success := _succeeded(each)) is not None:
+                found[each.environment, each.task_id].append((each.id, success))
+        return found
 
 
 def episodes_compared(first: Opened, second: Opened) -> JsonObject:
@@ -77,15 +89,6 @@ def episodes_compared(first: Opened, second: Opened) -> JsonObject:
 def _said(trajectory: Trajectory, at: int) -> str:
     message = trajectory.nodes[at].message
     return f"{message.role}\0{message.content}\0{[(call.name, call.arguments) for call in message.tool_calls]}"
-
-
-async def _tasks(storage: TrajectoryStorage, text: str) -> _Tasks:
-    where = await resolved(parse_query(text), storage, base=TrajectoryFilter(failed=False))
-    found: _Tasks = defaultdict(list)
-    async for each in storage.summaries(where.model_copy(update={"limit": _MOST_EPISODES})):
-        if (success := _succeeded(each)) is not None:
-            found[each.environment, each.task_id].append((each.id, success))
-    return found
 
 
 def _succeeded(summary: TrajectorySummary) -> float | None:

@@ -17,6 +17,7 @@ from openhands_rl_plugin.apps.studio.resources.breaks import BreakResource
 from openhands_rl_plugin.apps.studio.resources.episode import bodies_of, header_of, tokens_of
 from openhands_rl_plugin.apps.studio.resources.listing import rows_of
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf, Opened
+from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.apps.studio.token_text import TokenText
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
@@ -35,6 +36,11 @@ class ExportResource:
         self._shelf = shelf
         self._breaks = BreakResource(shelf, text)
         self._text = text
+
+    @classmethod
+    async def page(cls, found: Sequence[Opened], text: TokenText) -> str:
+        """The page of these episodes. Raises ``HTTPException`` 413."""
+        return single_file(await cls(EpisodeShelf(StudioSources()), text).data(found))
 
     async def get(self, request: Request) -> Response:
         """The data, or with ``?html=1`` the page. Raises ``HTTPException`` 400, 404, and 413 for more than 50 MB."""

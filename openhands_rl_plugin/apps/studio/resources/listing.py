@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, reply, whole
+from openhands_rl_plugin.apps.studio.searching import SearchIndexes, progress_of
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.core.browsing.listing import Browsable, FacetCount
 from openhands_rl_plugin.core.browsing.terms import Column
@@ -35,8 +36,9 @@ _FACETS = (Column.RUN, Column.ADAPTER, Column.STOP, Column.FAILED)
 class ListResource:
     """The episodes of a store that a query finds."""
 
-    def __init__(self, sources: StudioSources) -> None:
+    def __init__(self, sources: StudioSources, indexes: SearchIndexes) -> None:
         self._sources = sources
+        self._indexes = indexes
 
     async def page(self, request: Request) -> Response:
         """``revision, total, offset, next, query, rows``. Raises ``ConfigError`` for a query that cannot be read."""
@@ -48,7 +50,8 @@ class ListResource:
         page = {"sort": sort, "descending": descending, "limit": limit, "offset": offset}
         page["after"] = request.query_params.get("after") or None
         revision = await _revision(storage)
-        where = (await resolved(query, storage)).model_copy(update=page)
+        index = await self._indexes.of(storage, query)
+        where = (await resolved(query, storage, index)).model_copy(update=page)
         total = await storage.count(where)
         found = [each async for each in storage.summaries(where)]
         labels = await labels_of(storage, [each.id for each in found])
@@ -58,9 +61,11 @@ class ListResource:
             "total": total,
             "offset": offset,
             "next": found[-1].id if found and more else None,
+            "indexed": progress_of(index),
             "rows": dict(rows_of(found, labels)),
         }
-        return reply(request, body, revision=f"{revision} {request.url.query}" if revision else None)
+        settled = f"{revision} {request.url.query}" if revision and index is None else None
+        return reply(request, body, revision=settled)
 
     async def facets(self, request: Request) -> Response:
         """``facets: {NAME: [{value, count, query}]}``, ``rewards``. Raises ``ConfigError`` as ``page`` does."""
@@ -74,7 +79,7 @@ class ListResource:
         if not isinstance(storage, Browsable):
             raise HTTPException(404, f"{type(storage).__name__} counts no values")
         revision = await storage.revision()
-        where = await resolved(query, storage)
+        where = await resolved(query, storage, await self._indexes.of(storage, query))
         by = [Column(name) for name in names]
         counts = await storage.facets(where, by, most)
         histogram = await storage.rewards(where, _BINS)
@@ -86,7 +91,7 @@ class ListResource:
             "facets": facets,
             "rewards": histogram.model_dump(mode="json"),
         }
-        return reply(request, body, revision=f"{revision} {request.url.query}")
+        return reply(request, body)
 
 
 async def _revision(storage: TrajectoryStorage) -> str:
