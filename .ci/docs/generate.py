@@ -164,6 +164,27 @@ def api() -> None:
     cog.outl("\n`RLAgentConfig` is another name of `RLSettings`.")
 
 
+# --- causes of drift
+
+
+def causes() -> None:
+    """Cause and remedy, from ``trajectories/drift/causes.py``."""
+    from openhands_rl_plugin.trajectories.drift.causes import SETTINGS
+
+    cog.outl("\n| cause | cure |\n|---|---|")
+    for cause, setting in SETTINGS.items():
+        cog.outl(f"| {cause} | {_cell(setting)} |")
+
+
+# --- figures
+
+
+def figures(header: str) -> None:
+    """The first table of ``evaluation/performance/README.md`` with this header."""
+    text = (ROOT / "evaluation/performance/README.md").read_text(encoding="utf-8")
+    cog.outl("\n" + text[text.index(header) :].partition("\n\n")[0])
+
+
 # --- where things are
 
 

@@ -38,7 +38,8 @@ BIN = Path(sys.executable).parent
 PORTS = ("8100", "8101", "8200", "8300", "8000")
 NEEDS = {
     "v0": "v0" in installed_hosts(),
-    "v1": "v1" in installed_hosts(),
+    # V0 comes with a copy of the SDK, which runs V1 only where V0 is not.
+    "v1": installed_hosts() == ("v1",),
     "torch": find_spec("torch") is not None,
 }
 _TITLE = re.compile(r'title="([^"]+)"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from page_session import DOCS, NEEDS, ROOT, Session, blocks, language_of
+
+from openhands_rl_plugin import FileTrajectoryStorage
+from openhands_rl_plugin.testing import example_trajectory
 
 # The tiny model's calls are native, and its answers short.
 CHANGES = {
@@ -25,6 +29,17 @@ def fixer(folder: Path) -> None:
     name = "execute_bash" if NEEDS["v0"] else "terminal"
     command = "sed -i 's/a - b/a + b/' calc.py 2>/dev/null; echo done"
     write_fixer(folder / "model", (name, {"command": command}), ("finish", {"message": "Done."}))
+
+
+def store(folder: Path) -> None:
+    """``./trajectories``: two episodes."""
+
+    async def fill() -> None:
+        async with FileTrajectoryStorage(folder / "trajectories") as opened:
+            await opened.add(example_trajectory(0))
+            await opened.add(example_trajectory(1))
+
+    asyncio.run(fill())
 
 
 def learnt(session: Session) -> None:
@@ -51,9 +66,20 @@ STORIES = {
     "readme": Story(("../README.md",), fixer),
     "quickstart": Story(("start/quickstart.md",), check=learnt),
     "tutorials": Story(tuple(f"tutorials/{name}.md" for name in ("record", "judge", "train", "publish")), fixer),
+    "worlds": Story(tuple(f"tutorials/{name}.md" for name in ("search", "evaluate", "loop"))),
+    "http": Story(("reference/http.md",), fixer),
 }
 # Seconds each: no model is made.
-FAST = {"install": Story(("start/install.md",)), "plugins": Story(("howto/plugins.md",))}
+FAST = {
+    "install": Story(("start/install.md",)),
+    "plugins": Story(("howto/plugins.md",)),
+    "sandboxes": Story(("howto/secrets-sandboxes.md",)),
+    "store": Story(("reference/store.md",), store),
+    "import and export": Story(("howto/import-export.md",), store),
+    "environments": Story(("howto/environments.md",)),
+    "tools": Story(("howto/tools.md",)),
+    "repository tasks": Story(("howto/repository-tasks.md",)),
+}
 TOLD = {page for story in (*STORIES.values(), *FAST.values()) for page in story.pages}
 
 
