@@ -160,7 +160,7 @@ def coding_episode(
     task: str = "fix-discount",
     group: str = "group",
     run: str = "night",
-    version: int | None = 7,
+    version: int | None = 3,
     turns: int = 8,
     reward: float | None = 1.0,
     failure: Failure | None = None,
@@ -242,7 +242,7 @@ def searched_episode(
 ) -> Trajectory:
     """A tree of MCTS with ``nodes`` nodes: proposals with visits and values, of which one a level was acted on."""
     drawn = random.Random(seed)
-    policy = PolicyRef(base_model=BASE, adapter="shop", version=9)
+    policy = PolicyRef(base_model=BASE, adapter="shop", version=3)
     play = Play(words, drawn, policy)
     play.hears("system", "You shop for others. Say one move: search, click or buy.")
     acted = play.hears("user", "Find a kettle below 30 dollars with good reviews.")
@@ -310,7 +310,7 @@ def _report(drawn: random.Random) -> dict[str, JsonValue]:
 def long_episode(words: Words, identity: str, *, tokens: int = 35_000, nodes: int = 300) -> Trajectory:
     """About ``tokens`` tokens in about ``nodes`` nodes."""
     turns = (nodes - 3) // 2
-    made = coding_episode(words, identity, seed=35, turns=turns, task="fix-orders", version=8)
+    made = coding_episode(words, identity, seed=35, turns=turns, task="fix-orders", version=2)
     missing = max(0, tokens - sum(len(words.encode(node.message.content or "")) for node in made.nodes))
     share = missing // turns + 1
     grown = [

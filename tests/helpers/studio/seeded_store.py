@@ -20,11 +20,11 @@ LOST = Failure(kind=FailureKind.INFRASTRUCTURE, message="the inference server cl
 def episodes(words: Words, samples: int = 8) -> Iterator[Trajectory]:
     """Groups of ``samples`` for each task and adapter version; some failed, some were cut short."""
     drawn, at = random.Random(7), 0
-    for version in (None, 7, 8, 9):
+    for version in (None, 1, 2, 3):
         for number, task in enumerate(TASKS):
             for sample in range(samples):
                 at += 1
-                solved = drawn.random() < 0.2 + 0.08 * (version or 5) - 0.07 * number
+                solved = drawn.random() < 0.36 + 0.15 * (version or 0) - 0.07 * number
                 failure = GONE if drawn.random() < 0.04 else LOST if drawn.random() < 0.02 else None
                 yield coding_episode(
                     words,
@@ -98,4 +98,6 @@ def seed(folder: Path, samples: int = 8) -> Path:
 if __name__ == "__main__":
     import sys
 
-    print(seed(Path(sys.argv[1])))
+    from seeded_run import seed_run
+
+    print(seed(Path(sys.argv[1])), seed_run(Path(sys.argv[1])))

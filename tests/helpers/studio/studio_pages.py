@@ -32,11 +32,15 @@ document.addEventListener('securitypolicyviolation', (event) => {
 
 
 class Pages:
-    """A browser that is signed in. ``problems``: whatever the pages complained of, or asked another host for."""
+    """A browser that is signed in. ``problems``: whatever the pages complained of, or asked another host for.
+
+    ``folder``: of what is shown, for tests that change it.
+    """
 
     def __init__(self, studio: RunningStudio, browser: Any) -> None:
         self.studio = studio
         self.problems: list[str] = []
+        self.folder = Path()
         self._browser = browser
         self._context: Any = None
         self.page: Any = None

@@ -5,6 +5,7 @@ import {html} from 'studio/base/html';
 import 'studio/base/text';
 import {exported, signedOut, useAnswer} from 'studio/base/api';
 import {useKeys} from 'studio/base/keys';
+import {listen} from 'studio/base/live';
 import {go, link, param, put, route} from 'studio/base/route';
 import {nextTheme, theme} from 'studio/base/theme';
 import {Help, helpShown, said} from 'studio/parts/help';
@@ -17,6 +18,7 @@ const NAV = Object.entries(PAGES).filter(([, page]) => page.nav);
 export function start(place) {
   place.textContent = '';
   render(html`<${App} />`, place);
+  listen();
 }
 
 function App() {

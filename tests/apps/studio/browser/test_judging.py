@@ -24,7 +24,7 @@ def stored(folder: Path, episode: str) -> Sequence[Label]:
 
 
 def test_keys_of_the_queue_make_labels(pages: Pages, seeded: Path) -> None:
-    page = pages.open("/q?query=id:fix-cache-v7-*", wait=".verdicts")
+    page = pages.open("/q?query=id:fix-cache-v1-*", wait=".verdicts")
     page.wait_for_selector(".item.assistant")
     assert not page.query_selector(".reward"), "who judges does not see what a grader said"
     pages.keys("m")
@@ -36,26 +36,26 @@ def test_keys_of_the_queue_make_labels(pages: Pages, seeded: Path) -> None:
     page.wait_for_selector(".item.assistant")
     pages.keys("n")
     page.wait_for_function("() => location.search.includes('n=2')")
-    said = {each.trajectory_id: each for at in range(4) for each in stored(seeded, f"fix-cache-v7-{at}")}
+    said = {each.trajectory_id: each for at in range(4) for each in stored(seeded, f"fix-cache-v1-{at}")}
     assert [each.value for each in said.values() if each.kind == "verdict"] == [0.0, 1.0]
-    assert "cut too early" in [each.text for at in range(4) for each in stored(seeded, f"fix-cache-v7-{at}")]
+    assert "cut too early" in [each.text for at in range(4) for each in stored(seeded, f"fix-cache-v1-{at}")]
 
 
 def test_a_pair_becomes_a_preference(pages: Pages, seeded: Path) -> None:
-    page = pages.open("/q?query=id:fix-parser-v8-2&pairs=1", wait=".two .item.assistant")
+    page = pages.open("/q?query=id:fix-parser-v2-2&pairs=1", wait=".two .item.assistant")
     page.wait_for_function("() => document.querySelectorAll('.two section')[1].querySelector('.item.assistant')")
     left = page.locator(".two section").first.locator(".text.said").all_inner_texts()
     pages.keys("1")
     page.wait_for_selector(".empty")
-    (label,) = stored(seeded, "fix-parser-v8-2")
-    page = pages.open("/e/fix-parser-v8-2", wait=".item.assistant")
+    (label,) = stored(seeded, "fix-parser-v2-2")
+    page = pages.open("/e/fix-parser-v2-2", wait=".item.assistant")
     mine = page.locator(".text.said").all_inner_texts() == left
-    assert label.kind == "preference" and (label.other or "").startswith("fix-parser-v8-")
+    assert label.kind == "preference" and (label.other or "").startswith("fix-parser-v2-")
     assert label.value == (1.0 if mine else 0.0)
 
 
 def test_a_group_forks_and_two_of_it_are_compared(pages: Pages) -> None:
-    page = pages.open("/g/fix-cache%2F9", wait=".twig.forks")
+    page = pages.open("/g/fix-cache%2F3", wait=".twig.forks")
     assert page.locator(".samples li").count() == 4
     page.get_by_text("Compare best and worst").click()
     page.wait_for_selector(".part.differs .one")

@@ -5,6 +5,7 @@ import {Shown} from 'studio/base/text';
 import {useAnswer, query} from 'studio/base/api';
 import {modelOf, siblings} from 'studio/base/episode';
 import {useKeys} from 'studio/base/keys';
+import {useLive} from 'studio/base/live';
 import {listing, mark, marked} from 'studio/base/listing';
 import {go, link, param, put} from 'studio/base/route';
 import {Outcome} from 'studio/parts/episode_row';
@@ -18,6 +19,8 @@ export function Episode({id}) {
   const answer = useAnswer(`episodes/${encodeURIComponent(id)}${query({store})}`, {keep: false});
   const context = {store, q: param('q'), sort: param('sort')};
   useSteps(id, context);
+  // An episode that is being played grows on the page.
+  useLive((events) => events.some(({kind, ids}) => kind === 'reset' || ids?.includes(id)) && answer.again());
   return html`<div class="page episode">
     <${Neighbours} id=${id} context=${context} />
     <${Answer} answer=${answer} rows=${12}>${(header) => html`<${Opened} header=${header} store=${store} />`}</${Answer}>

@@ -1,9 +1,10 @@
 // All episodes of a store: searched, narrowed by facets, and one row each.
-import {useEffect, useRef} from 'preact/hooks';
+import {useEffect, useRef, useState} from 'preact/hooks';
 import {html} from 'studio/base/html';
 import {useKeys} from 'studio/base/keys';
+import {useLive} from 'studio/base/live';
 import {PAGE, listing, mark, marked} from 'studio/base/listing';
-import {exported} from 'studio/base/api';
+import {exported, query} from 'studio/base/api';
 import {count, plural} from 'studio/base/format';
 import {go, link, param, put} from 'studio/base/route';
 import {EpisodeRow, HEAD} from 'studio/parts/episode_row';
@@ -20,6 +21,15 @@ export function Episodes() {
   const at = param('n') === '' ? null : Number(param('n'));
   const search = useRef(null);
   list.tick.value; // drawn again with every page that comes
+  const [changes, changed] = useState(0);
+  const refresh = () => { changed(0); list.refresh(); };
+  // Rows do not move below somebody who has chosen one: the news wait until they are asked for.
+  useLive((events) => {
+    const ids = new Set(events.flatMap(({kind, ids: named}) => (kind === 'grew' ? [] : named ?? [])));
+    if (!ids.size && !events.some(({kind}) => kind === 'reset' || kind === 'gone')) return;
+    if (at === null) refresh();
+    else changed(changes + Math.max(1, ids.size));
+  });
   const move = (by) => put({n: Math.min(Math.max(0, (at ?? (by > 0 ? -1 : 0)) + by), Math.max(0, (total ?? 1) - 1))});
   const open = async () => {
     const id = await list.idAt(at ?? 0);
@@ -34,7 +44,7 @@ export function Episodes() {
     ArrowDown: ['', () => move(1)], ArrowUp: ['', () => move(-1)],
     PageDown: ['', () => move(15)], PageUp: ['', () => move(-15)],
     Home: ['first', () => put({n: 0})], End: ['last', () => put({n: (total ?? 1) - 1})],
-    Enter: ['open', open],
+    Enter: ['open', open], r: ['show what is new', refresh],
     x: ['mark', () => list.row(at ?? 0) && mark(list.row(at ?? 0).id)],
     '=': ['compare the two marked last', compare],
     '/': ['search', () => search.current?.focus()],
@@ -46,7 +56,7 @@ export function Episodes() {
     <div class="columns">
       ${!exported && html`<${Narrow} params=${params} />`}
       <section class="middle" aria-label="Episodes found">
-        <${Selection} total=${total} params=${params} compare=${compare} />
+        <${Selection} news=${changes} refresh=${refresh} total=${total} params=${params} compare=${compare} />
         ${list.error.value && total === null
           ? list.error.value.status === 400
             ? html`<${Empty} title="The query was not understood">What is wrong with it stands below it. <a href=${link('', '', {store: params.store})}>Show all episodes</a></${Empty}>`
@@ -79,14 +89,15 @@ function Search({input, q, error}) {
   </form>`;
 }
 
-function Selection({total, params, compare}) {
+function Selection({news, refresh, total, params, compare}) {
   const ids = marked.value;
   return html`<div class="strip">
     <span class="count" aria-live="polite">${total === null ? '…' : plural(total, 'episode')}</span>
+    ${news > 0 && html`<button class="more" onClick=${refresh}>${plural(news, 'change')}, show</button>`}
     <span class="grow"></span>
     ${ids.length > 0 && html`<span class="muted">${count(ids.length)} marked</span>
       <button disabled=${ids.length < 2} onClick=${compare}>Compare</button>
-      ${!exported && html`<a class="button" download="episodes.html" href=${`/api/export?${new URLSearchParams({ids: ids.join(','), store: params.store})}`}>Export</a>`}
+      ${!exported && html`<a class="button" download="episodes.html" href=${`/api/export${query({html: 1, ids: ids.join(','), store: params.store})}`}>Export</a>`}
       <button onClick=${() => { marked.value = []; }}>Clear</button>`}
   </div>`;
 }

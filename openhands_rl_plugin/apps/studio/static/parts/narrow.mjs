@@ -4,6 +4,7 @@ import {html} from 'studio/base/html';
 import {Shown} from 'studio/base/text';
 import {query, useAnswer} from 'studio/base/api';
 import {count, reward} from 'studio/base/format';
+import {useLive} from 'studio/base/live';
 import {put} from 'studio/base/route';
 
 const BY = {stop: 'Stop', failed: 'Failure', adapter: 'Adapter', version: 'Version', task: 'Task', run: 'Run', split: 'Split', strategy: 'Strategy', environment: 'Environment'};
@@ -16,6 +17,7 @@ const search = (q) => put({q, n: ''}, {push: true});
 
 export function Narrow({params}) {
   const answer = useAnswer(`facets${query({store: params.store, q: params.q, by: Object.keys(BY).join(','), most: 8})}`);
+  useLive((events) => events.some(({kind, ids}) => ids && kind !== 'grew') && answer.again());
   const found = answer.data;
   return html`<aside class="narrow" aria-label="Narrow the list" tabindex="0">
     <details open><summary class="sr">Narrow</summary>
