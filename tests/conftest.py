@@ -17,6 +17,13 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """docs/hosts.md says what the tests of OpenHands' hosts show."""
+    from hosts_table import HostsTable
+
+    config.pluginmanager.register(HostsTable())
+
+
 @pytest.fixture
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without bubblewrap: neither the system's nor the package's is found."""
@@ -39,6 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def judge_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random weights whose tokenizer makes short prompts of a verifier's question."""
+    pytest.importorskip("torch")
     from verifier_store import tiny_judge
 
     return tiny_judge(tmp_path_factory.mktemp("models") / "tiny-judge")
@@ -47,6 +55,7 @@ def judge_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def verifier(judge_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a verifier that the command trained on episodes whose outcome stands in their text."""
+    pytest.importorskip("torch")
     from verifier_store import trained_by_command
 
     return trained_by_command(judge_model, tmp_path_factory.mktemp("verifier"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -64,6 +65,9 @@ def serve_acp(options: WorkOptions, *, conversations: Path, permissions: Permiss
     work = work_of(options)
     _need_sdk(work)
     _be_quiet()
+    if not sys.warnoptions:
+        # Editors show standard error to their users; packages warn there of each other's old names.
+        warnings.simplefilter("ignore")
     output = os.dup(1)
     os.dup2(2, 1)
     from openhands_rl_plugin.hosts.v1.programs.acp.server import serve

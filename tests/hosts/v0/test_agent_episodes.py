@@ -84,6 +84,7 @@ async def finished(server) -> AsyncIterator[ScriptedModel]:
         assert not script, f"{model} was asked less often than expected"
 
 
+@pytest.mark.shows("BestOfN")
 async def test_candidates_are_sampled_side_by_side_and_a_broken_one_is_passed_over(finished):
     broken = says(None, call("execute_bash", '{"command": 5}'))
     finished.script("many", [broken, broken, THINK, says("The last."), says("1"), *[THINK] * 3, says("x"), says("y")])

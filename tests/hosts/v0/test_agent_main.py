@@ -246,6 +246,7 @@ def test_conversation_on_record_is_the_one_on_the_wire(runs):
     assert "execute_ipython_cell" not in json.dumps(trajectory.tools)
 
 
+@pytest.mark.shows("each prompt extends the one before")
 def test_tokens_are_recorded_as_deltas(runs):
     trajectory, requests = runs["plain"].trajectory, runs["plain"].requests
     ids: list[int] = []
@@ -262,6 +263,7 @@ def test_tokens_are_recorded_as_deltas(runs):
     assert trajectory.usage.calls == 4 and trajectory.usage.cached_tokens == 28
 
 
+@pytest.mark.shows("parallel tool calls")
 def test_two_tool_calls_are_one_answer_and_a_malformed_one_stays_beside_the_path(runs):
     trajectory = runs["plain"].trajectory
     path = set(trajectory.path())

@@ -134,6 +134,7 @@ def test_a_seed_makes_a_run_repeatable_and_no_seed_does_not(environment_mode):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.shows("kept after a killed process")
 async def test_a_killed_openhands_leaves_every_answered_call(tmp_path):
     from test_agent_main import PLAIN, start
 

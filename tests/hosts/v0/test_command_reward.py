@@ -46,6 +46,7 @@ async def play(server: ScriptedModel, model: str, reward: dict[str, Any], *comma
         await runner.close()
 
 
+@pytest.mark.shows("rewards by a command")
 async def test_the_command_judges_what_the_session_left(server: ScriptedModel) -> None:
     """Neither an alias, a variable nor a file outside of the workspace has a say, and it is no part of the patch."""
     reward = options("touch by-product; grep -c right answer.txt", result="last-line")

@@ -67,6 +67,7 @@ def sampled(trajectory: Trajectory, kind: str) -> int:
 
 
 @pytest.mark.parametrize("agent", ["RLAgent", "CodeActAgent"])
+@pytest.mark.shows("condensers, summaries recorded")
 async def test_all_acted_sampled_tokens_of_a_condensed_session_are_trained(server: ScriptedModel, agent: str) -> None:
     episode = await play(server, f"condensed-{agent}", agent=agent)
     assert episode.failure is None and not off_policy_sampling(episode)

@@ -110,6 +110,7 @@ def session_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize(("sessions", "turns"), [(8, 6), pytest.param(16, 20, marks=pytest.mark.slow)])
+@pytest.mark.shows("many sessions in one process")
 async def test_no_observation_is_lost_and_sessions_do_not_meet(model: str, sessions: int, turns: int):
     def commands(number: int) -> list[str]:
         return [f"echo {number}:{turn}; echo {number} >> mine; sort -u mine" for turn in range(turns)]
@@ -128,6 +129,7 @@ async def test_no_observation_is_lost_and_sessions_do_not_meet(model: str, sessi
     assert not [thread for thread in session_threads() if thread not in before], "sessions leave no threads"
 
 
+@pytest.mark.shows("environments played by a runner")
 async def test_episodes_in_an_environment(model: str, shop: str):
     async with controller(settings_for(model, shop)) as runner:
         limited, ended = await asyncio.gather(

@@ -66,6 +66,7 @@ def heard(trajectory: Trajectory, role: str) -> list[str]:
     return [message.content or "" for message in trajectory.messages() if message.role == role]
 
 
+@pytest.mark.shows("the stock agent, recorded")
 async def test_a_stock_agent_is_recorded(model: ScriptedModel):
     model.script("m-plain", [bash("echo one > a.txt; cat a.txt"), says("I think so."), says("Really."), FINISH])
     async with controller(model, "m-plain") as runner:

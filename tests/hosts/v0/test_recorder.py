@@ -65,6 +65,7 @@ def test_no_candidate_is_lost_from_openhands_metrics(server):
     assert len(llm.metrics.response_latencies) == len(llm.metrics.token_usages) == 64
 
 
+@pytest.mark.shows("every completion with token ids and logprobs")
 def test_answer_with_its_tokens_policy_and_parameters(server):
     server.script("shop-v000012", [says("Hello.")])
     response, log = ask(llm_for(server, "base"), model="openai/shop-v000012", temperature=0.25, seed=9, stop=["x"])

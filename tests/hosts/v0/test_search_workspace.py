@@ -98,6 +98,7 @@ def leftovers() -> list[str]:
     return [path.name for path in Path(tempfile.gettempdir()).glob("openhands-rl-*")]
 
 
+@pytest.mark.shows("search in forks: MCTS, ToT")
 async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel):
     before = leftovers()
     trajectory = await play(server, "writer", writer, **mcts())

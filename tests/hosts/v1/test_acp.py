@@ -81,6 +81,7 @@ async def opened(editing: Connected, workspace: Path, mode: str = "auto") -> str
     return session.session_id
 
 
+@pytest.mark.shows("openhands-rl acp")
 async def test_a_prompt_streams_what_happens_asks_before_it_changes_and_is_recorded(
     editing: Connected, server: ScriptedModel, workspace: Path
 ) -> None:

@@ -20,11 +20,12 @@ GUIDE = Path(__file__).parents[3] / "docs/openhands-v1.md"
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.shows("RLAgent in ACPAgentSettings")
 def test_the_sdk_and_so_openhands_gui_talk_to_it_in_their_slot_for_agents_of_others(
     server: ScriptedModel, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The documented settings of the slot, as the agent server and Agent Canvas make an agent of them."""
-    settings = pytest.importorskip("openhands.sdk.settings")
+    settings = pytest.importorskip("openhands.sdk.settings", reason="an SDK without settings for agents of others")
     if not hasattr(settings, "ACPAgentSettings"):
         pytest.skip("an SDK without settings for agents of others")
     [text] = re.findall(r"^\{\"agent_kind\".*$", GUIDE.read_text(), re.MULTILINE)

@@ -23,6 +23,7 @@ from openhands_rl_plugin.hosts.v1.policy_engines import sampling_from
 from openhands_rl_plugin.training.data.batch import samples_of
 
 
+@pytest.mark.shows("condensers, summaries recorded")
 async def test_a_condensed_conversation_trains_all_that_was_sampled(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ async def test_streams_reach_their_callbacks_and_ids_the_store(
 
 
 @pytest.mark.skipif(not hasattr(LocalConversation, "arun"), reason="the SDK before 1.23 has no arun")
+@pytest.mark.shows("async runs, interrupted")
 async def test_arun_is_recorded_and_can_be_interrupted(server: ScriptedModel, workspace: Path, tmp_path: Path) -> None:
     server.script("arun", [think("a", "call-1"), finish()])
     conversation = converse(make_agent(make_llm(server, "arun"), tmp_path / "store", tools=()), workspace)
@@ -115,6 +117,7 @@ async def test_arun_is_recorded_and_can_be_interrupted(server: ScriptedModel, wo
     assert [each.acted() for each in await stored(tmp_path / "slow")] in ([], [()])
 
 
+@pytest.mark.shows("resumed conversations")
 async def test_a_conversation_is_resumed_by_its_agent_and_not_by_another(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:

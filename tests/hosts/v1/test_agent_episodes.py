@@ -25,6 +25,7 @@ async def play(server: ScriptedModel, name: str, workspace: Path, answers: list[
     return episode
 
 
+@pytest.mark.shows("every completion with token ids and logprobs")
 async def test_an_episode_is_stored_with_everything_that_was_sampled(server: ScriptedModel, workspace: Path) -> None:
     episode = await play(server, "repair", workspace, repair(workspace))
     assert (workspace / "calc.py").read_text() == "def add(a, b):\n    return a + b\n"
@@ -44,6 +45,7 @@ async def test_an_episode_is_stored_with_everything_that_was_sampled(server: Scr
     assert episode.usage.calls == 4 and episode.usage.completion_tokens > 0
 
 
+@pytest.mark.shows("each prompt extends the one before")
 async def test_every_prompt_extends_the_one_before_although_the_sdk_repairs_calls(
     server: ScriptedModel, workspace: Path
 ) -> None:
@@ -114,6 +116,7 @@ async def test_costs_reach_the_conversation(server: ScriptedModel, workspace: Pa
     assert counted.completion_tokens == episode.usage.completion_tokens > 0
 
 
+@pytest.mark.shows("BestOfN")
 async def test_best_of_n_samples_side_by_side_and_acts_on_one(server: ScriptedModel, workspace: Path) -> None:
     """Without forks a candidate is judged as it was said, by the model."""
     name, said = "best", iter(range(1000))

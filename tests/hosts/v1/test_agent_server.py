@@ -77,6 +77,7 @@ async def events_until_ended(url: str, id: str) -> list[dict[str, object]]:
     raise AssertionError("the socket was closed before the conversation ended")
 
 
+@pytest.mark.shows("agent server")
 async def test_a_conversation_over_rest_is_watched_over_a_socket_and_its_episode_is_complete(
     agent_server: str, server: ScriptedModel, workspace: Path
 ) -> None:

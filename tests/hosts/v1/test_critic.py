@@ -59,6 +59,7 @@ def on_nodes(episode: Trajectory) -> list[Any]:
     return [node.metadata[CRITIC]["score"] if CRITIC in node.metadata else None for node in episode.sampled()]
 
 
+@pytest.mark.shows("rewards as critics")
 async def test_every_action_is_scored_on_its_event_its_node_and_in_the_store(
     server: ScriptedModel, workspace: Path
 ) -> None:
@@ -185,6 +186,7 @@ ADDS = "echo more > left; python3 -c 'from calc import add; assert add(2, 1) == 
     ("reward", "more"),
     [("command", {"options": {"command": ADDS}}), ("tests", {"tests": ADDS})],
 )
+@pytest.mark.shows("rewards by a command")
 async def test_commands_judge_a_copy_of_the_workspace_after_every_action(
     server: ScriptedModel, workspace: Path, reward: str, more: dict[str, Any]
 ) -> None:

@@ -55,6 +55,7 @@ async def test_an_episode_in_a_workspace(server: ScriptedModel, tmp_path: Path) 
     await storage.close()
 
 
+@pytest.mark.shows("many sessions in one process")
 async def test_sixteen_conversations_in_one_process(server: ScriptedModel) -> None:
     def policy(body: dict) -> dict:
         turn = sum(message["role"] == "assistant" for message in body["messages"])
@@ -110,6 +111,7 @@ async def test_a_storage_that_fails_stops_the_run(server: ScriptedModel, tmp_pat
             await runner.run(request())
 
 
+@pytest.mark.shows("the stock agent, recorded")
 async def test_the_stock_agent_is_recorded_as_it_is(server: ScriptedModel) -> None:
     answers = [says(None, call("think", '{"thought":"hm" }', "call-1")), finish()]
     server.script("stock", answers)
@@ -151,6 +153,7 @@ async def test_wrong_settings_are_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.shows("worker processes")
 async def test_worker_processes(server: ScriptedModel, tmp_path: Path) -> None:
     server.policies["pool"] = lambda body: (
         finish() if any(each["role"] == "tool" for each in body["messages"]) else think("hm", "call-1")
@@ -163,6 +166,7 @@ async def test_worker_processes(server: ScriptedModel, tmp_path: Path) -> None:
     await storage.close()
 
 
+@pytest.mark.shows("environments played by a runner")
 async def test_environments_are_played_without_the_sdk(server: ScriptedModel) -> None:
     from openhands_rl_plugin.environments.webshop import running_webshop
 

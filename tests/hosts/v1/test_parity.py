@@ -33,6 +33,7 @@ def create(file: Path, id: str, **more: str) -> dict[str, Any]:
     return call(EDITOR, {"command": "create", "path": str(file), "file_text": f"{file.name}\n", **more}, id)
 
 
+@pytest.mark.shows("parallel tool calls")
 async def test_calls_in_one_answer(server: ScriptedModel, workspace: Path) -> None:
     file = str(workspace / "calc.py")
     edit = {"command": "str_replace", "path": file, "old_str": "a - b", "new_str": "a + b"}
@@ -57,6 +58,7 @@ async def test_calls_in_one_answer(server: ScriptedModel, workspace: Path) -> No
 
 
 @pytest.mark.parametrize("way", ["run", "arun"])
+@pytest.mark.shows("streaming")
 async def test_streams(server: ScriptedModel, workspace: Path, way: str) -> None:
     if not hasattr(LocalConversation, way):
         pytest.skip("the SDK before 1.23 has no arun")
@@ -95,10 +97,11 @@ async def test_streams(server: ScriptedModel, workspace: Path, way: str) -> None
         server, workspace, answers, drive_apart, tools=(), llm={"stream": True}, conversation=callbacks
     )
     assert ("reasoning_content", "Let me think of it.") in stock.heard
-    same(stock, ours)
+    same(stock, ours, streamed=True)
     assert [node.tokens is not None for node in episode.nodes if node.sampled] == [True, True]
 
 
+@pytest.mark.shows("security analyzer")
 async def test_risks_that_the_model_names_are_asked_about(server: ScriptedModel, workspace: Path) -> None:
     risky = create(workspace / "risky", "call-1", security_risk="HIGH")
     safe = create(workspace / "safe", "call-2", security_risk="LOW")
@@ -124,6 +127,7 @@ async def test_risks_that_the_model_names_are_asked_about(server: ScriptedModel,
 
 
 @pytest.mark.parametrize("confirmed", [True, False])
+@pytest.mark.shows("confirmations and rejections")
 async def test_actions_are_confirmed_or_rejected(server: ScriptedModel, workspace: Path, confirmed: bool) -> None:
     def drive(conversation: LocalConversation) -> None:
         conversation.set_confirmation_policy(AlwaysConfirm())
@@ -154,6 +158,7 @@ def hooks(**commands: str) -> Callable[[list[Any]], dict[str, Any]]:
     return lambda heard: {"hook_config": HookConfig(**made)}
 
 
+@pytest.mark.shows("hooks")
 async def test_hooks(server: ScriptedModel, workspace: Path) -> None:
     config = hooks(
         user_prompt_submit="""echo '{"additionalContext": "Today is Monday."}'""",
@@ -195,6 +200,7 @@ server.run(show_banner=False)
 """
 
 
+@pytest.mark.shows("MCP tools")
 async def test_tools_of_an_mcp_server(server: ScriptedModel, workspace: Path) -> None:
     script = workspace.parent / "weather.py"
     script.write_text(MCP_SERVER)
@@ -240,6 +246,7 @@ PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAA
 
 
 @pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.shows("images")
 async def test_images(server: ScriptedModel, workspace: Path, sees: bool) -> None:
     def drive(conversation: LocalConversation) -> None:
         parts = [TextContent(text="What is it?"), ImageContent(image_urls=[PIXEL])]
@@ -259,6 +266,7 @@ async def test_images(server: ScriptedModel, workspace: Path, sees: bool) -> Non
     assert "What is it?" in (episode.nodes[1].message.content or "") and PIXEL not in str(episode)
 
 
+@pytest.mark.shows("condensation on request (/compact)")
 async def test_condensation_on_request(server: ScriptedModel, workspace: Path) -> None:
     """What ``/compact`` of a client asks for."""
     if not hasattr(LocalConversation, "condense"):

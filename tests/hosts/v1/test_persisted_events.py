@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
 from openhands.sdk.event import Event, LLMConvertibleEvent
 from scripted_model import ScriptedModel, call, says
 from sdk_play import converse, finish, make_agent, make_llm, repair, stored, think
@@ -68,6 +69,7 @@ def same(one: ToolCall, other: ToolCall) -> bool:
     return json.loads(one.arguments) == json.loads(other.arguments)
 
 
+@pytest.mark.shows("export as the host's own events")
 async def test_an_exported_episode_is_a_conversation_that_the_sdk_reads(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.shows("openhands-rl run")
 async def test_a_task_is_worked_on_and_the_last_line_says_what_was_recorded(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:

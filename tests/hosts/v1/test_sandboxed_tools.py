@@ -112,6 +112,7 @@ def test_the_model_is_told_the_same_as_by_the_stock_tools(
     assert (workspace / "calc.py").read_text() == (stock_folder / "calc.py").read_text()
 
 
+@pytest.mark.shows("sandboxed workspace")
 def test_state_and_files_last_and_nothing_else_of_the_host_is_seen(server: ScriptedModel, workspace: Path) -> None:
     (workspace.parent / "secret.txt").write_text("key\n")
     conversation = opened(server, "state", workspace)

@@ -92,6 +92,7 @@ async def play(
     return episode, counted.prompt_tokens if counted is not None else 0
 
 
+@pytest.mark.shows("search in forks: MCTS, ToT")
 async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel, workspace: Path) -> None:
     options = {"num_simulations": 8, "first_branches": 2, "num_branches": 3, "depth": 5, **BY_PATCH}
     episode, counted = await play(
