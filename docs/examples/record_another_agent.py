@@ -10,32 +10,30 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 
-FACTS = {"How many legs has a spider?": "8", "How many days has a week?": "7", "What is 2 + 2?": "4"}
+CAPITALS = {"France": "Paris", "Peru": "Lima", "Kenya": "Nairobi"}
 
 
-def agent(base_url: str, question: str) -> str:
-    """Somebody's agent: asks, and asks again for a shorter answer."""
-    messages = [{"role": "user", "content": question}]
-    for _ in range(2):
-        body = {"model": "model", "messages": messages, "max_tokens": 24}
+def agent(base_url: str, country: str) -> str:
+    """Somebody's agent: asks, has the answer checked, and gives the first one."""
+    messages = [{"role": "user", "content": f"What is the capital of {country}?"}]
+    for question in ("Are you sure?", ""):
+        body = {"model": "model", "messages": messages, "max_tokens": 16}
         answer = httpx.post(f"{base_url}/chat/completions", json=body, timeout=120)
         answer.raise_for_status()
-        messages.append(answer.json()["choices"][0]["message"])
-        messages.append({"role": "user", "content": "Shorter, please: only the number."})
-    return str(messages[-2]["content"])
+        messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": question}]
+    return str(messages[1]["content"])
 
 
 def server(*words: str) -> tuple[subprocess.Popen[str], str]:
     """A command of ``openhands-rl`` that prints where it listens."""
     process = subprocess.Popen(["openhands-rl", *words, "--port", "0"], stdout=subprocess.PIPE, text=True)
     for line in process.stdout or ():
-        if found := re.search(r"http://127\.0\.0\.1:\d+", line.rpartition(" for ")[0] or line):
-            return process, found[0]
+        if found := re.search(r"(?:at|base_url:) (http://127\.0\.0\.1:\d+)/v1", line):
+            return process, found[1]
     raise SystemExit(f"{words[0]} did not start")
 
 
@@ -44,27 +42,19 @@ def main(model: str) -> None:
     serving, served = server("serve", "--model", model, "--served-model-name", "model")
     recording, gateway = server("gateway", "--upstream", f"{served}/v1", "--store", "recorded")
     try:
-        for number, (question, truth) in enumerate(FACTS.items()):
+        for country, city in CAPITALS.items():
             for attempt in range(4):
-                session = f"{gateway}/session/{number}-{attempt}"
-                answer = agent(f"{session}/v1", question)
-                success = truth in answer
-                httpx.post(f"{session}/end", json={"success": success}, timeout=60).raise_for_status()
-                print(f"{question} {answer!r}: {success}")
-        time.sleep(1)
+                session = f"{gateway}/session/{country}-{attempt}"
+                answer = agent(f"{session}/v1", country)
+                httpx.post(f"{session}/end", json={"success": city in answer}, timeout=60).raise_for_status()
+                print(f"{country}: {answer!r}, {'right' if city in answer else 'wrong'}")
     finally:
         for process in (recording, serving):
             process.terminate()
             process.wait(60)
     subprocess.run(["openhands-rl", "stats", "recorded"], check=True)
     train = ["openhands-rl", "train", "recorded", "--model", model, "--base-model", "model", "--adapters", "adapters"]
-    subprocess.run([*train, "--algorithm", "sft", "--imitate-above", "-1" if not_one() else "0"], check=True)
-
-
-def not_one() -> bool:
-    """Whether nothing succeeded, so that there is nothing good to imitate (a tiny random model, say)."""
-    done = subprocess.run(["openhands-rl", "list", "recorded", "--min-reward", "1", "--json"], capture_output=True)
-    return not done.stdout.strip()
+    subprocess.run([*train, "--algorithm", "sft"], check=True)
 
 
 if __name__ == "__main__":

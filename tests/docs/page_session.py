@@ -35,7 +35,7 @@ from openhands_rl_plugin.config.toml import settings_from_sections
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BIN = Path(sys.executable).parent
-PORTS = ("8100", "8101", "8200", "8300", "8000")
+PORTS = ("8100", "8101", "8200", "8400", "8000")
 NEEDS = {
     "v0": "v0" in installed_hosts(),
     # V0 comes with a copy of the SDK, which runs V1 only where V0 is not.
@@ -45,7 +45,7 @@ NEEDS = {
 _TITLE = re.compile(r'title="([^"]+)"')
 _BLOCK = re.compile(r"(?P<language>[\w-]*)[ \t]*(?P<info>[^\n]*)\n")
 _HEX = re.compile(r"(?<![\w-])[0-9a-f]{8}(?![\w-])")
-_SECONDS = 300
+_SECONDS = 600
 
 
 def blocks(path: Path) -> list[Example]:

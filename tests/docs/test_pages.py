@@ -19,6 +19,8 @@ CHANGES = {
     "native_tool_calling = false": "native_tool_calling = true",
     r"max_response_length = \d+": "max_response_length = 64",
     "--algorithm sft": "--algorithm sft --num-epochs 1",
+    "--tasks 7 --config config.toml": "--tasks 3 --config config.toml",
+    "num_simulations=16": "num_simulations=4",
 }
 
 
@@ -64,6 +66,7 @@ class Story:
 
 STORIES = {
     "readme": Story(("../README.md",), fixer),
+    "home": Story(("index.md",), fixer),
     "quickstart": Story(("start/quickstart.md",), check=learnt),
     "tutorials": Story(tuple(f"tutorials/{name}.md" for name in ("record", "judge", "train", "publish")), fixer),
     "worlds": Story(tuple(f"tutorials/{name}.md" for name in ("search", "evaluate", "loop"))),
@@ -74,6 +77,7 @@ FAST = {
     "install": Story(("start/install.md",)),
     "plugins": Story(("howto/plugins.md",)),
     "sandboxes": Story(("howto/secrets-sandboxes.md",)),
+    "studio": Story(("howto/studio.md",), store),
     "store": Story(("reference/store.md",), store),
     "import and export": Story(("howto/import-export.md",), store),
     "environments": Story(("howto/environments.md",)),

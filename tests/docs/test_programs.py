@@ -13,6 +13,7 @@ import pytest
 from page_session import DOCS
 
 from openhands_rl_plugin import FileTrajectoryStorage
+from openhands_rl_plugin.apps.demo.model import ensure_model
 from openhands_rl_plugin.testing import example_trajectory
 
 EXAMPLES = DOCS / "examples"
@@ -28,7 +29,7 @@ def run(name: str, folder: Path, *words: str) -> str:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     command = [sys.executable, str(EXAMPLES / name), *words]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,3 +64,14 @@ def test_a_majority_beats_one_sample(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     one, many = map(float, re.findall(r": ([\d.]+)", run("own_strategy.py", tmp_path)))
     assert many > one + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_another_agent_is_recorded_and_trained_on_and_two_versions_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    model = str(ensure_model())
+    said = run("record_another_agent.py", tmp_path, model)
+    assert "Peru:" in said and "12 " in said and "policy-v000001: steps" in said
+    compared = run("evaluate_two_adapters.py", tmp_path, model, "adapters", "base", "1")
+    assert re.search(r"^model: [\d.]+ \(.*\npolicy-v000001: [\d.]+ \(.*\ndifference: [+-]", compared, re.M), compared

@@ -96,8 +96,8 @@ const Page = memo(({page, colour, turn, choose}) => {
     const kind = from + at < prompt ? 't prompt' : 't';
     drawn.push(html`<span class=${`${kind} ${shade(value, measure)}`} data-t=${`${page.node}.${from + at}`}>${text === null ? `${tokens.id[at]} ` : seen(text)}</span>`);
   }
-  return html`<section class="turn"><h2 class="small"><button class="plain" onClick=${() => choose(page.node)}>Turn ${turn ?? '–'}</button>
-    <span>${plural(prompt, 'prompt token')} ${page.extends ? 'new' : 'in full'}, ${count(page.total - prompt)} sampled</span></h2><p class="said">${drawn}</p></section>`;
+  return html`<section class="turn"><h3><button class="plain" onClick=${() => choose(page.node)}>Turn ${turn ?? '–'}</button>
+    <span>${plural(prompt, 'prompt token')} ${page.extends ? 'new' : 'in full'}, ${count(page.total - prompt)} sampled</span></h3><p class="said">${drawn}</p></section>`;
 });
 
 /** A line feed has no width of its own, and a colour needs one. */
