@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from openhands.sdk.context.condenser import LLMSummarizingCondenser
 from openhands.sdk.event import Event, LLMConvertibleEvent
 from scripted_model import ScriptedModel, call, says
 from sdk_play import converse, finish, make_agent, make_llm, repair, stored, think
@@ -101,3 +102,50 @@ async def test_the_export_command_writes_folders_that_the_import_command_reads(
     assert await asyncio.to_thread(cli.main, ["import", str(target), "--into", str(back)]) == 0
     [found] = await stored(back)
     assert plain(found.messages()) == plain(episode.messages())
+
+
+def seen(trajectory: Trajectory) -> list[list[tuple[str, str, list[str]]]]:
+    """What the model saw before each answer that was acted on. New SDKs send messages of a user in a row as one."""
+    prompts = []
+    for at in trajectory.acted():
+        prompt: list[tuple[str, str, list[str]]] = []
+        for each in trajectory.messages(at)[:-1]:
+            said = each.content or ""
+            if each.role == "user" and prompt and prompt[-1][0] == "user":
+                said = f"{prompt.pop()[1]}\n{said}"
+            prompt.append((each.role, said, [call.id for call in each.tool_calls]))
+        prompts.append(prompt)
+    return prompts
+
+
+async def test_a_condensed_conversation_is_read_as_the_model_saw_it(server: ScriptedModel, workspace: Path) -> None:
+    said = iter(range(1000))
+
+    def policy(body: dict) -> dict:
+        number = next(said)
+        if not body.get("tools"):
+            return says(f"summary {number}")
+        both = says(
+            "Two.",
+            call("think", {"thought": f"a{number}"}, f"a{number}"),
+            call("think", {"thought": "b"}, f"b{number}"),
+        )
+        return finish() if number > 16 else both
+
+    server.policies["condensing"] = policy
+    kept, store = workspace.parent / "kept", workspace.parent / "store"
+    condenser = LLMSummarizingCondenser(llm=make_llm(server, "condensing", usage_id="condenser"), max_size=14)
+    conversation = converse(
+        make_agent(make_llm(server, "condensing"), store, tools=(), condenser=condenser),
+        workspace,
+        persistence_dir=str(kept),
+    )
+    conversation.send_message("Think.")
+    conversation.run()
+    conversation.close()
+    [episode] = await stored(store)
+    found = imported(kept)
+    assert found.evidence["condensations"] == len(episode.ends()) - 1 > 1
+    assert len(found.acted()) == len(episode.acted())
+
+    assert seen(found) == seen(episode)

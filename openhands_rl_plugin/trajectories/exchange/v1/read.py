@@ -1,8 +1,8 @@
 """The conversation in the events of OpenHands' V1 SDK.
 
 Answers and calls are exact; observations are worded as the SDK words them for the model. Events of newer SDKs name the
-one before them, so a conversation that was taken up again elsewhere becomes a branch. Not in the events, and so lost:
-the parameters of the tools, and which messages a condenser hid from the model (the whole history is read).
+one before them, so a conversation that was taken up again elsewhere becomes a branch; so does one that goes on from a
+condenser's summary. Not in the events, and so lost: the parameters of the tools, and the prompts of summaries.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.acted import ACTED
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.reasoning import reasoning_in
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -32,6 +33,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
 
 _ERROR_HEADER = "[An error occurred during execution.]\n"
 _RESULTS = {"ObservationEvent", "UserRejectObservation", "AgentErrorEvent"}
+_SAID = _RESULTS | {"SystemPromptEvent", "MessageEvent", "ActionEvent"}
 
 
 class Text(Foreign):
@@ -86,6 +88,9 @@ class V1Event(Foreign):
     error: str = ""
     code: str = ""
     detail: str = ""
+    forgotten_event_ids: tuple[str, ...] = ()
+    summary: str | None = None
+    summary_offset: int | None = None
 
 
 class Log(NamedTuple):
@@ -123,6 +128,8 @@ class _Reader:
         self.places: dict[str, int | None] = {}
         self._policy = policy
         self._answers: dict[str, int] = {}
+        # Node -> the events that it was read from.
+        self._events: dict[int, tuple[str, ...]] = {}
 
     def take(self, event: V1Event) -> None:
         """Add the event's message below the event that it names, or below the last one."""
@@ -142,9 +149,38 @@ class _Reader:
                     role="tool", content=content, tool_call_id=event.tool_call_id, name=event.tool_name or None
                 )
                 say(self.tree, result, None)
+            case "Condensation":
+                self._condense(event)
             case _:
                 pass
-        self.places[event.id] = self.tree.head
+        head = self.places[event.id] = self.tree.head
+        if head is not None and event.kind in _SAID:
+            self._events[head] = (*self._events.get(head, ()), event.id)
+
+    def _condense(self, event: V1Event) -> None:
+        """Go on as the SDK does: without the events that are forgotten, and with the summary in their place."""
+        forgotten, path = {*event.forgotten_event_ids}, self.tree.path()
+        kept = [at for at in path if not self._events.get(at) or not forgotten.issuperset(self._events[at])]
+        same = next(
+            (number for number, (old, new) in enumerate(zip(path, kept, strict=False)) if old != new), len(kept)
+        )
+        before = sum(len(self._events.get(at, ())) for at in kept[:same])
+        for at in path[same:]:
+            if self.tree.nodes[at].sampled:
+                self.tree.nodes[at].metadata[ACTED] = True
+        self.tree.head = kept[same - 1] if same else None
+        untold = event.summary is not None and event.summary_offset is not None
+        for at in (*kept[same:], None):
+            if untold and (at is None or before >= (event.summary_offset or 0)):
+                untold = False
+                self._say_again(Message(role="user", content=event.summary), (f"{event.id}-summary",))
+            if at is not None:
+                before += len(self._events.get(at, ()))
+                self._say_again(self.tree.nodes[at].message, self._events.get(at, ()))
+
+    def _say_again(self, message: Message, events: tuple[str, ...]) -> None:
+        self.tree.head = self.tree.append(message)
+        self._events[self.tree.head] = events
 
     def _add_message(self, event: V1Event) -> None:
         wire = parse(WireMessage, _as_wire(event.llm_message or {}))
