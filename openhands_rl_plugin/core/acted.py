@@ -19,6 +19,10 @@ KIND, ACTED, REWRITTEN = "kind", "acted", "history_rewritten"
 """Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward says so;
 ``REWRITTEN``: the answer's prompt does not extend the conversation before."""
 
+AT, SECONDS = "at", "seconds"
+"""Keys of a node's metadata: when it was made, in Unix time, and how long an answer took to sample. Kept there, where
+every release can read them."""
+
 
 class TreeNode(Protocol):
     """The fields of a node that are looked at here."""
@@ -39,6 +43,28 @@ def kind_of(node: TreeNode) -> str:
     """``TURN``, or what else a host wrote or sampled beside the episode."""
     kind = node.metadata.get(KIND)
     return kind if isinstance(kind, str) else TURN
+
+
+class TimedNode:
+    """The times that a recorder noted on a node."""
+
+    metadata: dict[str, JsonValue]
+
+    @property
+    def at(self) -> float | None:
+        """When it was made, in Unix time; ``None`` where its recorder did not say."""
+        return _first_number(self.metadata, AT)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the answer took to sample, as far as its recorder measured that."""
+        return _first_number(self.metadata, SECONDS, "latency")
+
+
+def _first_number(metadata: dict[str, JsonValue], *names: str) -> float | None:
+    values = (metadata.get(name) for name in names)
+    numbers = (value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+    return next(map(float, numbers), None)
 
 
 def was_executed(node: TreeNode) -> bool:

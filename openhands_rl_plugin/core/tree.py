@@ -6,12 +6,12 @@ session (or a host) commits one of them and adds the environment's observation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Self
 
-from openhands_rl_plugin.core.acted import KIND
+from openhands_rl_plugin.core.acted import AT, KIND
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -63,12 +63,14 @@ class DraftNode:
 class EpisodeTree:
     """The messages of one episode as nodes with integer parents; ``head`` is the current one.
 
+    ``clock``: the Unix time in seconds, noted on each new node; recorders of what happens now give one.
     ``turns_left`` and ``longest_prompt`` (in tokens) bound how far the episode may continue from there (``None``: no
     bound), and strategies do not plan beyond. The runner of the episode sets them before each decision.
     """
 
-    def __init__(self, *, tools: Sequence[JsonObject] = ()) -> None:
+    def __init__(self, *, tools: Sequence[JsonObject] = (), clock: Callable[[], float] | None = None) -> None:
         self.tools = tuple(tools)
+        self._clock = clock
         self.nodes: list[DraftNode] = []
         self.head: int | None = None
         self.turns_left: int | None = None
@@ -80,11 +82,12 @@ class EpisodeTree:
         self._last_context: tuple[int | None, tuple[int, ...]] = (None, ())
 
     @classmethod
-    def thaw(cls, trajectory: Trajectory) -> Self:
+    def thaw(cls, trajectory: Trajectory, *, clock: Callable[[], float] | None = None) -> Self:
         """The tree that was frozen. An unfinished episode has no usage yet; then it is counted from the nodes."""
         tree = cls(tools=trajectory.tools)
         for node in trajectory.nodes:
             tree._add(DraftNode(**{**dict(node), "metadata": deepcopy(node.metadata)}))
+        tree._clock = clock
         tree.head = trajectory.head
         tree.terminated = trajectory.stop is StopReason.TERMINATED
         tree.truncated = trajectory.stop is StopReason.TRUNCATED
@@ -258,6 +261,8 @@ class EpisodeTree:
         )
 
     def _add(self, node: DraftNode) -> int:
+        if self._clock is not None:
+            node.metadata.setdefault(AT, self._clock())
         self.nodes.append(node)
         index = len(self.nodes) - 1
         self._children.setdefault(node.parent, []).append(index)

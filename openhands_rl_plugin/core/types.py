@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from openhands_rl_plugin.core.acted import acted_ends, acted_nodes, path_to, pays_rewards
+from openhands_rl_plugin.core.acted import TimedNode, acted_ends, acted_nodes, path_to, pays_rewards
 
 SCHEMA_VERSION = 2
 """1: whole trajectories. 2: an episode may be unfinished."""
@@ -170,7 +170,7 @@ class Observation(Frozen):
     truncated: bool = False
 
 
-class Node(Frozen):
+class Node(Frozen, TimedNode):
     """One message of an episode's tree.
 
     ``reward`` is that of the step which a sampled node caused (``None`` until it was executed). ``simulated``: that

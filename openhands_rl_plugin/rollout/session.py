@@ -67,7 +67,7 @@ class AgentSession:
         self._storage = storage
         self._journal: EpisodeJournal | None = None
         self._given_tools = tuple(tools)
-        self.tree = EpisodeTree(tools=self._offered())
+        self.tree = EpisodeTree(tools=self._offered(), clock=time.time)
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Run until a limit is reached. Failures are part of the result; raises ``StorageError``."""
@@ -87,7 +87,7 @@ class AgentSession:
         # The tools of an environment may be known after its reset only; ``_replay`` compares them.
         if start.model_copy(update={"tools": unfinished.tools}) != EpisodeStart.of(unfinished):
             return None
-        self.tree = EpisodeTree.thaw(unfinished)
+        self.tree = EpisodeTree.thaw(unfinished, clock=time.time)
         if self._storage is not None:
             self._journal = EpisodeJournal.resumed(self._storage, unfinished)
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from openhands_rl_plugin.core.acted import AT
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError, ModelError, StorageError
 from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine
 from openhands_rl_plugin.core.records import EpisodeGrowth, trajectory_id
@@ -20,6 +22,7 @@ from openhands_rl_plugin.core.types import (
     JsonObject,
     Limits,
     Message,
+    Node,
     Observation,
     PolicyRef,
     StopReason,
@@ -88,6 +91,14 @@ class Troubled(GridEnvironment):
         await self._meet("close")
 
 
+def timeless(trajectory: Trajectory) -> list[Node]:
+    """The nodes without the times at which they were made."""
+    kept = [{name: value for name, value in node.metadata.items() if name != AT} for node in trajectory.nodes]
+    return [
+        node.model_copy(update={"metadata": metadata}) for node, metadata in zip(trajectory.nodes, kept, strict=True)
+    ]
+
+
 async def play(environment: Environment, texts: Sequence[str], limits: Limits | None = None) -> Trajectory:
     return await session(environment, texts, limits).run(request())
 
@@ -108,6 +119,13 @@ async def test_an_episode_that_ends_by_itself():
     assert environment.closed
     assert "be quick" in (engine.calls[0][0].content or ""), "the task's text reaches the model"
     assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
+
+
+async def test_every_node_says_when_it_was_made():
+    before = time.time()
+    trajectory = await session(GridEnvironment(), ["right", "right"]).run(request(goal=[2, 0]))
+    times = [node.at or 0.0 for node in trajectory.nodes]
+    assert before <= times[0] and times == sorted(times) and times[-1] <= trajectory.times.finished
 
 
 async def test_every_turn_s_prompt_can_be_rebuilt_from_deltas():
@@ -358,7 +376,7 @@ async def test_thirty_two_sessions_at_once_are_as_alone():
         return await session(GridEnvironment(), ScriptedEngine(script), Limits(max_turns=6)).run(request(goal=goal))
 
     def essence(trajectory: Trajectory) -> tuple[Any, ...]:
-        return trajectory.nodes, trajectory.stop, trajectory.evidence, trajectory.usage
+        return timeless(trajectory), trajectory.stop, trajectory.evidence, trajectory.usage
 
     together = await asyncio.gather(*(one(at) for at in range(32)))
     assert [essence(trajectory) for trajectory in together] == [essence(await one(at)) for at in range(32)]
@@ -438,7 +456,8 @@ async def stored(storage: FileTrajectoryStorage) -> Trajectory:
 
 
 def essence(trajectory: Trajectory) -> tuple[Any, ...]:
-    return trajectory.nodes, trajectory.head, trajectory.stop, trajectory.usage, trajectory.evidence, trajectory.policy
+    said = timeless(trajectory), trajectory.head, trajectory.stop, trajectory.usage
+    return *said, trajectory.evidence, trajectory.policy
 
 
 async def test_what_is_stored_while_it_is_played_is_what_comes_back(storage: FileTrajectoryStorage):

@@ -90,7 +90,7 @@ class HostEpisode:
         self.limits = request.task.limits or _limits_of(settings, environment_mode)
         # The length of an answer is bounded by the limits, which may be the task's own.
         self.sampling = overlay(settings.sampling_params().model_copy(update={"max_tokens": None}), request.sampling)
-        self.tree = EpisodeTree()
+        self.tree = EpisodeTree(clock=time.time)
         self.turns = 0
         self.stop: StopReason | None = None
         self.failure: Failure | None = None

@@ -66,7 +66,7 @@ class SessionEpisode:
         self._key = key
         self._base_model = base_model
         self._journal: GrowingEpisode | None = None
-        self._take(EpisodeTree())
+        self._take(EpisodeTree(clock=time.time))
 
     @classmethod
     def continued(
@@ -76,7 +76,7 @@ class SessionEpisode:
         episode = cls(storage, key, base_model)
         episode._journal = GrowingEpisode(storage, EpisodeStart.of(stored))
         episode._journal.continue_after(stored.nodes, stored.head)
-        episode._take(EpisodeTree.thaw(stored))
+        episode._take(EpisodeTree.thaw(stored, clock=time.time))
         episode._sides.remember_tools()
         return episode
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from openhands_rl_plugin.core.browsing.listing import FacetCount, RewardHistogram, StoreChanges
 from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.trajectories.sqlite.conditions import COLUMNS, UNFINISHED, condition_of
+from openhands_rl_plugin.trajectories.sqlite.conditions import COLUMNS, FINISHED, UNFINISHED, condition_of
 from openhands_rl_plugin.trajectories.sqlite.reading import has_labels, one_state
 from openhands_rl_plugin.trajectories.storages.documents import cursor_lost
 
@@ -35,16 +36,19 @@ def reward_histogram(connection: sqlite3.Connection, where: TrajectoryFilter, bi
     condition, values = condition_of(where)
     with one_state(connection):
         query = f"SELECT min(reward), max(reward), count(*) - count(reward) FROM episodes WHERE {condition}"
-        low, high, unknown = connection.execute(query, values).fetchone()
-        if low is None:
+        low, high, unknown = _ends(connection) if condition == "TRUE" else connection.execute(query, values).fetchone()
+        if low is None or high is None:
             return RewardHistogram(unknown=unknown)
         width = (high - low) / bins or 1.0
-        query = (
-            f"SELECT min(cast((reward - ?) / ? AS INTEGER), ?), count(*) FROM episodes WHERE {condition} "
-            "AND reward IS NOT NULL GROUP BY 1"
-        )
-        found = dict(connection.execute(query, (low, width, bins - 1, *values)).fetchall())
-    counts = tuple(found.get(at, 0) for at in range(bins))
+        found: Counter[int] = Counter()
+        # An index has the rewards of those that have ended, and another one names the others.
+        for part in (FINISHED, UNFINISHED):
+            query = (
+                f"SELECT min(cast((reward - ?) / ? AS INTEGER), ?), count(*) FROM episodes WHERE {condition} "
+                f"AND {part} AND reward IS NOT NULL GROUP BY 1"
+            )
+            found.update(dict(connection.execute(query, (low, width, bins - 1, *values)).fetchall()))
+    counts = tuple(found[at] for at in range(bins))
     return RewardHistogram(low=low, high=high, counts=counts, unknown=unknown)
 
 
@@ -87,6 +91,19 @@ def stored_revision(connection: sqlite3.Connection, trajectory_id: str | None) -
         return f"{found} {said}"
 
 
+def _ends(connection: sqlite3.Connection) -> tuple[float | None, float | None, int]:
+    """Least and greatest reward of all, and how many have none, each from an index."""
+    asked = [
+        f"SELECT {each} FROM episodes WHERE {FINISHED}" for each in ("min(reward)", "max(reward)", "count(reward)")
+    ]
+    low, high, known = (connection.execute(query).fetchone()[0] for query in asked)
+    query = f"SELECT min(reward), max(reward), count(reward) FROM episodes WHERE {UNFINISHED}"
+    others = connection.execute(query).fetchone()
+    (total,) = connection.execute("SELECT count(*) FROM episodes").fetchone()
+    lows, highs = ([each for each in pair if each is not None] for pair in ((low, others[0]), (high, others[1])))
+    return min(lows, default=None), max(highs, default=None), total - known - others[2]
+
+
 def _facet(
     connection: sqlite3.Connection, condition: str, values: list[object], column: Column, most: int
 ) -> tuple[FacetCount, ...]:
@@ -98,12 +115,20 @@ def _facet(
             f"WHERE {condition} GROUP BY adapter, policy_version ORDER BY many DESC, adapter, policy_version LIMIT ?"
         )
     else:
+        # Hardly any failed: those have an index, and the others are the rest.
+        known = " AND failure_kind IS NOT NULL" if column is Column.FAILED else ""
         query = (
-            f"SELECT {shown}, count(*) AS many FROM episodes WHERE {condition} GROUP BY {shown} "
+            f"SELECT {shown}, count(*) AS many FROM episodes WHERE {condition}{known} GROUP BY {shown} "
             "ORDER BY many DESC, 1 LIMIT ?"
         )
     found = connection.execute(query, (*values, most))
-    return tuple(FacetCount(value=None if value is None else str(value), count=count) for value, count in found)
+    counts = [FacetCount(value=None if value is None else str(value), count=count) for value, count in found]
+    if column is Column.FAILED:
+        query = f"SELECT count(*) FROM episodes WHERE {condition}"
+        rest = connection.execute(query, values).fetchone()[0] - sum(each.count for each in counts)
+        counts += [FacetCount(value=None, count=rest)] if rest else []
+        counts = sorted(counts, key=lambda each: -each.count)[:most]
+    return tuple(counts)
 
 
 def _now(connection: sqlite3.Connection) -> str:

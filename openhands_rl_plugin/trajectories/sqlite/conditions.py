@@ -96,7 +96,8 @@ def order_of(where: TrajectoryFilter) -> str:
     direction = "DESC" if where.descending else "ASC"
     if where.sort is TrajectoryOrder.STORED:
         return f"row {direction}"
-    first = "reward IS NULL, " if where.sort is TrajectoryOrder.REWARD else ""
+    # Downwards what is unknown comes last by itself.
+    first = "reward IS NULL, " if where.sort is TrajectoryOrder.REWARD and not where.descending else ""
     return f"{first}{_KEYS[where.sort]} {direction}, row"
 
 

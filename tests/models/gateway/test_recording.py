@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ async def test_turns_that_go_on_are_one_path_of_deltas(tmp_path: Path):
     trajectory = await gateway.only()
     assert [message.role for message in trajectory.messages()] == [*(each["role"] for each in history), "assistant"]
     assert len(trajectory.nodes) == len(history) + 1
+    times = [node.at or 0.0 for node in trajectory.nodes]
+    assert trajectory.times.started <= times[0] and times == sorted(times) and times[-1] <= time.time()
     first, *others = trajectory.sampled()
     assert first.tokens and not first.tokens.extends
     assert all(node.tokens and node.tokens.extends and len(node.tokens.prompt_ids) < 60 for node in others)

@@ -111,6 +111,8 @@ def skeleton(trajectory: Trajectory, turns: Sequence[Turn]) -> Columns:
         "sampled_tokens": [each.sampled_tokens for each in turns],
         "context_tokens": [each.context_tokens for each in turns],
         "logprob": [_mean_logprob(node) for node in nodes],
+        "at": [None if node.at is None else round(node.at, 3) for node in nodes],
+        "seconds": [_seconds(nodes, node) for node in nodes],
         "lacks": [list(each.lacks) or None for each in turns],
         "calls": [[call.name for call in each.message.tool_calls] or None for each in turns],
         "call": [each.message.tool_call_id for each in turns],
@@ -183,6 +185,14 @@ def tokens_of(node: Node, at: int, first: int, text: TokenText, most: int = MOST
 def _has(node: Node, place: int) -> bool:
     tokens = node.tokens
     return tokens is not None and len(tokens.prompt_ids) <= place < len(tokens.prompt_ids) + len(tokens.logprobs)
+
+
+def _seconds(nodes: Sequence[Node], node: Node) -> float | None:
+    """What was measured, or else the time since the node above was made."""
+    if node.seconds is not None:
+        return number(round(node.seconds, 3))
+    above = None if node.parent is None else nodes[node.parent].at
+    return None if above is None or node.at is None else number(round(max(0.0, node.at - above), 3))
 
 
 def _mean_logprob(node: Node) -> float | None:

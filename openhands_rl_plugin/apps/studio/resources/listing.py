@@ -13,7 +13,7 @@ from starlette.responses import Response
 from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, reply, whole
 from openhands_rl_plugin.apps.studio.searching import SearchIndexes, progress_of
 from openhands_rl_plugin.apps.studio.sources import StudioSources
-from openhands_rl_plugin.core.browsing.listing import Browsable, FacetCount
+from openhands_rl_plugin.core.browsing.listing import Browsable, FacetCount, RewardHistogram
 from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.judgements import labels_of, standing
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -82,7 +82,8 @@ class ListResource:
         where = await resolved(query, storage, await self._indexes.of(storage, query))
         by = [Column(name) for name in names]
         counts = await storage.facets(where, by, most)
-        histogram = await storage.rewards(where, _BINS)
+        wanted = request.query_params.get("rewards") != "0"
+        histogram = await storage.rewards(where, _BINS) if wanted else RewardHistogram()
         facets: JsonObject = {
             column.value: [_facet(column, each) for each in found] for column, found in zip(by, counts, strict=True)
         }
