@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from needs import needs_bubblewrap
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -111,6 +112,21 @@ class TestCluster:
         lost = [found for found in await everything(storage) if found.failure is not None]
         assert lost and {found.failure.kind for found in lost if found.failure} == {FailureKind.INFRASTRUCTURE}
         assert "a Ray actor ended" in str(lost[0].failure)
+
+    @needs_bubblewrap
+    async def test_actors_play_in_workspaces(self, shop: str, storage: FileTrajectoryStorage) -> None:
+        """Of whichever OpenHands is installed."""
+        said = script([{"bash": "pwd"}, {"finish": "done"}])
+        task = Task(id="t", environment="workspace", instruction=said, limits=Limits(max_turns=4))
+        request = EpisodeRequest(task=task, run_id="r", group_id="g")
+        with instant_model() as model:
+            options = HostOptions(environment_mode=False)
+            pool = make_runner(settings_for(model, shop), options, workers=1, storage=storage)
+            episode = await pool.run(request)
+            await pool.close()
+        assert (episode.stop, episode.failure) == (StopReason.TERMINATED, None)
+        assert "/workspace" in str([message.content for message in episode.messages() if message.role == "tool"])
+        assert [found.id async for found, _ in storage.find(TrajectoryFilter())] == [episode.id]
 
     async def test_an_actor_that_cannot_make_its_runner_stops_the_run(self) -> None:
         pool = make_runner(RLSettings(executor="ray"), workers=1)
