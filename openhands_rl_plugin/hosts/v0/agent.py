@@ -266,7 +266,7 @@ class RLAgent(CodeActAgent):
             episode.tree.commit(chosen)
             episode.keep()
             return active.environment.act(node.message)
-        outcome = active.engine.outcome(node.message)
+        outcome = active.engine.answers.of(node.message)
         if outcome.error is not None:
             # The answer stays off the executed path: OpenHands reports the error to the model, without the answer.
             episode.keep()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import itertools
 from collections.abc import Callable, Sequence
@@ -25,13 +24,13 @@ from openhands.events.action import Action
 from openhands.llm.llm import LLM
 
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import EpisodeError, ModelError, describe
+from openhands_rl_plugin.core.errors import ModelError, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, altering_parameters, to_wire
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.shared.known_turns import KnownTurns, sampled_below_head
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
+from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 
@@ -82,7 +81,7 @@ class HostOutcome:
 class ControllerEngine:
     """An ``LLMEngine`` whose completions go through OpenHands' ``LLM``: its retries, metrics and tool formats.
 
-    Every completion is recorded, including answers that OpenHands cannot parse; ``outcome`` has the error.
+    Every completion is recorded, including answers that OpenHands cannot parse: ``answers`` has their outcomes.
     """
 
     def __init__(self, llm: LLM, episode: HostEpisode, read_actions: ReadActions | None = None) -> None:
@@ -92,8 +91,7 @@ class ControllerEngine:
         self._calls = itertools.count()
         self._seeds = ConversationSeeds()
         self._turn = HostTurn(session="", step=0)
-        self._turns = KnownTurns[HostTurn]()
-        self._outcomes: dict[Message, HostOutcome] = {}
+        self.answers = TurnAnswers[HostTurn, HostOutcome](episode)
         record_completions(llm)
 
     @property
@@ -102,19 +100,9 @@ class ControllerEngine:
         return self._episode.request.seed
 
     def open(self, turn: HostTurn) -> None:
-        """Begin a turn. Earlier turns and outcomes are dropped, unless search can still reach them."""
+        """As ``TurnAnswers.open``."""
         self._turn = turn
-        self._turns.open(turn)
-        reachable = set(sampled_below_head(self._episode.tree))
-        self._outcomes = {message: outcome for message, outcome in self._outcomes.items() if message in reachable}
-
-    def expect(self, turn: HostTurn) -> None:
-        """Until the next turn is opened, send conversations that begin with ``turn.path`` in the form of ``turn``."""
-        self._turns.expect(turn)
-
-    def outcome(self, answer: Message) -> HostOutcome:
-        """The outcome of an answer of this engine that can still be executed. Raises ``KeyError`` for any other."""
-        return self._outcomes[answer]
+        self.answers.open(turn)
 
     async def complete(
         self,
@@ -129,7 +117,7 @@ class ControllerEngine:
         Returns fewer when some calls fail. Raises ``InfrastructureError`` or ``ModelError``, with OpenHands' own
         exception as the cause, when all fail. Meanwhile the episode so far is stored; raises ``StorageError``.
         """
-        known = self._turns.longest(messages)
+        known = self.answers.turn(messages)
         turn = known or replace(self._turn, path=(), prompt=(), wire=())
         prompt = [*turn.prompt, *(to_wire(message) for message in messages[len(turn.path) :])]
         described_in_prompt = known is not None and not self._llm.is_function_calling_active()
@@ -139,12 +127,7 @@ class ControllerEngine:
             background().blocking(partial(self._ask, turn, call, prompt, offered, seeded, after))
             for call, seeded in [(next(self._calls), self._seeded(sampling, messages)) for _ in range(n)]
         )
-        kept, *answers = await asyncio.gather(self._episode.keep_up(), *calls, return_exceptions=True)
-        completions = [answer for answer in answers if isinstance(answer, Completion)]
-        for error in (kept, *answers):
-            if isinstance(error, BaseException) and not (completions and isinstance(error, EpisodeError)):
-                raise error
-        return completions
+        return await self.answers.gather(calls)
 
     def _seeded(self, sampling: SamplingParams | None, messages: Sequence[Message]) -> SamplingParams:
         return self._episode.sampling_for(sampling, self._seeds.next(messages))
@@ -179,7 +162,7 @@ class ControllerEngine:
         attempt = log.attempts[-1]
         if (completion := attempt.completion) is None:
             raise ModelError("OpenHands cannot parse the model's answer") from outcome.error
-        self._outcomes[completion.message] = outcome
+        self.answers.keep(completion.message, outcome)
         metadata: JsonObject = {
             "session": turn.session,
             "step": turn.step,

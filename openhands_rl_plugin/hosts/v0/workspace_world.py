@@ -126,7 +126,7 @@ class WorkspaceWorld:
     def step_seconds(self, action: Message) -> float:
         """Seconds for the answer's commands: more than their own limits, so that a branch reports timeouts, too."""
         default = self._runtime.config.sandbox.timeout
-        commands = [done for done in self.engine.outcome(action).actions if isinstance(done, CmdRunAction)]
+        commands = [done for done in self.engine.answers.of(action).actions if isinstance(done, CmdRunAction)]
         return sum((default if each.timeout is None else each.timeout) + _SLACK for each in commands)
 
     async def fork(self) -> WorkspaceBranch:
@@ -193,11 +193,11 @@ class WorkspaceBranch:
 
     def _act(self, answer: Message) -> tuple[Position, Observation]:
         events = list(self._position.events)
-        if self._execute(self._world.engine.outcome(answer), events):
+        if self._execute(self._world.engine.answers.of(answer), events):
             return self._position, Observation(terminated=True)
         prompt, wire = self._world.write(events)
         turn = _continued(self._position.turn, answer, prompt, wire)
-        self._world.engine.expect(turn)
+        self._world.engine.answers.expect(turn)
         new = turn.path[len(self._position.turn.path) + 1 :]
         return Position(tuple(events), turn), Observation(messages=new)
 

@@ -160,7 +160,7 @@ class ConversationEpisode:
                 completion = self._engine.aside(llm, messages, arguments)
                 prompt = [to_message(message) for message in llm.format_messages_for_llm(list(messages))]
                 self.episode.tree.aside(prompt, completion, CONDENSATION)
-                return self._engine.response(completion.message)
+                return self._engine.answers.of(completion.message)
         except CaughtFailure as caught:
             cause = caught.__cause__.__cause__ if caught.__cause__ is not None else None
             if isinstance(cause, LLM_ERRORS):
@@ -258,7 +258,7 @@ class ConversationEpisode:
             return self._undecided(caught)
         episode.turns += 1
         message = episode.tree.nodes[chosen].message
-        self._decided = self._engine.response(message)
+        self._decided = self._engine.answers.of(message)
         self._followed.acted(chosen)
         self._calls.add(message)
         episode.keep()

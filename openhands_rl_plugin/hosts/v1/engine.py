@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
@@ -19,13 +18,12 @@ from openhands.sdk.llm.exceptions import LLMError
 from openhands.sdk.tool import ToolDefinition
 
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import EpisodeError, ModelError, describe
+from openhands_rl_plugin.core.errors import ModelError, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, altering_parameters, whole_json
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.shared.known_turns import KnownTurns, sampled_below_head
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
     extensions_of,
     split_provider,
@@ -35,6 +33,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     wanted_fields,
 )
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
+from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
 from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM, WrittenTool
 from openhands_rl_plugin.models.engines.extensions import (
@@ -90,7 +89,7 @@ class _Call:
 class ConversationEngine:
     """An ``LLMEngine`` for the turns of one conversation. ``own`` samples in the place of the SDK's LLM, if given.
 
-    ``response`` gives the SDK's response that belongs to an answer.
+    ``answers`` has the SDK's response for each answer.
     """
 
     def __init__(self, episode: HostEpisode, own: LLMEngine | None = None) -> None:
@@ -98,9 +97,8 @@ class ConversationEngine:
         self._own = own
         self._numbers = itertools.count()
         self._seeds = ConversationSeeds()
-        self._turns = KnownTurns[ConversationTurn]()
+        self.answers = TurnAnswers[ConversationTurn, LLMResponse](episode)
         self._turn: ConversationTurn | None = None
-        self._responses: dict[Message, LLMResponse] = {}
         self._counting = threading.Lock()
         self._under_way = 0
 
@@ -110,19 +108,9 @@ class ConversationEngine:
         return self._episode.request.seed
 
     def open(self, turn: ConversationTurn) -> None:
-        """Begin a turn. Earlier turns and responses are dropped, unless search can still reach them."""
+        """As ``TurnAnswers.open``."""
         self._turn = turn
-        self._turns.open(turn)
-        reachable = set(sampled_below_head(self._episode.tree))
-        self._responses = {said: response for said, response in self._responses.items() if said in reachable}
-
-    def expect(self, turn: ConversationTurn) -> None:
-        """Until the next turn is opened, send conversations that begin with ``turn.path`` in the form of ``turn``."""
-        self._turns.expect(turn)
-
-    def response(self, answer: Message) -> LLMResponse:
-        """The response with an answer of this turn. Raises ``KeyError`` for any other."""
-        return self._responses[answer]
+        self.answers.open(turn)
 
     async def complete(
         self,
@@ -137,7 +125,7 @@ class ConversationEngine:
         Returns fewer when some calls fail. Raises ``InfrastructureError`` or ``ModelError``, with the SDK's own
         exception as the cause, when all fail. Meanwhile the episode so far is stored; raises ``StorageError``.
         """
-        known, current = self._turns.longest(messages), self._turn
+        known, current = self.answers.turn(messages), self._turn
         assert current is not None
         prompt = known.after(messages) if known else [sdk_message(message) for message in messages]
         written = known.written if known and len(messages) == len(known.path) else None
@@ -152,12 +140,7 @@ class ConversationEngine:
                 calls.append(background().blocking(partial(self._ask_llm, call)))
             else:
                 calls.append(self._ask_own(own, messages, call))
-        kept, *answers = await asyncio.gather(self._episode.keep_up(), *calls, return_exceptions=True)
-        completions: list[Completion] = [answer for answer in answers if isinstance(answer, Completion)]
-        for error in (kept, *answers):
-            if isinstance(error, BaseException) and not (completions and isinstance(error, EpisodeError)):
-                raise error
-        return completions
+        return await self.answers.gather(calls)
 
     async def _ask_own(self, own: LLMEngine, messages: Sequence[Message], call: _Call) -> Completion:
         offered = call.turn.offered if call.turn else ()
@@ -277,7 +260,7 @@ class ConversationEngine:
         )
 
     def _answered(self, call: _Call, completion: Completion, response: LLMResponse, latency: float) -> Completion:
-        self._responses[completion.message] = response
+        self.answers.keep(completion.message, response)
         metadata: JsonObject = {
             "call": call.number,
             "response_id": response.id,

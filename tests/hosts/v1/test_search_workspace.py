@@ -156,7 +156,11 @@ def world_of(conversation: LocalConversation, server: ScriptedModel) -> Conversa
     assert isinstance(workspace, ConversationWorkspace)
 
     class Told:
-        def response(self, answer: Any) -> Any:
+        @property
+        def answers(self) -> Told:
+            return self
+
+        def of(self, answer: Any) -> Any:
             return response_of(completion_of(answer), conversation.agent.llm)
 
         def expect(self, turn: Any) -> None:

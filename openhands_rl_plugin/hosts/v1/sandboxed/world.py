@@ -182,12 +182,12 @@ class ConversationBranch:
                 raise BadEnvironmentError(f"the tool {name!r} cannot be executed in a fork of the conversation")
         state = self._conversation.state
         state.execution_status = Status.IDLE
-        heard = self._agent.play(self._world.engine.response(answer), self._conversation)
+        heard = self._agent.play(self._world.engine.answers.of(answer), self._conversation)
         if heard is None:
             return Observation(terminated=True)
         self._calls.add(answer)
         before, self._turn = self._turn, self._continued(answer, heard)
-        self._world.engine.expect(self._turn)
+        self._world.engine.answers.expect(self._turn)
         return Observation(messages=self._turn.path[len(before.path) + 1 :])
 
     def _continued(self, answer: Message, heard: Sequence[SdkMessage]) -> ConversationTurn:
