@@ -11,7 +11,7 @@ import hashlib
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import batched
 from pathlib import Path
@@ -26,7 +26,7 @@ from openhands_rl_plugin.trajectories.drift.breaks import breaks_of
 from openhands_rl_plugin.trajectories.drift.causes import cause_of
 
 _FORMAT = "1"
-_BATCH = 8
+_BATCH, _PAGE = 8, 256
 _LONGEST = 2_000_000
 """Characters of an episode that are looked through."""
 _BUSY_SECONDS = 30.0
@@ -80,25 +80,30 @@ class TextIndex:
         async with self._updating:
             before = await asyncio.to_thread(self._fact, "cursor")
             changes = await storage.changed_since(before or None) if isinstance(storage, Browsable) else None
-            ids = (
-                list(changes.ended)
-                if changes is not None and before and not changes.more
-                else await self._missing(storage)
-            )
             self.done = await asyncio.to_thread(self._count)
-            self.total = self.done + len(ids)
-            for batch in batched(ids, _BATCH):
-                found = [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(ids=batch))]
-                await asyncio.to_thread(self._add, found)
-                self.done += len(batch)
-                if advanced is not None:
-                    advanced(self.done, self.total)
+            if changes is not None and before and not changes.more:
+                self.total = self.done + len(changes.ended)
+                pages = _as_pages(changes.ended)
+            else:
+                self.total = await storage.count()
+                pages = self._missing(storage)
+            async for page in pages:
+                for batch in batched(page, _BATCH):
+                    found = [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(ids=batch))]
+                    await asyncio.to_thread(self._add, found)
+                    self.done += len(batch)
+                    if advanced is not None:
+                        advanced(self.done, self.total)
             if changes is not None and changes.cursor != before:
                 await asyncio.to_thread(self._note, "cursor", changes.cursor)
 
-    async def _missing(self, storage: TrajectoryStorage) -> list[str]:
+    async def _missing(self, storage: TrajectoryStorage) -> AsyncIterator[list[str]]:
+        """The ids of finished episodes that are not in it yet, page by page."""
         known = set(await asyncio.to_thread(self._ids, "SELECT id FROM episodes"))
-        return [each.id async for each in storage.summaries(TrajectoryFilter()) if each.id not in known]
+        where = TrajectoryFilter(limit=_PAGE)
+        while page := [each.id async for each in storage.summaries(where)]:
+            yield [identity for identity in page if identity not in known]
+            where = where.model_copy(update={"after": page[-1]})
 
     def _ids(self, query: str, *values: str) -> list[str]:
         with self._opened() as connection:
@@ -163,6 +168,10 @@ class TextIndex:
         # What is lost is found again.
         connection.execute("PRAGMA synchronous = OFF")
         return connection
+
+
+async def _as_pages(ids: Sequence[str]) -> AsyncIterator[list[str]]:
+    yield list(ids)
 
 
 def _entry(trajectory: Trajectory) -> _Entry:
