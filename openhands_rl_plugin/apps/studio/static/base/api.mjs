@@ -1,5 +1,5 @@
 // What the server says, and what to show while it has not said it yet. In an exported file the answers are in the file.
-import {useEffect, useRef, useState} from 'preact/hooks';
+import {useLayoutEffect, useRef, useState} from 'preact/hooks';
 import {signal} from '@preact/signals';
 import data from 'studio/data';
 import {localAnswer} from 'studio/base/local';
@@ -56,7 +56,8 @@ export function useAnswer(path, {keep = true} = {}) {
   const [state, set] = useState({data: null, error: null, path: null});
   const [turn, again] = useState(0);
   const last = useRef(0);
-  useEffect(() => {
+  // Before the next frame: an answer that is there already is shown in it.
+  useLayoutEffect(() => {
     if (path === null) return undefined;
     let wanted = true;
     ask(path, {fresh: turn !== last.current}).then(

@@ -1,5 +1,5 @@
 // One episode as the views want it: who is below whom, what was acted on, and bodies when they are needed.
-import {useEffect, useState} from 'preact/hooks';
+import {useLayoutEffect, useState} from 'preact/hooks';
 import {ask, cell, query} from 'studio/base/api';
 
 const CHUNK = 32;
@@ -62,7 +62,7 @@ async function chunk(id, at, total, store) {
 /** The whole message of a node: null while it is on its way, `{error}` where it did not come. */
 export function useBody(model, at, store, wanted = true) {
   const [body, set] = useState(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!wanted) return undefined;
     let here = true;
     chunk(model.header.id, Math.floor(at / CHUNK), model.total, store).then((found) => here && set(found[at] ?? {}), (error) => here && set({error}));

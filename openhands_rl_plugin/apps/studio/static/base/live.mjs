@@ -4,7 +4,7 @@ import {exported, forget} from 'studio/base/api';
 import {go} from 'studio/base/route';
 
 const KINDS = ['began', 'grew', 'ended', 'gone', 'scored', 'label', 'stage', 'metric', 'view', 'reset'];
-const GATHERED = 300;
+const GATHERED = 60;
 const listeners = new Set();
 let waiting = [];
 
@@ -55,6 +55,14 @@ function hear(kind, text) {
 export function listen() {
   if (exported) return;
   const stream = new EventSource('/api/events');
+  // What happened between the first answers and now is told by nobody: whoever shows a list looks again.
+  let begun = false;
+  stream.addEventListener('open', (event) => {
+    // Without data it is the browser's own event, which comes before the server has looked.
+    if (begun || event.data === undefined) return;
+    begun = true;
+    hear('open', event.data);
+  });
   for (const kind of KINDS) stream.addEventListener(kind, (event) => hear(kind, event.data));
   addEventListener('pagehide', () => stream.close());
 }

@@ -26,8 +26,9 @@ export function Episodes() {
   // Rows do not move below somebody who has chosen one: the news wait until they are asked for.
   useLive((events) => {
     const ids = new Set(events.flatMap(({kind, ids: named}) => (kind === 'grew' ? [] : named ?? [])));
-    if (!ids.size && !events.some(({kind}) => kind === 'reset' || kind === 'gone')) return;
+    if (!ids.size && !events.some(({kind}) => ['reset', 'gone', 'open'].includes(kind))) return;
     if (at === null) refresh();
+    else if (!ids.size && events.every(({kind}) => kind === 'open')) return;
     else changed(changes + Math.max(1, ids.size));
   });
   const move = (by) => put({n: Math.min(Math.max(0, (at ?? (by > 0 ? -1 : 0)) + by), Math.max(0, (total ?? 1) - 1))});

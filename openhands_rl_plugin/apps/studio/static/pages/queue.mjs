@@ -90,7 +90,7 @@ function Reading({header: found, store}) {
     const {reward, value, logprob, policy, visits, ...nodes} = found.nodes;
     return modelOf({...found, nodes});
   }, [found]);
-  return html`<p class="task"><b>Task</b> <${Shown} text=${found.task.instruction || found.task.id} most=${600} /></p><${Conversation} model=${model} node=${null} choose=${() => {}} store=${store} />`;
+  return html`<p class="asked"><b>Task</b> <${Shown} text=${found.task.instruction || found.task.id} most=${600} /></p><${Conversation} model=${model} node=${null} choose=${() => {}} store=${store} />`;
 }
 
 /** Another sample of the same group, always the same one for an episode; which side it stands on follows from both ids. */

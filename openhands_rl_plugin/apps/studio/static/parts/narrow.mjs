@@ -20,7 +20,7 @@ export function Narrow({params}) {
   useLive((events) => events.some(({kind, ids}) => ids && kind !== 'grew') && answer.again());
   const found = answer.data;
   return html`<aside class="narrow" aria-label="Narrow the list" tabindex="0">
-    <details open><summary class="sr">Narrow</summary>
+    <details open=${innerWidth > 820}><summary class="sr">Narrow by reward, task, …</summary>
     ${found ? html`<${Rewards} rewards=${found.rewards} q=${params.q} />
       ${Object.entries(BY).filter(([name]) => worth(found.facets[name], params.q)).map(([name, words]) => html`<${Facet} key=${name} words=${words} values=${found.facets[name]} q=${params.q} />`)}`
     : html`<div class="histogram"></div>`}</details>
@@ -31,7 +31,7 @@ export function Narrow({params}) {
 const worth = (values, q) => values?.length > 1 || values?.some((each) => has(q, each.query));
 
 function Facet({words, values, q}) {
-  return html`<section><h3>${words}</h3><ul>${values.map(({value, count: found, query: clause}) => html`<li key=${clause}>
+  return html`<section><h2 class="small">${words}</h2><ul>${values.map(({value, count: found, query: clause}) => html`<li key=${clause}>
     <button class="facet" aria-pressed=${has(q, clause) ? 'true' : 'false'} onClick=${() => search(has(q, clause) ? without(q, clause) : `${q} ${clause}`.trim())}>
       <span>${value === null ? html`<i class="muted">none</i>` : html`<${Shown} text=${String(value).replaceAll('_', ' ')} most=${60} />`}</span><span class="muted">${count(found)}</span></button></li>`)}</ul></section>`;
 }
@@ -42,7 +42,7 @@ function Rewards({rewards, q}) {
   const [brush, drag] = useState(null);
   const chosen = /(?:^|\s)reward:(\S+)/.exec(q)?.[0].trim();
   const most = useMemo(() => Math.max(1, ...(counts ?? [])), [counts]);
-  if (!counts?.some(Boolean)) return html`<section><h3>Reward</h3><p class="muted">None is judged.</p></section>`;
+  if (!counts?.some(Boolean)) return html`<section><h2 class="small">Reward</h2><p class="muted">None is judged.</p></section>`;
   const share = (event) => {
     const box = event.currentTarget.getBoundingClientRect();
     return Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
@@ -57,7 +57,7 @@ function Rewards({rewards, q}) {
     search(`${chosen ? without(q, chosen) : q} ${clause}`.trim());
   };
   const inside = (bin) => !brush || (bin + 1 > Math.min(...brush) * counts.length && bin < Math.max(...brush) * counts.length);
-  return html`<section><h3>Reward${chosen && html` <button class="plain more" onClick=${() => search(without(q, chosen))}>all</button>`}</h3>
+  return html`<section><h2 class="small">Reward${chosen && html` <button class="plain more" onClick=${() => search(without(q, chosen))}>all</button>`}</h2>
     <svg class="histogram" viewBox=${`0 0 ${counts.length * 5} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label=${`Rewards from ${reward(low)} to ${reward(high)}; in the query as reward:0..0.5`}
       onPointerDown=${(event) => { event.currentTarget.setPointerCapture(event.pointerId); drag([share(event), share(event)]); }}
       onPointerMove=${(event) => brush && drag([brush[0], share(event)])} onPointerUp=${end} onPointerCancel=${() => drag(null)}>

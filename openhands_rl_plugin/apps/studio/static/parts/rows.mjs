@@ -23,7 +23,7 @@ export function Rows({total, height, at = null, shown, label, head, children}) {
   }, [at, view.size]);
   const first = Math.max(0, Math.floor(view.top / height) - SPARE);
   const last = Math.min(total, Math.ceil((view.top + view.size) / height) + SPARE);
-  useEffect(() => { shown?.(first, last); }, [first, last, total]);
+  useLayoutEffect(() => { shown?.(first, last); }, [first, last, total]);
   return html`<div class="table" role="table" aria-label=${label} aria-rowcount=${total}>
     ${head}
     <div class="scroll" ref=${place} onScroll=${look} tabindex="0" role="rowgroup">

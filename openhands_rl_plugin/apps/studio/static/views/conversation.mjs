@@ -11,10 +11,10 @@ import {Windowed} from 'studio/parts/windowed';
 export function Conversation({model, node, choose, store}) {
   const at = model.items.findIndex((item) => item.node === node || item.answers.includes(node));
   if (!model.items.length) return html`<${Empty} title="Nothing was said">The episode has no messages${model.header.failure ? '; it failed before the first one' : ' yet'}.</${Empty}>`;
-  return html`<ol class="conversation" aria-label="Conversation">
+  return html`<div class="conversation" role="region" aria-label="Conversation">
     <${Windowed} items=${model.items} guess=${180} at=${at}>${(item, number) => html`
       <${Item} key=${item.node} model=${model} item=${item} here=${number === at} choose=${choose} store=${store} />`}</${Windowed}>
-  </ol>`;
+  </div>`;
 }
 
 const ROLES = {system: 'System', user: 'User', assistant: 'Model', tool: 'Result'};
@@ -29,15 +29,15 @@ function Item({model, item, here, choose, store}) {
   const role = of('role')(at);
   const calls = of('calls')(at);
   return html`
-    ${item.begins && html`<li class="segment"><b>Segment ${item.segment}</b> <span><${Shown} text=${of('cause')(at) ?? 'the prompt does not extend the turn before'} /></span></li>`}
-    <li ref=${place} class=${`item ${role}${here ? ' here' : ''}`} id=${`node-${at}`} aria-current=${here ? 'true' : null} onClick=${() => choose(at)}>
+    ${item.begins && html`<div class="segment"><b>Segment ${item.segment}</b> <span><${Shown} text=${of('cause')(at) ?? 'the prompt does not extend the turn before'} /></span></div>`}
+    <article ref=${place} class=${`item ${role}${here ? ' here' : ''}`} id=${`node-${at}`} aria-label=${`${ROLES[role]} ${of('turn')(at) ?? ''}`} aria-current=${here ? 'true' : null} onClick=${() => choose(at)}>
       <div class="side"><b>${of('kind')(at) ?? ROLES[role]}</b>${of('turn')(at) !== null && role === 'assistant' && html`<span>turn ${of('turn')(at)}</span>`}</div>
       <div class="main">
         <${Body} body=${body} excerpt=${of('text')(at)} kind=${role === 'assistant' ? 'said' : ''} place=${{id: model.header.id, node: at, store}} />
         ${item.answers.map((answer) => html`<${Result} key=${answer} model=${model} at=${answer} near=${near} store=${store} />`)}
         ${role === 'assistant' && html`<${Figures} of=${of} at=${at} siblings=${model.children[of('parent')(at)]?.length ?? 1} calls=${calls} />`}
       </div>
-    </li>`;
+    </article>`;
 }
 
 function Result({model, at, near, store}) {

@@ -1,6 +1,5 @@
 // What was sampled, token by token, coloured by what is known of each.
-import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
-import {memo} from 'studio/base/memo';
+import {useEffect, useLayoutEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {html} from 'studio/base/html';
 import {cell, rowsOf} from 'studio/base/api';
 import {count, fixed, known, plural} from 'studio/base/format';
@@ -75,7 +74,7 @@ function useStream(model, start, store) {
     }
     if (wanted()) set({pages: [...pages, ...added], rest, error: null});
   };
-  useEffect(() => {
+  useLayoutEffect(() => {
     let here = true;
     if (start !== null) grow([], {node: start, from: 0}, () => here).catch((error) => here && set({pages: [], rest: null, error}));
     return () => { here = false; };
@@ -84,21 +83,31 @@ function useStream(model, start, store) {
   return {...state, next};
 }
 
-/** Drawn once for each colour: thousands of tokens need no look at what has not changed. */
-const Page = memo(({page, colour, turn, choose}) => {
+/** Thousands of tokens are made by hand, as text only, and are coloured anew without being made anew. */
+function Page({page, colour, turn, choose}) {
+  const place = useRef(null);
   const {tokens, prompt, from} = page;
-  const measure = COLOURS[colour];
   const size = rowsOf(tokens);
-  const drawn = [];
-  for (let at = 0; at < size; at += 1) {
-    const value = measure.of(tokens, at, page);
-    const text = cell(tokens, 'text', at);
-    const kind = from + at < prompt ? 't prompt' : 't';
-    drawn.push(html`<span class=${`${kind} ${shade(value, measure)}`} data-t=${`${page.node}.${from + at}`}>${text === null ? `${tokens.id[at]} ` : seen(text)}</span>`);
-  }
-  return html`<section class="turn"><h3><button class="plain" onClick=${() => choose(page.node)}>Turn ${turn ?? '–'}</button>
-    <span>${plural(prompt, 'prompt token')} ${page.extends ? 'new' : 'in full'}, ${count(page.total - prompt)} sampled</span></h3><p class="said">${drawn}</p></section>`;
-});
+  useLayoutEffect(() => {
+    const made = document.createDocumentFragment();
+    for (let at = 0; at < size; at += 1) {
+      const text = cell(tokens, 'text', at);
+      const token = document.createElement('span');
+      token.dataset.t = name(page, at);
+      token.textContent = text === null ? `${tokens.id[at]} ` : seen(text);
+      made.append(token);
+    }
+    place.current.replaceChildren(made);
+  }, [page]);
+  useLayoutEffect(() => {
+    const measure = COLOURS[colour];
+    for (let at = 0; at < size; at += 1) {
+      place.current.children[at].className = `t${from + at < prompt ? ' prompt' : ''} ${shade(measure.of(tokens, at, page), measure)}`;
+    }
+  }, [page, colour]);
+  return html`<section class="turn"><h2 class="small"><button class="plain" onClick=${() => choose(page.node)}>Turn ${turn ?? '–'}</button>
+    <span>${plural(prompt, 'prompt token')} ${page.extends ? 'new' : 'in full'}, ${count(page.total - prompt)} sampled</span></h2><p class="said" ref=${place}></p></section>`;
+}
 
 /** A line feed has no width of its own, and a colour needs one. */
 const seen = (text) => plain(text).replaceAll('\n', '⏎\n').replaceAll('\t', '⇥\t') || '·';
