@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, Task
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
+from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
@@ -280,7 +280,7 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
                 return
             await job.backend.check()
             checkouts = job.directory / CHECKOUTS
-            shutil.rmtree(checkouts, ignore_errors=True)  # left by a killed process
+            remove_tree(checkouts)  # left by a killed process
             player = open_swe_runner(plan, runner, options.strategy_spec(sampled), storage, job.backend, checkouts)
             yield GradedRunner(player, (*job.tasks.training, *job.tasks.held_out))
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,7 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay, mount_overlays
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox
 
 ForkMethod = Literal["overlay", "reflink", "copy"]
 
@@ -67,8 +68,10 @@ def fork_tree(
     limits: ForkLimits | None = None,
     methods: Sequence[ForkMethod] = METHODS,
     stop: threading.Event | None = None,
+    live: bool = False,
 ) -> Tree:
-    """A copy of ``source`` below ``into``, an existing empty directory of the caller. Blocks.
+    """A copy of ``source`` below ``into``, an existing empty directory of the caller. Blocks. ``live``: as in
+    ``copy_tree``.
 
     Raises ``BadEnvironmentError`` when a limit is reached or none of ``methods`` works here: this workspace cannot be
     forked. Raises ``InfrastructureError`` when ``stop`` is set or the copying fails.
@@ -79,7 +82,7 @@ def fork_tree(
     if source.overlay is not None:
         overlay = Overlay(source.overlay.lower, into / "upper", into / "work", target)
         overlay.work.mkdir()
-        copy_tree(source.overlay.upper, overlay.upper, limits=limits, stop=stop)
+        copy_tree(source.overlay.upper, overlay.upper, limits=limits, stop=stop, live=live)
         return Tree(target, overlay, "overlay")
     method = _first_that_works(methods, source.directory, into)
     if method == "overlay":
@@ -88,7 +91,7 @@ def fork_tree(
         overlay.work.mkdir()
         return Tree(target, overlay, method)
     bounds = limits if method == "copy" else limits.model_copy(update={"size": sys.maxsize})
-    copy_tree(source.directory, target, limits=bounds, stop=stop)
+    copy_tree(source.directory, target, limits=bounds, stop=stop, live=live)
     return Tree(target, None, method)
 
 
@@ -99,11 +102,14 @@ def copy_tree(
     limits: ForkLimits,
     stop: threading.Event,
     leave_out: frozenset[str] = frozenset(),
+    live: bool = False,
 ) -> None:
     """Copy the content of ``source``, except the names ``leave_out``, to ``target``: with modes, times and attributes.
 
     Symbolic links are copied, not followed. Files share their blocks until one is written where the file system can.
-    Raises ``InfrastructureError``.
+    ``live``: processes of a session may put a link in a folder's place meanwhile; it then leads nowhere, because the
+    copying sees nothing else of the host, and owners are not kept. Raises ``BadEnvironmentError`` where a limit is
+    reached, and ``InfrastructureError``.
     """
     present = leave_out & set(os.listdir(source)) if leave_out else set()
     parts = [f"{source}/{name}" for name in os.listdir(source) if name not in present] if present else [f"{source}/."]
@@ -111,7 +117,13 @@ def copy_tree(
     target.mkdir(exist_ok=True)
     if not parts:
         return
-    command = ["cp", "-a", "--reflink=auto", f"--target-directory={target}", "--", *parts]
+    keep = "mode,timestamps,links,xattr" if live else "all"
+    command = ["cp", "-dR", f"--preserve={keep}", "--reflink=auto", f"--target-directory={target}", "--"]
+    if live:
+        inside = [INSIDE + part.removeprefix(str(source)) for part in parts]
+        command = BubblewrapSandbox(source).wrap([*command, *inside], [target])
+    else:
+        command += parts
     deadline = time.monotonic() + limits.seconds
     with (
         tempfile.TemporaryFile() as said,
@@ -132,27 +144,39 @@ def copy_tree(
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a copy, with the kernel's unreadable directories in it; files that cannot be removed are left."""
+    """Remove a folder that a session wrote to: unreadable directories, and those deeper than ``shutil`` can go. Files
+    that cannot be removed are left."""
+    remove = ["rm", "-rf", "--", str(directory)]
+    if subprocess.run(remove, check=False, stdin=subprocess.DEVNULL, capture_output=True).returncode:
+        open_up = ["chmod", "-R", "u+rwX", "--", str(directory)]
+        subprocess.run(open_up, check=False, stdin=subprocess.DEVNULL, capture_output=True)
+        subprocess.run(remove, check=False, stdin=subprocess.DEVNULL, capture_output=True)
 
-    def open_up(function: object, path: str, error: BaseException) -> None:
-        if isinstance(error, PermissionError):
-            os.chmod(path, 0o700)
-            shutil.rmtree(path, ignore_errors=True)
 
-    shutil.rmtree(directory, onexc=open_up)
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder that programs in a sandbox may write to, removed whatever they left in it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    finally:
+        remove_tree(folder)
 
 
 def _check_size(paths: Sequence[str], limits: ForkLimits) -> None:
     files = size = 0
     pending = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
     while pending:
-        with os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                files += 1
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-                else:
-                    size += entry.stat(follow_symlinks=False).st_size
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    else:
+                        size += entry.stat(follow_symlinks=False).st_size
+        except OSError as error:
+            raise BadEnvironmentError(f"the workspace cannot be copied for a search: {error.strerror}") from error
         if files > limits.files or size > limits.size:
             found = f"{limits.files} files" if files > limits.files else f"{limits.size >> 20} MiB"
             raise BadEnvironmentError(

@@ -8,7 +8,8 @@ workspace is read and written by ``Workspace`` only, and directories are listed 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +19,8 @@ from openhands_aci.editor.history import FileHistoryManager
 from openhands_aci.editor.prompts import DIRECTORY_CONTENT_TRUNCATED_NOTICE
 from openhands_aci.editor.results import CLIResult, maybe_truncate
 
-from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 
 
@@ -86,12 +88,16 @@ class WorkspaceEditor:
     def edit(self, request: EditRequest) -> EditResult:
         """Execute one command. Raises ``PermissionError`` for a path outside of the workspace and other ``OSError``
         when the file cannot be read or written; a wrong request is answered in the text."""
+        request = _whole(request)
         if not request.path.startswith("/"):
             hint = f"{INSIDE}/{request.path}"
             return EditResult(
                 f"ERROR:\nThe path should be an absolute path, starting with `/`. Maybe you meant {hint}?"
             )
         path = self._workspace.name_inside(request.path)
+        if ".." in path.split("/"):
+            # Behind a link it leads elsewhere than in the folder of the copies, and out of that one.
+            raise PermissionError(f"{path}: write the path without ..")
         kind = self._workspace.kind(path)
         if kind == "directory" and request.command == "view" and not request.view_range:
             return EditResult(self._listing(path))
@@ -141,8 +147,9 @@ class WorkspaceEditor:
                 continue
             entry = f"{path}/{name}"
             shown.append(entry + "/" * (kind == "directory"))
-            if kind == "directory":
-                below = self._workspace.entries(entry)
+            # What is below a folder that nobody may read is not shown.
+            with suppress(OSError):
+                below = self._workspace.entries(entry) if kind == "directory" and len(shown) < MAX_LISTED else ()
                 shown += [f"{entry}/{n}" + "/" * (k == "directory") for n, k in below if not n.startswith(".")]
         text = f"Here's the files and directories up to 2 levels deep in {path}, excluding hidden items:\n"
         text += "\n".join(sorted(shown))
@@ -151,4 +158,10 @@ class WorkspaceEditor:
                 f"\n\n{hidden} hidden files/directories in this directory are excluded."
                 f" You can use 'ls -la {path}' to see them."
             )
-        return maybe_truncate(text, truncate_notice=DIRECTORY_CONTENT_TRUNCATED_NOTICE)
+        return maybe_truncate(whole_text(text), truncate_notice=DIRECTORY_CONTENT_TRUNCATED_NOTICE)
+
+
+def _whole(request: EditRequest) -> EditRequest:
+    """The request without halves of surrogate pairs, which neither a file nor a name can hold."""
+    texts = {field.name: getattr(request, field.name) for field in fields(request)}
+    return replace(request, **{name: whole_text(text) for name, text in texts.items() if isinstance(text, str)})

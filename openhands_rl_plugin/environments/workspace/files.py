@@ -12,15 +12,19 @@ import os
 import stat
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 
 MAX_FILE_BYTES = 10 * 1024 * 1024
 MAX_LISTED = 20_000
 _MAX_LINKS = 40
+# Each folder on the way is an open file of this process, whose other sessions need theirs.
+_MAX_DEPTH = 256
+_PATH_MAX = 4096
 
 FileKind = Literal["file", "directory", "other"]
 
@@ -105,6 +109,12 @@ class Workspace:
     def _components(self, path: str) -> list[str]:
         if "\0" in path:
             raise PermissionError(errno.EPERM, "a path cannot hold a null character", path)
+        try:
+            size = len(os.fsencode(path))
+        except UnicodeEncodeError as half:
+            raise OSError(errno.EILSEQ, os.strerror(errno.EILSEQ), whole_text(path)) from half
+        if size > _PATH_MAX:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
         for base in (INSIDE, str(self.root)):
             if path == base or path.startswith(base + "/"):
                 path = path[len(base) :]
@@ -117,45 +127,50 @@ class Workspace:
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
         """The open directory that really holds ``path``, and its name there: no link, no ``..``."""
-        with ExitStack() as opened:
-            todo, links = deque(self._components(path)), 0
-            above = [self._open_directory(opened, str(self.root), None)]
+        todo, links = deque(self._components(path)), 0
+        above = [_open_directory(str(self.root), None)]
+        try:
             while todo:
                 name = todo.popleft()
                 if name == "..":
                     if len(above) == 1:
                         raise _outside(path)
-                    above.pop()
+                    os.close(above.pop())
                 elif (target := _link_target(name, above[-1])) is not None:
                     links += 1
                     if links > _MAX_LINKS:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
                     if target.startswith("/"):
-                        del above[1:]
+                        while len(above) > 1:
+                            os.close(above.pop())
                         todo.extendleft(reversed(self._components(target)))
                     else:
                         todo.extendleft(part for part in reversed(target.split("/")) if part not in ("", "."))
                 elif todo:
-                    above.append(self._step_into(opened, name, above[-1], path, make))
+                    if len(above) > _MAX_DEPTH:
+                        raise OSError(errno.ENAMETOOLONG, f"below more than {_MAX_DEPTH} folders", path)
+                    above.append(_step_into(name, above[-1], path, make))
                 else:
                     yield above[-1], name
                     return
             yield above[-1], "."
+        finally:
+            for descriptor in above:
+                os.close(descriptor)
 
-    def _step_into(self, opened: ExitStack, name: str, directory: int, path: str, make: bool) -> int:
-        try:
-            return self._open_directory(opened, name, directory)
-        except FileNotFoundError as missing:
-            if not make:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from missing
-            os.mkdir(name, dir_fd=directory)
-            return self._open_directory(opened, name, directory)
 
-    def _open_directory(self, opened: ExitStack, name: str, directory: int | None) -> int:
-        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(name, flags, dir_fd=directory)
-        opened.callback(os.close, descriptor)
-        return descriptor
+def _step_into(name: str, directory: int, path: str, make: bool) -> int:
+    try:
+        return _open_directory(name, directory)
+    except FileNotFoundError as missing:
+        if not make:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from missing
+        os.mkdir(name, dir_fd=directory)
+        return _open_directory(name, directory)
+
+
+def _open_directory(name: str, directory: int | None) -> int:
+    return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
 
 
 def _outside(path: str) -> PermissionError:

@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
 from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_code, supervisor_program
@@ -53,11 +54,13 @@ class CommandResult(BaseModel):
 
 
 class ShellSnapshot(BaseModel):
-    """The state of a shell: its working directory, and the names of the processes that commands left running."""
+    """The state of a shell: its working directory, as ``os.fsdecode`` has it, and the names of the processes that
+    commands left running.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    cwd: str
+    cwd: Annotated[str, AfterValidator(lambda characters: os.fsdecode(characters.encode("latin-1")))]
     processes: list[str]
 
 
@@ -103,9 +106,9 @@ class Shell:
         with self._one_at_a_time:
             process = self._running()
             request = {
-                "command": self._sandbox.from_inside(command),
+                "command": self._sandbox.from_inside(whole_text(command)),
                 "timeout": timeout,
-                "cwd": self._sandbox.from_inside(cwd) if cwd else None,
+                "cwd": self._sandbox.from_inside(whole_text(cwd)) if cwd else None,
                 "keep": keep,
             }
             patience = None if timeout is None else timeout + _ANSWER_PATIENCE

@@ -11,7 +11,8 @@ It speaks JSON lines: the first line on stdin is the set-up, every other one a r
   command that runs in another directory and does not change the shell's state.
 * Answer: ``{"output", "earlier", "exit_code", "timed_out", "cwd"}``; ``earlier`` is what background processes of
   earlier commands wrote since the last answer.
-* Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}``: what commands left running.
+* Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}``: what commands left running, and a
+  directory whose characters are the bytes of its name.
 
 A command's own output is complete when its shell has ended, because all of it is in the pipe by then; background
 processes never delay an answer. The end of stdin ends the supervisor and all processes that it started.
@@ -145,7 +146,8 @@ class Supervisor:
     def snapshot(self) -> dict:
         """The state that a copy of this shell needs."""
         self.reap_dead()
-        return {"cwd": self.cwd, "processes": [name_of(pid) for pid in sorted(family(os.getpid()))]}
+        cwd = os.fsencode(self.cwd).decode("latin-1")
+        return {"cwd": cwd, "processes": [name_of(pid) for pid in sorted(family(os.getpid()))]}
 
     def run(self, request: dict) -> dict:
         """Run one command."""
@@ -184,7 +186,7 @@ class Supervisor:
             "earlier": earlier,
             "exit_code": None if timed_out or self.status is None else exit_code(self.status),
             "timed_out": timed_out,
-            "cwd": self.cwd,
+            "cwd": os.fsencode(self.cwd).decode("utf-8", "replace"),
         }
 
     def start(self, command: str, cwd: str, keep: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
+from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import completion_files, metadata_of, output_row, write_run_report
@@ -63,7 +63,7 @@ class Evaluation:
             metadata = metadata_of(plan, run, time.time(), by)
             left = tuple(eval_task for eval_task in eval_tasks if eval_task.task.id not in files.done)
             self.work += (Work(run, files, metadata, left),)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        remove_tree(self.scratch)
 
     @property
     def scratch(self) -> Path:
@@ -107,7 +107,7 @@ class Evaluation:
         """Release the locks of the runs, and remove remaining checkouts."""
         for work in self.work:
             work.files.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        remove_tree(self.scratch)
 
     async def _attempt(self, runner: EvalRunner, run: RunSpec, eval_task: EvalTask) -> GradedEpisode:
         """The first attempt without an infrastructure failure, or the last one, which says the first one's cause, too.

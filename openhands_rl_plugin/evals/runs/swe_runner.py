@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 import uuid
 from pathlib import Path
@@ -24,6 +23,7 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Trajectory,
 )
+from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
@@ -103,7 +103,7 @@ class SweRunner:
                 return await self._failed(request, place, started)
             return await self._host.run(request, place)
         finally:
-            await asyncio.to_thread(shutil.rmtree, root, True)
+            await asyncio.to_thread(remove_tree, root)
 
     async def _place(self, instance: Instance, root: Path) -> TaskWorkspace | Failure:
         directory = root / directory_of(instance)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
@@ -107,10 +107,10 @@ def read_pass_rates(path: Path, instances: Sequence[Instance]) -> dict[str, floa
 async def _runs(
     instance: Instance, backend: InstanceBackend, gate: QualityGate
 ) -> tuple[list[PatchVerdict], list[PatchVerdict]]:
-    with tempfile.TemporaryDirectory(prefix="openhands-rl-check-") as folder:
+    with scratch_folder("openhands-rl-check-") as folder:
 
         async def grade(patch: str, name: str) -> list[PatchVerdict]:
-            places = [Path(folder) / f"{name}-{at}" / instance.instance_id for at in range(gate.repeats)]
+            places = [folder / f"{name}-{at}" / instance.instance_id for at in range(gate.repeats)]
             return [await backend.grade(instance, patch, logs=each, timeout=gate.timeout) for each in places]
 
         return await grade(instance.patch, "oracle"), await grade(NO_OP, "no-op")

@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, isolate
+from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
@@ -83,9 +83,9 @@ class TreeSandbox:
         variables = {"OPENHANDS_RL_REPORT": "/tmp/out/report.json", "PYTHONHASHSEED": str(hash_seed)}
         if covered:
             variables["OPENHANDS_RL_COVERED"] = "1"
-        with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
+        with scratch_folder("openhands-rl-tasks-") as folder:
             started = time.monotonic()
-            printed, timed_out = self._run(Path(folder), tree, words, variables)
+            printed, timed_out = self._run(folder, tree, words, variables)
             seconds = time.monotonic() - started
             if timed_out:
                 return TestRun(timed_out=True, seconds=seconds)
@@ -101,11 +101,11 @@ class TreeSandbox:
 
         Empty when it ran too long or ended the process.
         """
-        with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
-            (Path(folder) / "out").mkdir()
-            (Path(folder) / "out" / "snippet.py").write_text(script, encoding="utf-8")
+        with scratch_folder("openhands-rl-tasks-") as folder:
+            (folder / "out").mkdir()
+            (folder / "out" / "snippet.py").write_text(script, encoding="utf-8")
             words = ["python", "/tmp/tools/snippets.py", "/tmp/out/snippet.py", "/tmp/out/result.json"]
-            _, timed_out = self._run(Path(folder), tree, words, {"PYTHONHASHSEED": "0"})
+            _, timed_out = self._run(folder, tree, words, {"PYTHONHASHSEED": "0"})
             try:
                 found = json.loads(_left(folder, "result.json"))
             except (OSError, ValueError):
@@ -157,9 +157,9 @@ class TreeSandbox:
         return ["--clearenv", *(part for name, value in everything.items() for part in ("--setenv", name, value))]
 
 
-def _left(folder: str, name: str) -> bytes:
+def _left(folder: Path, name: str) -> bytes:
     """What tests left for the host, who follows no link of theirs and waits at no pipe. Raises ``OSError``."""
-    return Workspace(Path(folder, "out")).read(name, _LONGEST_REPORT)
+    return Workspace(folder / "out").read(name, _LONGEST_REPORT)
 
 
 def _isolated(environment: Path) -> list[str]:

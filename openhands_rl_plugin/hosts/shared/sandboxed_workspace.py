@@ -10,7 +10,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -101,10 +101,12 @@ class SandboxedWorkspace:
 
     def restart(self) -> None:
         """End all processes, and go on with a new shell in the session's first folder. Files stay, in ``/tmp`` too."""
-        old, new = self._shell, self._new_shell(self.start)
-        with suppress(InfrastructureError):
-            self._copy_temporary(old, new, frozenset({Path(self._sandbox.state).parent.name}), threading.Event())
-        self._shell = new
+        old, self._shell = self._shell, self._new_shell(self.start)
+        # Nothing may run while the host copies, or a link could come in a folder's place: whoever holds a folder in
+        # memory keeps it beyond the end of its sandbox.
+        with suppress(InfrastructureError, BadEnvironmentError), _held(old.path_from_host(TEMPORARY)) as source:
+            old.close()
+            self._copy_temporary(source, self._shell, frozenset({Path(self._sandbox.state).parent.name}))
         old.close()
 
     def fork(self, stop: threading.Event) -> Self:
@@ -126,7 +128,7 @@ class SandboxedWorkspace:
             twin._tree = fork_tree(self._tree, private, limits=_LIMITS, stop=stop)
             twin._sandbox = self._sandbox.over(twin._tree.directory, twin._tree.mounting())
             shell = twin._new_shell(stands.cwd)
-            self._copy_temporary(self._shell, shell, frozenset(), stop)
+            self._copy_temporary(self._shell.path_from_host(TEMPORARY), shell, stop=stop)
         except BaseException:
             if shell is not None:
                 shell.close()
@@ -161,7 +163,7 @@ class SandboxedWorkspace:
         """
         private = Path(tempfile.mkdtemp(prefix="openhands-rl-fork-")).resolve()
         try:
-            tree = fork_tree(self._tree, private, limits=_LIMITS, stop=stop)
+            tree = fork_tree(self._tree, private, limits=_LIMITS, stop=stop, live=True)
             sandbox = self._sandbox.over(tree.directory, tree.mounting())
             return check_workspace(asked, sandbox, self._variables, self._limits, start=self.start)
         finally:
@@ -180,10 +182,21 @@ class SandboxedWorkspace:
     def _new_shell(self, start: str) -> Shell:
         return Shell(self._sandbox, self._variables, self._limits, start=start)
 
-    def _copy_temporary(self, old: Shell, new: Shell, without: frozenset[str], stop: threading.Event) -> None:
+    def _copy_temporary(
+        self, source: Path, new: Shell, without: frozenset[str] = frozenset(), stop: threading.Event | None = None
+    ) -> None:
         left_out = self._sandbox.host_names_in_tmp | without
-        source, target = old.path_from_host(TEMPORARY), new.path_from_host(TEMPORARY)
-        copy_tree(source, target, limits=_LIMITS, stop=stop, leave_out=left_out)
+        target = new.path_from_host(TEMPORARY)
+        copy_tree(source, target, limits=_LIMITS, stop=stop or threading.Event(), leave_out=left_out)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[Path]:
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
 
 
 def _children(pid: str) -> list[str]:

@@ -43,6 +43,7 @@ from openhands_aci.utils.diff import get_diff
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.check import check_workspace
@@ -247,7 +248,7 @@ class WorkspaceRuntime(SessionRuntime):
     def write(self, action: FileWriteAction) -> Observation:
         """Replace the whole file; create it and its parent directories when needed."""
         try:
-            self.files.write(action.path, action.content.encode("utf-8", "surrogateescape"))
+            self.files.write(action.path, whole_text(action.content).encode())
         except PermissionError:
             raise
         except OSError as error:

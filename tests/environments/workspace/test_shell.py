@@ -165,6 +165,20 @@ def test_output_that_is_no_text_arrives(run: Run):
     assert run("echo 'héé ☃'").output == "héé ☃\n"
 
 
+@pytest.mark.parametrize("name", [r"$'\xff'", r"$'a\nb'", r"$'\e[2J\a'", '"a\'b"'])
+def test_a_folder_of_any_name_may_be_the_working_directory(shell: Shell, run: Run, name: str):
+    made = run(f"mkdir {name} && cd {name}")
+    assert made.exit_code == 0 and made.cwd.startswith("/workspace/") and made.cwd.encode()
+    assert run("pwd").output == made.cwd + "\n"
+    other = Shell(shell._sandbox, start=shell.snapshot().cwd)
+    assert other.run("pwd", timeout=20).output == made.cwd + "\n"
+    other.close()
+
+
+def test_half_a_surrogate_pair_is_a_replacement_sign(run: Run):
+    assert run("echo 'a \ud800 b'", cwd="/workspace/\udfff").output.endswith("a \ufffd b\n")
+
+
 def test_a_command_may_be_longer_than_an_argument(run: Run):
     assert run(f"cat <<'X' | wc -c\n{'y' * 300_000}\nX").output.strip() == "300001"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.environments.workspace.processes import checked, run
 
 _LOOK_AGAIN = 0.1
@@ -83,8 +83,7 @@ async def remove(folder: Path) -> None:
         # ``shutil`` stops at folders without write permission; thousands of files are faster elsewhere, too.
         await asyncio.shield(run(["rm", "-rf", "--one-file-system", str(folder)]))
         if folder.exists():
-            await run(["chmod", "-R", "u+rwX", str(folder)])
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.shield(asyncio.to_thread(remove_tree, folder))
 
 
 async def copy_tree(source: Path, target: Path) -> None:

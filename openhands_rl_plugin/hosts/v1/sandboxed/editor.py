@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from openhands.sdk.llm import TextContent
@@ -16,7 +17,7 @@ from openhands.tools.file_editor.editor import FileEditor
 from openhands.tools.file_editor.exceptions import ToolError
 from openhands.tools.file_editor.utils.history import FileHistoryManager
 
-from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import TEMPORARY, SandboxedWorkspace
 
@@ -126,10 +127,17 @@ class ConversationEditor:
         return result.model_copy(update={"content": content, "path": path})
 
 
-def _skeleton(files: Workspace, name: str, into: Path, levels: int) -> None:
+def _skeleton(files: Workspace, name: str, into: Path, levels: int, room: int = MAX_LISTED) -> int:
+    """Empty files and folders with the names, at most ``room``; returns how many are left of that."""
     into.mkdir()
-    for entry, kind in files.entries(name) if levels else ():
-        if kind == "directory":
-            _skeleton(files, f"{name}/{entry}", into / entry, levels - 1)
-        else:
-            (into / entry).touch()
+    # What is below a folder that nobody may read is not shown.
+    with suppress(OSError):
+        for entry, kind in files.entries(name) if levels else ():
+            if room <= 0:
+                break
+            room -= 1
+            if kind == "directory":
+                room = _skeleton(files, f"{name}/{entry}", into / entry, levels - 1, room)
+            else:
+                (into / entry).touch()
+    return room

@@ -1,0 +1,160 @@
+"""What a session leaves in its files never leads the host out of the workspace, blocks it or fills it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+
+from openhands_rl_plugin.config.workspace import WorkspaceSettings
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree, remove_tree
+from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
+from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+
+# A folder of many files, and in its place, now and then, a link to another one with the same names.
+SWAP = """
+import os, sys
+place, target = sys.argv[1:]
+os.mkdir(f"{place}/d")
+for at in range(1000):
+    open(f"{place}/d/{at}", "w").close()
+os.symlink(target, f"{place}/link")
+print("swaps", flush=True)
+while True:
+    os.rename(f"{place}/d", f"{place}/e")
+    os.rename(f"{place}/link", f"{place}/d")
+    os.rename(f"{place}/d", f"{place}/link")
+    os.rename(f"{place}/e", f"{place}/d")
+"""
+
+
+def make_deep(folder: Path, levels: int) -> None:
+    program = f"import os\nfor _ in range({levels}): os.mkdir('d'); os.chdir('d')"
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "session" / "workspace"
+    root.mkdir(parents=True)
+    return root
+
+
+@pytest.fixture
+def editor(root: Path) -> WorkspaceEditor:
+    private = root.parent / "private"
+    private.mkdir()
+    return WorkspaceEditor(Workspace(root), private)
+
+
+def test_a_way_back_from_behind_a_link_writes_nothing_elsewhere(root: Path, editor: WorkspaceEditor):
+    """Behind the link, ``..`` leads to the workspace, but in a folder of copies without links far above it."""
+    (root / "a/b/c/d/e").mkdir(parents=True)
+    (root / "link").symlink_to("a/b/c/d/e")
+    back = "../" * 5
+    (root / "outside").mkdir()
+    for command in ("create", "view"):
+        with pytest.raises(PermissionError, match=r"without \.\."):
+            editor.edit(EditRequest(command, f"/workspace/link/{back}outside/planted", file_text="x"))
+    assert not list(root.parent.parent.rglob("planted"))
+
+
+def test_halves_of_surrogate_pairs_are_edited_as_replacement_signs(root: Path, editor: WorkspaceEditor):
+    made = editor.edit(EditRequest("create", "/workspace/a", file_text="one \ud800 two"))
+    assert "created" in made.text and (root / "a").read_text() == "one \ufffd two"
+    changed = editor.edit(EditRequest("str_replace", "/workspace/a", old_str="\udc00", new_str="1\udcff"))
+    assert changed.new_content == "one 1\ufffd two"
+    with pytest.raises(OSError):
+        Workspace(root).read("/workspace/\ud800")
+
+
+def test_names_that_are_no_text_are_listed_as_text(root: Path, editor: WorkspaceEditor):
+    os.mkdir(os.fsencode(root) + b"/\xff")
+    (root / "new\nline\x1b[2J").touch()
+    listed = editor.edit(EditRequest("view", "/workspace")).text
+    assert listed.encode() and "/workspace/\ufffd/" in listed
+
+
+def test_a_listing_is_bounded(root: Path, editor: WorkspaceEditor, monkeypatch: pytest.MonkeyPatch):
+    for each in range(40):
+        (root / f"d{each}").mkdir()
+        for file in range(20):
+            (root / f"d{each}" / f"f{file}").touch()
+    monkeypatch.setattr("openhands_rl_plugin.environments.workspace.editor.MAX_LISTED", 100)
+    assert editor.edit(EditRequest("view", "/workspace")).text.count("/f") <= 120
+
+
+def test_a_long_way_takes_no_open_files_of_others(root: Path):
+    make_deep(root, 400)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 300, hard))
+    try:
+        for path in ("d/" * 400, "d/../" * 700, "d/" * 20000):
+            try:
+                Workspace(root).entries(f"/workspace/{path}")
+            except OSError as error:
+                assert error.strerror in ("File name too long", "below more than 256 folders")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_very_deep_tree_is_removed_and_cannot_be_copied(root: Path):
+    make_deep(root, 2200)  # no path of the kernel is as long
+    (root.parent / "fork").mkdir()
+    try:
+        with pytest.raises(BadEnvironmentError, match="cannot be copied"):
+            fork_tree(Tree(root), root.parent / "fork", methods=["copy"])
+        remove_tree(root)
+        assert not root.exists()
+        remove_tree(root)
+    finally:
+        subprocess.run(["rm", "-rf", root], check=True)
+
+
+def secrets(tmp_path: Path) -> Path:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for each in range(1000):
+        (outside / str(each)).write_text("s3cret")
+    return outside
+
+
+@needs_bubblewrap
+def test_a_link_that_comes_in_a_folder_s_place_while_it_is_copied_leads_nowhere(root: Path, tmp_path: Path):
+    outside = secrets(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", SWAP, root, outside], stdout=subprocess.PIPE) as swapper:
+        try:
+            assert swapper.stdout is not None and swapper.stdout.readline()
+            for at in range(3):
+                copied = tmp_path / f"copy-{at}"
+                with suppress(BadEnvironmentError, InfrastructureError):  # what is gone meanwhile cannot be copied
+                    copy_tree(root, copied, limits=ForkLimits(), stop=threading.Event(), live=True)
+                assert not [path for path in copied.glob("[de]/*") if path.read_text()]
+        finally:
+            swapper.kill()
+
+
+@needs_bubblewrap
+def test_a_terminal_that_is_reset_takes_nothing_of_the_host_along(root: Path, tmp_path: Path):
+    outside = secrets(tmp_path)
+    (root / "swap.py").write_text(SWAP)
+    workspace = SandboxedWorkspace(root, WorkspaceSettings())
+    try:
+        for at in range(2):
+            begun = "until [ -s /tmp/said ]; do :; done"
+            command = f"mkdir /tmp/{at}; python3 swap.py /tmp/{at} {outside} > /tmp/said & {begun}"
+            assert workspace.run(command, timeout=30).exit_code == 0
+            workspace.restart()
+            found = workspace.run("grep -rl s3cret /tmp/[0-9]; rm /tmp/said; ls /tmp", timeout=30).output
+            assert found.startswith("0\n")
+    finally:
+        workspace.close()
