@@ -254,6 +254,11 @@ async def _check_order(storage: TrajectoryStorage) -> None:
                 await _check_summaries(storage, where)
                 if await storage.count(where) != len(expected):
                     _broken("count() must leave offset and limit aside")
+        for at, name in enumerate(expected):
+            where = TrajectoryFilter(run_id="order", sort=sort, descending=descending, after=f"order {name}")
+            names = [summary.id.removeprefix("order ") async for summary in storage.summaries(where)]
+            if names != expected[at + 1 :]:
+                _broken(f"summaries({where.model_dump(exclude_defaults=True)}) returned {names}, not what comes after")
 
 
 async def _check_rewardless(storage: TrajectoryStorage) -> None:

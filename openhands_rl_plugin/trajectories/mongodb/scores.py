@@ -93,6 +93,8 @@ class ScoreBook:
         self, trajectory_ids: Sequence[str] | None, lost: list[DamagedRecord] | None = None
     ) -> tuple[Label, ...]:
         """The labels of these episodes, or all, oldest first. ``lost`` as for ``of``."""
+        if trajectory_ids is not None and not trajectory_ids:
+            return ()
         some = {} if trajectory_ids is None else {"episode": {"$in": list(trajectory_ids)}}
         found = await self._database.labels.find(some).to_list()
         ordered = sorted(found, key=lambda document: document["order"])
