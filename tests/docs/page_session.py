@@ -164,6 +164,8 @@ class Session:
                 timeout=_SECONDS,
             )
             self.printed.append(done.stdout)
+            for written in self.folder.glob("*.toml"):
+                written.write_text(self._changed(written.read_text()))
             fails = shown.startswith("error:")
             assert bool(done.returncode) == fails, f"{where}: {real}\nexit code {done.returncode}\n{done.stdout}"
             if shown:
@@ -199,6 +201,9 @@ class Session:
             text = re.sub(rf"(?<=[: ]){port}(?![0-9])", str(free), text)
         for shown, real in self._known.items():
             text = text.replace(shown, real)
+        return self._changed(text)
+
+    def _changed(self, text: str) -> str:
         for pattern, new in self.changes.items():
             text = re.sub(pattern, new, text)
         return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from page_session import DOCS, NEEDS, ROOT, Session, blocks, language_of
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.testing import example_trajectory
 
+DATA = ROOT / "tests/trajectories/exchange/data"
 # The tiny model's calls are native, and its answers short.
 CHANGES = {
     "native_tool_calling = false": "native_tool_calling = true",
-    r"max_response_length = \d+": "max_response_length = 64",
+    "max_response_length = 4096": "max_response_length = 64",
     "--algorithm sft": "--algorithm sft --num-epochs 1",
     "--tasks 7 --config config.toml": "--tasks 3 --config config.toml",
     "num_simulations=16": "num_simulations=4",
@@ -25,12 +27,18 @@ CHANGES = {
 
 
 def fixer(folder: Path) -> None:
-    """``./model``: a tiny model that mends the file of the tutorial by one command, and then says that it is done."""
-    from fixing_model import write_fixer
+    """``./model``: a tiny model that mends the file of the tutorial by one command, and then says that it is done.
 
-    name = "execute_bash" if NEEDS["v0"] else "terminal"
-    command = "sed -i 's/a - b/a + b/' calc.py 2>/dev/null; echo done"
-    write_fixer(folder / "model", (name, {"command": command}), ("finish", {"message": "Done."}))
+    Its tokenizer knows OpenHands' words, so that prompts are as short as those of a real one.
+    """
+    from fixing_model import write_chooser
+
+    texts = [path.read_text() for path in (DATA / "golden_system_prompt.txt", DATA / "codeact_v2_tools.json")]
+    shell = "execute_bash" if NEEDS["v0"] else "terminal"
+    mend = {"name": shell, "arguments": {"command": "sed -i 's/a - b/a + b/' calc.py 2>/dev/null; echo done"}}
+    done = {"name": "finish", "arguments": {"message": "Done."}}
+    first, again = (f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in (mend, done))
+    write_chooser(folder / "model", [first], again, texts)
 
 
 def store(folder: Path) -> None:
