@@ -10,6 +10,8 @@ from openhands_rl_plugin.config.network import LISTS, hosts_of, index_addresses
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
+from openhands_rl_plugin.hosts.local import local_runner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.shared.workspace_access import network_of
 
 TOKEN = "tok-5b81e0c9d2"
@@ -87,3 +89,20 @@ def test_damaged_settings_and_addresses_with_a_token_in_their_path_are_left_out(
     environ |= {"PIP_INDEX_URL": f"https://index.example/{key}/simple", "UV_INDEX": "https://[bad/simple"}
     found = index_addresses(environ)
     assert key not in str(found) and found.targets == ()
+
+
+@pytest.mark.parametrize("name", ["HTTPS_PROXY", "https_proxy", "all_proxy"])
+def test_behind_a_proxy_of_the_host_a_list_of_hosts_is_refused_without_its_password(name: str):
+    environ = {name: f"http://user:{TOKEN}@proxy.example.com:3128"}
+    with pytest.raises(ConfigError, match=f"proxy of {name} is not used") as refused:
+        network_of(workspace(network=["pypi"]), environ=environ)
+    assert TOKEN not in str(refused.value) and "\n" not in str(refused.value)
+    assert network_of(workspace(), environ=environ) is False
+
+
+@pytest.mark.parametrize("setting", ["network", "visible", "writable"])
+def test_no_isolation_in_code_leaves_no_setting_of_the_workspace_unheeded(setting: str, tmp_path: Path):
+    value = "pypi" if setting == "network" else str(tmp_path)
+    settings = settings_from_sections({"rl": {"workspace": {setting: [value]}}})
+    with pytest.raises(ConfigError, match=rf"\[rl.workspace\] {setting}: HostOptions\(isolation"):
+        local_runner(settings, HostOptions(environment_mode=False, isolation="none"))

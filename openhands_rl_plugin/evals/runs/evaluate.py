@@ -17,7 +17,7 @@ from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner,
 from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask
 from openhands_rl_plugin.evals.runs.evaluation import Evaluation
 from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, SessionAccess
 from openhands_rl_plugin.evals.runs.prompts import REPLIES
 from openhands_rl_plugin.evals.runs.suites import WEBSHOP, Suite
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
@@ -30,6 +30,7 @@ STORE = "trajectories"
 """The default folder of the store, below that of the evaluation."""
 
 _MOST_PROCESSES = 8
+_ISOLATION = "bubblewrap"
 
 
 async def evaluate(
@@ -55,7 +56,8 @@ async def evaluate(
         raise ConfigError(f"{suite.name} needs a back end for its instances")
     if backend is not None:
         await backend.check()
-    evaluation = Evaluation(plan, eval_tasks, by=agent_strategy(plan, settings), retry_failed=retry_failed)
+    by, access = agent_strategy(plan, settings), _access(suite, settings)
+    evaluation = Evaluation(plan, eval_tasks, by=by, access=access, retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
         async with _open_eval_runner(
@@ -110,7 +112,7 @@ def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOption
         raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} supports, not {plan.agent}")
     return HostOptions(
         environment_mode=not suite.software,
-        isolation="bubblewrap",
+        isolation=_ISOLATION,
         sessions=-(-plan.workers // max(1, processes)),
         command_timeout=plan.command_timeout,
         native_tool_calling=plan.model.native_tool_calling,
@@ -169,6 +171,14 @@ def agent_strategy(plan: EvaluationPlan, settings: RLSettings) -> AgentStrategy 
         options=settings.strategy,
         temperature=own if isinstance(own, float) else None,
     )
+
+
+def _access(suite: Suite, settings: RLSettings) -> SessionAccess | None:
+    """What commands of a suite may reach; ``None`` where it has none."""
+    own = settings.workspace
+    if not suite.software:
+        return None
+    return SessionAccess(isolation=_ISOLATION, network=own.network, visible=own.visible, writable=own.writable)
 
 
 def process_count(workers: int) -> int:

@@ -14,7 +14,7 @@ from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import completion_files, metadata_of, output_row, write_run_report
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec, SessionAccess
 from openhands_rl_plugin.evals.runs.resume import check_same_settings
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
 
@@ -39,8 +39,8 @@ class Work:
 class Evaluation:
     """The runs of a plan over ``eval_tasks``; finished attempts are skipped. One process at a time; close it.
 
-    ``by``: the agent's strategy, if it has one. ``retry_failed`` repeats attempts that ended with an infrastructure
-    failure. Raises ``ConfigError``, also for runs that were made with other settings.
+    ``by``: the agent's strategy, if it has one; ``access``: that of its commands. ``retry_failed`` repeats attempts
+    that ended with an infrastructure failure. Raises ``ConfigError``, also for runs that were made with other settings.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Evaluation:
         eval_tasks: Sequence[EvalTask],
         *,
         by: AgentStrategy | None = None,
+        access: SessionAccess | None = None,
         retry_failed: bool = False,
     ) -> None:
         self.plan = plan
@@ -60,7 +61,7 @@ class Evaluation:
             files = RunFiles(plan.run_directory(run))
             if retry_failed:
                 files.forget(_failed_row)
-            metadata = metadata_of(plan, run, time.time(), by)
+            metadata = metadata_of(plan, run, time.time(), by, access)
             left = tuple(eval_task for eval_task in eval_tasks if eval_task.task.id not in files.done)
             self.work += (Work(run, files, metadata, left),)
         remove_tree(self.scratch)

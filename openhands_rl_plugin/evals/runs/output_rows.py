@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.evals.report.run_records import outcome_of_row
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec, SessionAccess
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, PREDICTIONS, read_rows
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
@@ -22,8 +22,16 @@ from openhands_rl_plugin.trajectories.exchange.dates import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 
 
-def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, by: AgentStrategy | None = None) -> JsonObject:
-    """``metadata.json``, with OpenHands' keys; other settings are in ``details``. ``by``: the strategy."""
+def metadata_of(
+    plan: EvaluationPlan,
+    run: RunSpec,
+    started: float,
+    by: AgentStrategy | None = None,
+    access: SessionAccess | None = None,
+) -> JsonObject:
+    """``metadata.json``, with OpenHands' keys; other settings are in ``details``. ``by``: the strategy; ``access``:
+    that of commands, where there are any.
+    """
     own: JsonObject = {
         "suite": plan.suite,
         "host": plan.host,
@@ -38,6 +46,7 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, by: AgentStr
         "limits": plan.limits().model_dump(exclude={"timeout"}),
         "success": str(plan.success),
         "environment": redact_json(plan.environment),
+        "workspace": redact_json(access.model_dump(mode="json")) if access is not None else None,
     }
     return {
         "agent_class": plan.agent,

@@ -34,6 +34,15 @@ class AgentStrategy(Frozen):
     temperature: float | None = None
 
 
+class SessionAccess(Frozen):
+    """What commands of an evaluation's sessions may reach: the sandbox, and ``[rl.workspace]`` of the settings."""
+
+    isolation: str
+    network: tuple[str, ...] = ()
+    visible: tuple[str, ...] = ()
+    writable: tuple[str, ...] = ()
+
+
 class EvaluationPlan(Frozen):
     """One evaluation. ``timeout`` bounds an episode and ``test_timeout`` the tests of one patch, in seconds.
 

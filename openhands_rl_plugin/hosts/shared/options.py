@@ -55,6 +55,18 @@ class HostOptions(Frozen):
         return StrategySpec(name=settings.rollout_strategy, options=options)
 
 
+def check_isolation(settings: RLSettings, options: HostOptions) -> None:
+    """Raises ``ConfigError`` where ``isolation = "none"`` would leave what ``[rl.workspace]`` says unheeded."""
+    workspace = settings.workspace
+    if options.environment_mode or options.isolation != "none":
+        return
+    if unheeded := next((name for name in ("network", "visible", "writable") if getattr(workspace, name)), None):
+        raise ConfigError(
+            f'[rl.workspace] {unheeded}: HostOptions(isolation="none") leaves commands the whole network and all files '
+            "of this user; remove one of the two"
+        )
+
+
 def check_engine_setting(settings: RLSettings) -> None:
     """OpenHands' controller asks its model server itself. Raises ``ConfigError`` for another engine."""
     if settings.engine not in (AUTO, "openai"):

@@ -15,6 +15,7 @@ from openhands_rl_plugin.environments.workspace.visible import HostPaths
 _MEBIBYTE = 1024**2
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "PIP_CERT")
 # Where a sandbox shows certificates.
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _SHOWN = ("/etc/ssl/cert", "/etc/pki/tls/cert", "/etc/pki/ca-trust/")
 
 
@@ -37,13 +38,18 @@ def network_of(
     settings: WorkspaceSettings, *, whole: bool = False, environ: Mapping[str, str] = os.environ
 ) -> AllowedNetwork | bool:
     """What a session may reach, with the package index of this machine where ``pypi`` is: nothing, or the ``whole``
-    network. Raises ``ConfigError`` where hosts and all of it are asked for.
+    network. Raises ``ConfigError`` where hosts and all of it are asked for, and behind a proxy of the host.
     """
     if not settings.network:
         return whole
     if whole:
         raise ConfigError(
             "[rl.workspace] network: [sandbox] use_host_network = true opens all of it; remove one of the two"
+        )
+    if by := next((name for name in _PROXIES if environ.get(name)), None):
+        raise ConfigError(
+            f"[rl.workspace] network: the proxy of {by} is not used for sessions, which would reach nothing; empty the "
+            "setting, or unset the variable where this machine reaches the hosts without it"
         )
     index = index_addresses(environ) if "pypi" in settings.network else IndexAddresses((), {})
     trusted = {name: environ[name] for name in _CERTIFICATES if environ.get(name, "").startswith(_SHOWN)}
