@@ -55,3 +55,10 @@ def test_the_configuration_to_start_from_is_in_the_wheel(wheel: zipfile.ZipFile)
     written = wheel.read("openhands_rl_plugin/config/example.toml").decode()
     assert written == (ROOT / "config.toml.example").read_text(encoding="utf-8")
     assert b"openhands_rl_plugin.hosts.v0.autoload" in wheel.read("openhands_rl_autoload.pth")
+
+
+def test_the_studios_pages_are_in_the_wheel_with_the_licences_of_what_others_made(wheel: zipfile.ZipFile) -> None:
+    static = ROOT / "openhands_rl_plugin" / "apps" / "studio" / "static"
+    wanted = {file.relative_to(ROOT).as_posix() for file in static.rglob("*") if file.is_file()}
+    assert len(wanted) > 30 and wanted <= set(wheel.namelist())
+    assert not [name for name in wheel.namelist() if "axe-core" in name or name.startswith("tests/")]

@@ -1,7 +1,7 @@
 """What a step, its recording and a fork cost in OpenHands V1, against the stock agent and the stock tools.
 
     .venv-v1/bin/python -m evaluation.performance.hosts.sdk_workspace [--conversations 16] [--steps 20] [--repeats 3] \
-        [--json FILE]
+        [--rates-only] [--json FILE]
 
 * steps: so many conversations in one process, each with so many commands (``echo``), after a first one that starts
   the shell; with the stock agent and its tools, ``RLAgent`` with the stock tools, ``RLAgent`` with its own, and that
@@ -212,12 +212,26 @@ def repeated(measure: Callable[[str], float], kinds: tuple[str, ...], repeats: i
     return found
 
 
+def load() -> str:
+    """That of the machine."""
+    return f"load {os.getloadavg()[0]:.1f}"
+
+
+def tell_recording(spent: dict[str, list[float]]) -> None:
+    """What each kind adds to the stock agent's step."""
+    print(f"a step of the stock agent: {statistics.median(spent[STOCK]):.1f} ms of processor time; {load()}")
+    for kind in list(spent)[1:]:
+        added = [own - stock for stock, own in zip(spent[STOCK], spent[kind], strict=True)]
+        print(f"{kind} adds {statistics.median(added):.1f} ms (bound {RECORDING_MS:g})", flush=True)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rates-only", action="store_true", help="steps a second, nothing else")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -231,32 +245,31 @@ def main() -> None:
         def rate(kind: str) -> float:
             found, missing = steps_a_second(kind, url, fresh(), options.conversations, options.steps)
             lost[kind] += missing
+            print(f"{kind}: {found:.1f} steps a second; {load()}", flush=True)
             return found
 
+        print(f"{platform.machine()}, {os.cpu_count()} cores, SDK {version('openhands-sdk')}, {load()}", flush=True)
         thinking = (STOCK, STOCK_TOOLS, OWN_ENGINE)
         recording: dict[str, list[float]] = {kind: [] for kind in thinking}
-        for _ in range(options.repeats):
-            for kind, times in processor_ms(thinking, url, fresh(), 40).items():
-                recording[kind] += times
-        tools = tool_ms(url, fresh(), 20 * options.repeats)
+        tools: dict[str, list[float]] = {}
+        forks: list[float] = []
+        if not options.rates_only:
+            for _ in range(options.repeats):
+                for kind, times in processor_ms(thinking, url, fresh(), 40).items():
+                    recording[kind] += times
+            tell_recording(recording)
+            forks = fork_ms(url, fresh(), 5 * options.repeats)
+            told = f"{statistics.median(forks):.0f} ms, at most {max(forks):.0f} (bound {FORK_MS:g})"
+            print(f"fork: {told}; {load()}", flush=True)
+            tools = tool_ms(url, fresh(), 10 * options.repeats)
+            for kind, times in tools.items():
+                print(f"terminal, {kind}: {statistics.median(times):.1f} ms", flush=True)
         rates = repeated(rate, KINDS, options.repeats)
-        forks = fork_ms(url, fresh(), 5 * options.repeats)
     medians = {kind: statistics.median(values) for kind, values in rates.items()}
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, SDK {version('openhands-sdk')}"
-    )
     for kind in KINDS:
-        every = ", ".join(f"{value:.1f}" for value in rates[kind])
-        print(f"{kind}: {medians[kind]:.1f} steps a second ({every}); {lost[kind]} answers lost")
+        print(f"{kind}: {medians[kind]:.1f} steps a second; {lost[kind]} answers lost")
     for kind, stock, bound in BOUNDS:
         print(f"{kind} / {stock}: {medians[kind] / medians[stock]:.2f} (bound {bound:g})")
-    print(f"a step of the stock agent: {statistics.median(recording[STOCK]):.1f} ms of processor time")
-    for kind in thinking[1:]:
-        added = [own - stock for stock, own in zip(recording[STOCK], recording[kind], strict=True)]
-        print(f"{kind} adds {statistics.median(added):.1f} ms (bound {RECORDING_MS:g})")
-    for kind, times in tools.items():
-        print(f"terminal, {kind}: {statistics.median(times):.1f} ms")
-    print(f"fork: {statistics.median(forks):.0f} ms, at most {max(forks):.0f} (bound {FORK_MS:g})")
     if options.json:
         found = {"recording": recording, "tools": tools, "rates": rates, "forks": forks, "lost": lost}
         options.json.write_text(json.dumps(found))

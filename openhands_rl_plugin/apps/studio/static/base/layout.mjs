@@ -46,7 +46,9 @@ export function laidOut(model, open = new Set()) {
   const first = model.roots.flatMap((root) => (model.of('sampled')(root) ? [root] : [topOf(model, root)]));
   const roots = [...new Set(first)].map((root) => grown(model, root, new Set([...acted, root]), open));
   const whole = roots.length === 1 ? roots[0] : {node: null, stack: [], children: roots};
-  const root = tree().nodeSize([ROW, STEP]).separation((a, b) => (a.parent === b.parent ? 1 : 1.25))(hierarchy(whole));
+  const root = tree().nodeSize([ROW, STEP])
+    // The label of an acted answer stands above it, where the line leaves room.
+    .separation((a, b) => (a.parent === b.parent ? 1 : 1.25) + (acted.has(a.data.node) || acted.has(b.data.node) ? 0.6 : 0))(hierarchy(whole));
   let least = Infinity;
   let most = -Infinity;
   root.each((each) => {

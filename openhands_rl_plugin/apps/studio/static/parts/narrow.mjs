@@ -1,5 +1,5 @@
 // What the episodes found have in common, to choose from. Choosing changes the words of the query, and so the address.
-import {useMemo, useState} from 'preact/hooks';
+import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {html} from 'studio/base/html';
 import {Shown} from 'studio/base/text';
 import {query, useAnswer} from 'studio/base/api';
@@ -17,7 +17,13 @@ const search = (q) => put({q, n: ''}, {push: true});
 
 export function Narrow({params}) {
   const answer = useAnswer(`facets${query({store: params.store, q: params.q, by: Object.keys(BY).join(','), most: 8})}`);
-  useLive((events) => events.some(({kind, ids}) => ids && kind !== 'grew') && answer.again());
+  const later = useRef(null);
+  // Counting all values anew is dear, and nobody waits for it: once a second, after the rows.
+  useLive((events) => {
+    if (later.current || !events.some(({kind, ids}) => ids && kind !== 'grew')) return;
+    later.current = setTimeout(() => { later.current = null; answer.again(); }, 1000);
+  });
+  useEffect(() => () => clearTimeout(later.current), []);
   const found = answer.data;
   return html`<aside class="narrow" aria-label="Narrow the list" tabindex="0">
     <details open=${innerWidth > 820}><summary class="sr">Narrow by reward, task, …</summary>
