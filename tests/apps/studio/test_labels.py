@@ -54,6 +54,17 @@ def test_a_verdict_counts_and_is_withdrawn(opener: Opener, client: Client) -> No
     assert newest_outcome(stored(opener, "one")[0]) is None
 
 
+def test_labels_are_a_facet(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode("one"), sample_episode("two"), sample_episode("three", run="other")])
+    browser = client(opener())
+    for episode, tag in (("one", "odd one"), ("two", "odd one"), ("three", "fine")):
+        browser.post("/api/labels", json={"episode": episode, "kind": "tag", "text": tag})
+    found = browser.get("/api/facets?by=label,run&q=run:run").json()["facets"]["label"]
+    assert [(each["value"], each["count"]) for each in found] == [("tag", 2), ("odd one", 2)]
+    for each in found:
+        assert browser.get("/api/episodes", params={"q": f"run:run {each['query']}"}).json()["total"] == each["count"]
+
+
 def test_a_comment_is_no_reward_and_no_secret(opener: Opener, client: Client) -> None:
     fill(opener, [sample_episode("one", reward=0.5)])
     browser = client(opener())

@@ -14,15 +14,15 @@ from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, re
 from openhands_rl_plugin.apps.studio.searching import SearchIndexes, progress_of
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.core.browsing.listing import Browsable, FacetCount, RewardHistogram
-from openhands_rl_plugin.core.browsing.terms import Column
+from openhands_rl_plugin.core.browsing.terms import Column, Match, Term
 from openhands_rl_plugin.core.judgements import labels_of, standing
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, TrajectoryOrder, TrajectorySummary
+from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.trajectories.query.language import parse_query
-from openhands_rl_plugin.trajectories.query.printing import column_clause
-from openhands_rl_plugin.trajectories.query.query import Query
+from openhands_rl_plugin.trajectories.query.printing import column_clause, query_text
+from openhands_rl_plugin.trajectories.query.query import Note, NoteTerm, Query
 from openhands_rl_plugin.trajectories.query.resolving import resolved
 
 MOST_ROWS = 1000
@@ -73,26 +73,47 @@ class ListResource:
         query = parse_query(request.query_params.get("q", ""))
         names = [name for name in request.query_params.get("by", "").split(",") if name] or list(_FACETS)
         most = whole(request, "most", _VALUES, least=1, most=_MOST_VALUES)
+        known = [Note.LABEL.value, *(each.value for each in Column)]
         for name in names:
-            if name not in list(Column):
-                raise HTTPException(400, f"by: {unknown_name('column', name[:80], [each.value for each in Column])}")
+            if name not in known:
+                raise HTTPException(400, f"by: {unknown_name('column', name[:80], known)}")
         if not isinstance(storage, Browsable):
             raise HTTPException(404, f"{type(storage).__name__} counts no values")
         revision = await storage.revision()
         where = await resolved(query, storage, await self._indexes.of(storage, query))
-        by = [Column(name) for name in names]
+        by = [Column(name) for name in names if name != Note.LABEL]
         counts = await storage.facets(where, by, most)
         wanted = request.query_params.get("rewards") != "0"
         histogram = await storage.rewards(where, _BINS) if wanted else RewardHistogram()
         facets: JsonObject = {
             column.value: [_facet(column, each) for each in found] for column, found in zip(by, counts, strict=True)
         }
+        if Note.LABEL in names:
+            facets[Note.LABEL.value] = await _label_facet(storage, where, most)
         body: JsonObject = {
             "revision": revision,
             "facets": facets,
             "rewards": histogram.model_dump(mode="json"),
         }
         return reply(request, body)
+
+
+async def _label_facet(storage: TrajectoryStorage, where: TrajectoryFilter, most: int) -> list[JsonValue]:
+    """The kinds of the labels that hold, and the tags, each with how many of the matches have it."""
+    assert isinstance(storage, Browsable), "it was asked for its columns too"
+    about: dict[str, set[str]] = {}
+    for label in standing(await storage.all_labels()):
+        for value in {label.kind.value, label.text if label.kind is LabelKind.TAG else ""} - {""}:
+            about.setdefault(value, set()).update({label.trajectory_id, label.other or label.trajectory_id})
+    frequent = sorted(about, key=lambda value: (-len(about[value]), value))[:most]
+    found: list[JsonValue] = []
+    for value in frequent:
+        named = Term(column=Column.ID, any_of=tuple(Match(text=each) for each in sorted(about[value])))
+        count = await storage.count(where.model_copy(update={"terms": (*where.terms, named)}))
+        clause = query_text(Query(notes=(NoteTerm(note=Note.LABEL, any_of=(Match(text=value),)),)))
+        if count:
+            found.append({"value": value, "count": count, "query": clause})
+    return found
 
 
 async def _revision(storage: TrajectoryStorage) -> str:
