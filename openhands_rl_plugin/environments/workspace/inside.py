@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import marshal
+import sys
 from collections.abc import Sequence
 from importlib.resources import files
 
@@ -12,14 +13,22 @@ from openhands_rl_plugin.core.types import Frozen
 
 _BOUNDS = "openhands_rl_plugin.environments.workspace.bounds"
 # Compiling takes as long as Python takes to start, so it is done once, and what was compiled is read from stdin.
+# Another Python (one that was installed over this one, say) cannot execute that, and gets the text.
 _READ = """{before}import marshal, os, sys, types
-left, code = int.from_bytes(os.read(0, 4)), b""
-while left:
-    part = os.read(0, left)
-    if not part:
-        sys.exit(1)
-    left, code = left - len(part), code + part
-bounds, supervisor = marshal.loads(code)
+def read():
+    left, data = int.from_bytes(os.read(0, 4), "big"), b""
+    while left:
+        part = os.read(0, left)
+        if not part:
+            sys.exit(1)
+        left, data = left - len(part), data + part
+    return data
+code, texts = read(), read().split(b"\\0")
+if sys.hexversion == {version}:
+    bounds, supervisor = marshal.loads(code)
+else:
+    bounds, supervisor = (compile(text, "<inside>", "exec") for text in texts)
+del code, texts
 module = sys.modules[{name!r}] = types.ModuleType({name!r})
 exec(bounds, module.__dict__)
 exec(supervisor)
@@ -52,15 +61,17 @@ def bounded(bound: Bound, python: str, command: Sequence[str]) -> list[str]:
 
 def supervisor_program(before: str = "") -> str:
     """The text that reads ``supervisor_code`` from stdin and executes it; ``before`` is executed first."""
-    return _READ.format(before=before, name=_BOUNDS)
+    return _READ.format(before=before, name=_BOUNDS, version=sys.hexversion)
 
 
 @functools.cache
 def supervisor_code() -> bytes:
-    """The supervisor and the bounds that it imports, compiled for this Python only: its length, and the code."""
-    parts = tuple(compile(_text(name), f"<{name}>", "exec", optimize=2) for name in ("bounds", "supervisor"))
-    code = marshal.dumps(parts)
-    return len(code).to_bytes(4) + code
+    """The bounds, and the supervisor that imports them: compiled for this Python only, and as texts. Before each of
+    the two stands its length."""
+    texts = {name: _text(name) for name in ("bounds", "supervisor")}
+    code = marshal.dumps(tuple(compile(text, f"<{name}>", "exec", optimize=2) for name, text in texts.items()))
+    text = "\0".join(texts.values()).encode()
+    return b"".join(len(each).to_bytes(4) + each for each in (code, text))
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 The list is Flatpak's for programs under development (debuggers work), with io_uring, bpf and userfaultfd. What is
 missing in older kernels too is "not implemented", so that programs take their other way; the rest is "not permitted".
 In a session nothing becomes setuid or setgid: outside of it, another user could execute a file of the workspace.
+Folders may well be setgid, and programs give them that mode (git, tar, cp, chmod in a folder that has it), but a filter
+cannot tell them from files: a change to such a mode is ignored, because refused it would end those programs.
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ _MISSING = {
 _CLONE, _IOCTL, _SOCKET = (56, 220), (16, 29), (41, 198)
 # By which argument is a mode; those that open have it behind their flags, which say whether it counts.
 _MODES = {
-    1: {"chmod": (90, None), "creat": (85, None), "fchmod": (91, 52), "mknod": (133, None)},
-    2: {"fchmodat": (268, 53), "fchmodat2": (452, 452), "mknodat": (259, 33)},
+    1: {"chmod": (90, None), "fchmod": (91, 52)},
+    2: {"fchmodat": (268, 53), "fchmodat2": (452, 452)},
 }
+_MAKES = {1: {"creat": (85, None), "mknod": (133, None)}, 2: {"mknodat": (259, 33)}}
 _OPENS = {2: {"open": (2, None)}, 3: {"openat": (257, 56)}}
-_SETUID_OR_SETGID = 0o6000
+_SETUID, _SETGID = 0o4000, 0o2000
 _CREATES = 0o100 | 0o20000000  # O_CREAT, O_TMPFILE
 _NEW_USER_NAMESPACE = 0x10000000
 # They type into the terminal that a sandbox was started from.
@@ -85,7 +88,7 @@ def program(machine: str, *, setuid: bool = True) -> bytes:
         lines += [(_EQUAL, number, goal, "") for each in calls.values() if (number := each[column]) is not None]
     checked = {"clone": _CLONE, "ioctl": _IOCTL, "socket": _SOCKET}
     lines += [(_EQUAL, numbers[column], name, "") for name, numbers in checked.items()]
-    for kind, places_of_modes in () if setuid else (("mode", _MODES), ("open", _OPENS)):
+    for kind, places_of_modes in () if setuid else (("mode", _MODES), ("make", _MAKES), ("open", _OPENS)):
         for at, calls in places_of_modes.items():
             numbers = [number for each in calls.values() if (number := each[column]) is not None]
             lines += [(_EQUAL, number, f"{kind}{at}", "") for number in numbers]
@@ -103,6 +106,7 @@ def program(machine: str, *, setuid: bool = True) -> bytes:
         **({} if setuid else _blocks_of_modes()),
         "refused": [(_RETURN, _ERROR | errno.EPERM, "", "")],
         "missing": [(_RETURN, _ERROR | errno.ENOSYS, "", "")],
+        "ignored": [(_RETURN, _ERROR, "", "")],
     }
     # Jumps lead forwards only.
     blocks["allowed"] = [(_RETURN, _ALLOW, "", "")]
@@ -115,9 +119,16 @@ def program(machine: str, *, setuid: bool = True) -> bytes:
 
 
 def _blocks_of_modes() -> dict[str, list[Line]]:
-    opens = {f"open{at}": [_argument(at - 1), (_ANY_BIT, _CREATES, f"mode{at}", "allowed")] for at in _OPENS}
-    modes = {f"mode{at}": [_argument(at), (_ANY_BIT, _SETUID_OR_SETGID, "refused", "allowed")] for at in (1, 2, 3)}
-    return {**opens, **modes}
+    opens = {f"open{at}": [_argument(at - 1), (_ANY_BIT, _CREATES, f"make{at}", "allowed")] for at in _OPENS}
+    makes = {f"make{at}": [_argument(at), (_ANY_BIT, _SETUID | _SETGID, "refused", "allowed")] for at in (1, 2, 3)}
+    modes = {
+        f"mode{at}": [
+            *(_argument(at), (_ANY_BIT, _SETUID, "refused", "")),
+            (_ANY_BIT, _SETGID, "ignored", "allowed"),
+        ]
+        for at in _MODES
+    }
+    return {**opens, **makes, **modes}
 
 
 def _argument(at: int) -> Line:
