@@ -11,7 +11,7 @@ export const COLOURS = {
   logprob: {name: 'logprob', columns: ['logprob'], of: (t, at) => cell(t, 'logprob', at), span: [-4, 0], scale: 'low', unit: 'nats'},
   drift: {name: 'drift', columns: ['trainer'], of: (t, at) => both(cell(t, 'trainer', at), cell(t, 'logprob', at), (a, b) => a - b), span: [-1, 1], scale: 'both', unit: 'nats, trainer − server'},
   entropy: {name: 'entropy', columns: ['entropy'], of: (t, at) => cell(t, 'entropy', at), span: [0, 3], scale: 'high', unit: 'nats'},
-  advantage: {name: 'advantage', columns: ['advantage'], of: (t, at) => cell(t, 'advantage', at), span: [-2, 2], scale: 'both', unit: ''},
+  advantage: {name: 'advantage', columns: [], of: (t, at, page) => cell(t, 'advantage', at) ?? (page.from + at >= page.prompt ? page.advantage ?? null : null), span: [-2, 2], scale: 'both', unit: ''},
   mask: {name: 'mask', columns: [], of: (t, at, page) => (page.from + at >= page.prompt ? 1 : 0), span: [0, 1], scale: 'flag', unit: 'trained or not'},
   turn: {name: 'turn', columns: [], of: (t, at, page) => page.turn % 2, span: [0, 1], scale: 'flag', unit: 'every other turn'},
 };

@@ -7,7 +7,7 @@ import {count, reward} from 'studio/base/format';
 import {useLive} from 'studio/base/live';
 import {put} from 'studio/base/route';
 
-const BY = {stop: 'Stop', failed: 'Failure', adapter: 'Adapter', version: 'Version', task: 'Task', run: 'Run', split: 'Split', strategy: 'Strategy', environment: 'Environment', label: 'Label'};
+const BY = {label: 'Label', stop: 'Stop', failed: 'Failure', adapter: 'Adapter', version: 'Version', task: 'Task', run: 'Run', split: 'Split', strategy: 'Strategy', environment: 'Environment', label: 'Label'};
 const HEIGHT = 64;
 
 /** The query without the words that begin so, or are just this clause. */

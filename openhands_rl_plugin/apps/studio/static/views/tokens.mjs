@@ -1,7 +1,7 @@
 // What was sampled, token by token, coloured by what is known of each.
 import {useEffect, useLayoutEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {html} from 'studio/base/html';
-import {cell, rowsOf} from 'studio/base/api';
+import {cell, exported, query, rowsOf, useAnswer} from 'studio/base/api';
 import {count, fixed, known, plural} from 'studio/base/format';
 import {useKeys} from 'studio/base/keys';
 import {param, put} from 'studio/base/route';
@@ -11,7 +11,10 @@ import {Empty, Problem, Waiting} from 'studio/parts/states';
 
 export function Tokens({model, node, choose, store}) {
   const start = node !== null && model.of('sampled')(node) ? node : model.answers.find((each) => each >= (node ?? 0)) ?? model.answers.at(-1) ?? null;
-  const {pages, error, next} = useStream(model, start, store);
+  const stream = useStream(model, start, store);
+  const {error, next} = stream;
+  const group = useGroup(model.header, store, param('colour') === 'advantage' && !stream.pages.some((page) => page.tokens.advantage));
+  const pages = useMemo(() => (group.advantage === null ? stream.pages : stream.pages.map((page) => ({...page, advantage: group.advantage}))), [stream.pages, group.advantage]);
   const [hover, point] = useState(null);
   const place = useRef(null);
   const names = useMemo(() => offered(pages), [pages]);
@@ -46,6 +49,7 @@ export function Tokens({model, node, choose, store}) {
     <div class="strip"><span class="group" role="group" aria-label="Colour by">${names.map((each) => html`<button key=${each} aria-pressed=${each === colour ? 'true' : 'false'} onClick=${() => put({colour: each})}>${COLOURS[each].name}</button>`)}</span>
       <span class="muted">${COLOURS[colour].scale === 'flag' ? COLOURS[colour].unit : `${COLOURS[colour].span.map((each) => fixed(each, 0)).join(' to ')} ${COLOURS[colour].unit}`}</span>
       <span class="grow"></span>${COLOURS[colour].scale !== 'flag' && html`<button disabled=${!found.length} onClick=${() => jump(1)}>${plural(found.length, 'outlier')}</button>`}</div>
+    ${group.note && html`<p class="note">${group.note}</p>`}
     ${pages[0].tokenizer && !pages.some((page) => page.tokens.text) && html`<p class="note">Ids are shown: ${pages[0].tokenizer}.</p>`}
     <${Hover} pages=${pages} name=${hover} />
     <div class="stream" ref=${place} onPointerOver=${(event) => event.target.dataset?.t && point(event.target.dataset.t)}
@@ -57,6 +61,16 @@ export function Tokens({model, node, choose, store}) {
 }
 
 const name = (page, at) => `${page.node}.${page.from + at}`;
+
+/** The advantage of the whole episode, from the rewards of its group, where training left no notes on tokens. */
+function useGroup(header, store, wanted) {
+  const answer = useAnswer(wanted && !exported ? `groups/${header.group.split('/').map(encodeURIComponent).join('/')}${query({store})}` : null, {keep: false});
+  if (!wanted) return {advantage: null, note: null};
+  if (!answer.data) return {advantage: null, note: answer.error || exported ? 'Training left no notes on these tokens, and the group is not there to count the advantage from.' : null};
+  const at = (answer.data.samples.id ?? []).indexOf(header.id);
+  const advantage = at < 0 ? null : cell(answer.data.samples, 'advantage', at);
+  return {advantage, note: advantage === null ? 'The advantage is not known: the episode failed, or nobody has judged its group.' : `Training left no notes on these tokens: ${fixed(advantage, 3)} is GRPO’s advantage of the episode, from the rewards of its group as they are now.`};
+}
 
 /** Pages from a turn on, along what was acted on, until there are as many tokens as fit. */
 function useStream(model, start, store) {
@@ -124,6 +138,6 @@ function Hover({pages, name: wanted}) {
     ${known(server) && html`<span>logprob ${fixed(server, 4)} <span class="muted">p ${fixed(Math.exp(server), 3)}</span></span>`}
     ${known(trainer) && html`<span>trainer ${fixed(trainer, 4)}</span><span>ratio ${fixed(Math.exp(trainer - server), 3)}</span>`}
     ${known(of('entropy')) && html`<span>entropy ${fixed(of('entropy'), 3)}</span>`}
-    ${known(of('advantage')) && html`<span>advantage ${fixed(of('advantage'), 3)}</span>`}
+    ${known(COLOURS.advantage.of(page.tokens, at, page)) && html`<span>advantage ${fixed(COLOURS.advantage.of(page.tokens, at, page), 3)}</span>`}
     ${known(of('clipped')) && html`<span>${of('clipped') ? 'clipped' : 'not clipped'}</span>`}</p>`;
 }
