@@ -154,7 +154,7 @@ def play(folder: Path, home: Path, config: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_openhands_runs_that_a_command_judges_become_an_adapter_that_mends_what_the_base_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
