@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser import missing_browser
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,12 +25,15 @@ SHORT = {
     "formats.conversion": ["--repeats", "1"],
     "search.fork": ["--repeats", "1", "--forks", "2"],
     "loops.asynchronous": ["--repeats", "1", "--iterations", "1"],
+    "studio.pages": ["--episodes", "500", "--repeats", "1"],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
+    if name == "studio.pages" and (missing := missing_browser()):
+        pytest.skip(missing)
     command = [sys.executable, "-m", f"evaluation.performance.{name}", *SHORT[name]]
     if name == "storage.compare":
         command += ["--folder", str(tmp_path)]
