@@ -74,7 +74,7 @@ class Pages:
 
     def violations(self) -> list[str]:
         """What the content security policy or Trusted Types stopped on this page."""
-        return list(self.page.evaluate("window.violations"))
+        return list(self.page.evaluate("() => window.violations ?? []"))
 
     def _asked(self, request: Any) -> None:
         if not request.url.startswith((self.studio.url, "data:")):

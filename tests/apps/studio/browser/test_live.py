@@ -76,7 +76,7 @@ def test_adapters_and_evaluations_are_listed(pages: Pages) -> None:
 @pytest.mark.slow
 def test_an_export_opens_from_a_file_and_asks_nobody(pages: Pages, tmp_path: Path) -> None:
     page = pages.open("/", wait=".row:not(.head) a")
-    pages.keys("j", "x", "j", "x")
+    pages.keys("j", "x")
     with page.expect_download() as waited:
         page.get_by_text("Export", exact=True).click()
     file = tmp_path / "episodes.html"
