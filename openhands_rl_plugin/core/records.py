@@ -235,6 +235,12 @@ class TrajectoryOrder(StrEnum):
 SUB_AGENT = "sub_agent"
 """In a task's ``data``: the episode is a sub-agent's, with the id of its ``parent`` and its ``kind``."""
 
+
+def sub_agents_run(run_id: str) -> str:
+    """The run of the sub-agents of a run's episodes: they are no samples of that run's tasks."""
+    return f"{run_id}/sub-agents"
+
+
 HELD_OUT = "heldout"
 HELD_OUT_SPLITS = frozenset({HELD_OUT, "held-out", "validation"})
 """Splits that only measure: no training on their episodes unless a filter names the split.

@@ -7,12 +7,10 @@ import zlib
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.protocols import Strategy
-from openhands_rl_plugin.core.records import SUB_AGENT, trajectory_id
+from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, JsonObject, StopReason, Task
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.standalone_run import workspace_task_id
-
-_RUN = "sub-agents"
 
 
 def delegated_episode(
@@ -41,7 +39,7 @@ def delegated_episode(
     )
     request = EpisodeRequest(
         task=task,
-        run_id=f"{asked.run_id}/{_RUN}",
+        run_id=sub_agents_run(asked.run_id),
         group_id=session,
         seed=zlib.crc32("\0".join((str(asked.seed), kind, instruction)).encode()),
         served_model=asked.served_model if model is None else None,

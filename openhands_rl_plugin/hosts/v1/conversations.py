@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -28,7 +27,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.served_adapter import adapter_in_use, listed_models
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
-from openhands_rl_plugin.hosts.v1.endings import ENDED, last_instruction, said_finish
+from openhands_rl_plugin.hosts.v1.endings import ENDED, conversation_end, last_instruction, said_finish
 from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
 from openhands_rl_plugin.hosts.v1.recording_note import note_failure, note_recording
 from openhands_rl_plugin.hosts.v1.sub_agents import Delegation
@@ -40,8 +39,6 @@ log = logging.getLogger("openhands")
 WATCH_SECONDS = 1.0
 """How often open conversations are looked at; one that has ended is seen twice before its episode ends."""
 
-_SILENCE_SECONDS = 1800.0
-
 
 class _Played:
     """A conversation, with the episode that it is in."""
@@ -52,8 +49,8 @@ class _Played:
         self.stepping = False
         self.steps = 0
         self.finished_at: int | None = None
+        self.stop: StopReason | None = None
         self.seen: tuple[Status, int] | None = None
-        self.changed = time.monotonic()
 
 
 class Conversations:
@@ -80,7 +77,8 @@ class Conversations:
 
         ``delegation``: whose sub-agent it is.
 
-        After an answer to the ``finish`` tool's message, or an end that the watch saw, a new episode begins.
+        When the user says something after an end, or the watch saw the end, a new episode begins. A reply is an end as
+        well, but in an episode of a runner, which answers by itself.
         """
         session = str(conversation.state.id)
         with self._lock:
@@ -88,7 +86,7 @@ class Conversations:
         if played is not None and played.episode is None:
             return None
         if played is not None and played.episode is not None and _answered(played, conversation):
-            played.episode.end(StopReason.TERMINATED)
+            played.episode.end(played.stop)
         if played is None or played.episode is None or played.episode.over:
             calls = played.calls if played else SampledCalls()
             played = self._begin(conversation, llm, settings(), calls, exact, delegation)
@@ -102,10 +100,12 @@ class Conversations:
         """The step has ended; the conversation may have, too."""
         played = self._played[str(conversation.state.id)]
         state = conversation.state
-        if state.execution_status == Status.FINISHED and said_finish(state.events):
+        alone = played.episode is not None and played.episode.standalone
+        if state.execution_status == Status.FINISHED and (alone or said_finish(state.events)):
             played.finished_at = len(state.events)
+            played.stop, _ = conversation_end(Status.FINISHED, state.events)
         played.steps += 1
-        played.stepping, played.changed = False, time.monotonic()
+        played.stepping = False
         if played.episode is not None and played.episode.failed:
             played.episode = None
 
@@ -132,11 +132,9 @@ class Conversations:
             status = episode.status
             settled = played.seen == (status, played.steps)
             played.seen = (status, played.steps)
-            silent = time.monotonic() - played.changed > _SILENCE_SECONDS
-            awaited = status == Status.FINISHED and played.finished_at is None
             if episode.conversation is None:
                 self._end(session, played)
-            elif settled and status in ENDED and (silent or not awaited):
+            elif settled and status in ENDED:
                 episode.end()
 
     def _all(self) -> list[tuple[str, _Played]]:

@@ -9,7 +9,7 @@ from openhands_rl_plugin.core.acted import TURN, kind_of
 from openhands_rl_plugin.core.browsing.terms import Column, begins
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter
+from openhands_rl_plugin.core.records import SUB_AGENT, Label, TrajectoryFilter, sub_agents_run
 from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import (
     Failure,
@@ -83,8 +83,18 @@ class Totals(Frozen):
     seconds: float
 
 
+class SubAgent(Frozen):
+    """An episode that was begun in another one."""
+
+    id: str
+    kind: str
+
+
 class Episode(Frozen):
-    """An episode, its scores, its labels and its turns: every node of the tree, in the order of their making."""
+    """An episode, its scores, its labels and its turns: every node of the tree, in the order of their making.
+
+    ``sub_agents``: the episodes begun in it that the same store has, which are judged by themselves.
+    """
 
     id: str
     run_id: str
@@ -99,6 +109,7 @@ class Episode(Frozen):
     turns: tuple[Turn, ...]
     totals: Totals
     usage: Usage
+    sub_agents: tuple[SubAgent, ...] = ()
 
     @property
     def acted(self) -> tuple[Turn, ...]:
@@ -118,8 +129,19 @@ async def find_episode(storage: TrajectoryStorage, beginning: str) -> Episode:
             raise StorageError(f"{many} episodes have an id that begins with {beginning!r}; give more of it: {named}")
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(ids), finished=None)):
         labels = await storage.labels(ids) if isinstance(storage, TakesLabels) else ()
-        return view_of(trajectory, scores, labels)
+        begun = await _sub_agents(storage, trajectory)
+        return view_of(trajectory, scores, labels).model_copy(update={"sub_agents": begun})
     raise StorageError(f"no episode has an id that begins with {beginning!r}; `openhands-rl list` lists them")
+
+
+async def _sub_agents(storage: TrajectoryStorage, parent: Trajectory) -> tuple[SubAgent, ...]:
+    where = TrajectoryFilter(run_id=sub_agents_run(parent.run_id), finished=None)
+    found = [(each.id, each.task.data.get(SUB_AGENT)) async for each, _ in storage.find(where)]
+    return tuple(
+        SubAgent(id=identity, kind=str(link.get("kind")))
+        for identity, link in found
+        if isinstance(link, dict) and link.get("parent") == parent.id
+    )
 
 
 def view_of(trajectory: Trajectory, scores: Sequence[Score] = (), labels: Sequence[Label] = ()) -> Episode:

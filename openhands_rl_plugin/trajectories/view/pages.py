@@ -56,6 +56,8 @@ def _print_head(console: Console, episode: Episode) -> None:
     console.print(Text(visible(f"{episode.strategy}  {episode.policy.served_name}")), soft_wrap=True)
     if isinstance(link := episode.task.data.get(SUB_AGENT), dict):
         console.print(Text(visible(f"sub-agent {link.get('kind')} of {link.get('parent')}")), soft_wrap=True)
+    for each in episode.sub_agents:
+        console.print(Text(visible(f"its sub-agent {each.kind}: {each.id}")), soft_wrap=True)
     console.print()
 
 

@@ -97,16 +97,17 @@ async def test_an_error_that_the_conversation_went_on_after_is_none_of_the_episo
     assert episode.stop is StopReason.TERMINATED and episode.failure is None
 
 
-async def test_an_answer_without_a_call_awaits_the_user_and_the_episode_goes_on(play: Play, tmp_path: Path) -> None:
+async def test_a_reply_ends_the_episode_and_the_next_message_begins_another(play: Play, tmp_path: Path) -> None:
     conversation = play([says("Which file?"), finish()])
     conversation.run()
     conversation.send_message("calc.py")
     conversation.run()
     conversation.close()
-    [episode] = await stored(tmp_path / "store")
-    assert [node.message.role for node in episode.nodes] == ["system", "user", "assistant", "user", "assistant"]
-    assert episode.stop is StopReason.TERMINATED
-    assert [node.tokens.extends for node in episode.nodes if node.tokens] == [False, True]
+    first, second = await stored(tmp_path / "store")
+    assert [each.stop for each in (first, second)] == [StopReason.NO_ACTION, StopReason.TERMINATED]
+    assert first.group_id == second.group_id == str(conversation.state.id)
+    assert [node.message.role for node in second.nodes] == ["system", "user", "assistant", "user", "assistant"]
+    assert [len(each.acted()) for each in (first, second)] == [1, 1], "no completion is in both"
 
 
 async def test_what_follows_an_end_is_another_episode_of_the_same_group(play: Play, tmp_path: Path) -> None:
@@ -122,9 +123,16 @@ async def test_what_follows_an_end_is_another_episode_of_the_same_group(play: Pl
     assert first.stop is second.stop is StopReason.TERMINATED
 
 
-@pytest.mark.parametrize("answers", [[finish()], [think(str(at), f"call-{at}") for at in range(3)]])
+@pytest.mark.parametrize(
+    ("answers", "stop"),
+    [
+        ([finish()], StopReason.TERMINATED),
+        ([says("Which file?")], StopReason.NO_ACTION),
+        ([think(str(at), f"call-{at}") for at in range(3)], StopReason.MAX_TURNS),
+    ],
+)
 async def test_where_nobody_closes_a_conversation_its_end_is_seen(
-    play: Play, tmp_path: Path, answers: list[dict], monkeypatch: pytest.MonkeyPatch
+    play: Play, tmp_path: Path, answers: list[dict], stop: StopReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an agent server, which keeps conversations open."""
     monkeypatch.setattr(conversations, "WATCH_SECONDS", 0.05)
@@ -133,14 +141,15 @@ async def test_where_nobody_closes_a_conversation_its_end_is_seen(
     until = time.monotonic() + 30
     while (found := await stored(tmp_path / "store"))[0].stop is StopReason.UNFINISHED and time.monotonic() < until:
         time.sleep(0.1)
-    assert found[0].stop is (StopReason.TERMINATED if len(answers) == 1 else StopReason.MAX_TURNS)
+    assert found[0].stop is stop
     conversation.close()
     assert len(await stored(tmp_path / "store")) == 1
 
 
 async def test_closing_one_of_two_conversations_of_an_agent_leaves_the_other_open(
-    server: ScriptedModel, workspace: Path, tmp_path: Path
+    server: ScriptedModel, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(conversations, "WATCH_SECONDS", 600.0)
     server.script("two", [says("One?"), says("Two?")])
     agent = make_agent(make_llm(server, "two"), tmp_path / "store", tools=())
     pair = [converse(agent, workspace) for _ in range(2)]

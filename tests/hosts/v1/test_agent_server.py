@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from agent_server_process import running_agent_server
-from scripted_model import ScriptedModel
+from scripted_model import ScriptedModel, says
 from sdk_play import finish, repair, stored, think
 from websockets.asyncio.client import connect
 
@@ -116,11 +116,13 @@ async def test_a_limit_of_the_server_ends_the_episode_although_nobody_closes_the
     assert len([node for node in episode.nodes if node.sampled]) == 2
 
 
+@pytest.mark.parametrize("stop", [StopReason.TERMINATED, StopReason.NO_ACTION])
 async def test_a_second_message_is_a_second_episode_of_the_same_conversation(
-    agent_server: str, server: ScriptedModel, workspace: Path
+    agent_server: str, server: ScriptedModel, workspace: Path, stop: StopReason
 ) -> None:
-    server.script("served-twice", [finish("one", "call-1"), finish("two", "call-2")])
-    body = conversation(server, "served-twice", workspace)
+    first_answer = finish("one", "call-1") if stop is StopReason.TERMINATED else says("Which file?")
+    server.script(f"served-{stop}", [first_answer, finish("two", "call-2")])
+    body = conversation(server, f"served-{stop}", workspace)
     id = httpx.post(f"{agent_server}/api/conversations", json=body, timeout=60).json()["id"]
     first = await ended_episode(workspace)
     message = {"role": "user", "content": [{"type": "text", "text": "And again."}], "run": True}
@@ -131,7 +133,8 @@ async def test_a_second_message_is_a_second_episode_of_the_same_conversation(
         await asyncio.sleep(0.2)
     assert [each.task.instruction for each in found] == ["Correct calc.py.", "And again."]
     assert found[0].id == first.id
-    assert [(each.stop, each.failure) for each in found] == [(StopReason.TERMINATED, None)] * 2
+    assert [(each.stop, each.failure) for each in found] == [(stop, None), (StopReason.TERMINATED, None)]
+    assert {each.group_id for each in found} == {id}
 
 
 def test_settings_that_are_wrong_are_refused_with_their_name(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from openhands.sdk.context.condenser import LLMSummarizingCondenser
+from openhands.sdk.context.view import View
 from openhands.sdk.event import Event, LLMConvertibleEvent
 from scripted_model import ScriptedModel, call, says
 from sdk_play import converse, finish, make_agent, make_llm, repair, stored, think
@@ -118,7 +119,9 @@ def seen(trajectory: Trajectory) -> list[list[tuple[str, str, list[str]]]]:
     return prompts
 
 
-async def test_a_condensed_conversation_is_read_as_the_model_saw_it(server: ScriptedModel, workspace: Path) -> None:
+async def test_a_condensed_conversation_is_read_and_written_as_the_model_saw_it(
+    server: ScriptedModel, workspace: Path, tmp_path: Path
+) -> None:
     said = iter(range(1000))
 
     def policy(body: dict) -> dict:
@@ -149,3 +152,16 @@ async def test_a_condensed_conversation_is_read_as_the_model_saw_it(server: Scri
     assert len(found.acted()) == len(episode.acted())
 
     assert seen(found) == seen(episode)
+
+    exported = tmp_path / "exported"
+    with FORMATS["v1-events"].sink(exported) as sink:
+        for name, row in FORMATS["v1-events"].files()(episode, (), ()):
+            sink.write(name, row)
+    again = imported(exported)
+    prompts = [[plain(each.messages(at)) for at in each.acted()] for each in (again, episode)]
+    assert prompts[0] == prompts[1] and len(prompts[0]) > 10, "every prompt, answer and call as it was"
+    read = [Event.model_validate_json(file.read_text()) for file in sorted(exported.rglob("event-*.json"))]
+    view = View.from_events(read)
+    told = tuple(message_of(each) for each in LLMConvertibleEvent.events_to_messages(view.events))
+    # The SDK shows no call without a result, as that of ``finish``.
+    assert plain(told) == plain(episode.messages())[:-1], "the SDK goes on from what the model saw last"

@@ -105,6 +105,10 @@ def test_a_task_is_an_episode_that_names_its_parent(
     assert f"sub-agent researcher of {parent.id}" in capsys.readouterr().out
     assert cli.main(["show", store, child.id, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["task"]["data"]["sub_agent"]["parent"] == parent.id
+    assert cli.main(["show", store, parent.id]) == 0
+    assert f"its sub-agent researcher: {child.id}" in capsys.readouterr().out
+    assert cli.main(["show", store, parent.id, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sub_agents"] == [{"id": child.id, "kind": "researcher"}]
     exported = tmp_path / "episodes.jsonl"
     assert cli.main(["export", store, "--format", "trajectories", "--out", str(exported)]) == 0
     assert cli.main(["import", str(exported), "--into", str(tmp_path / "again")]) == 0

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import accumulate
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -164,6 +165,8 @@ class _Reader:
         same = next(
             (number for number, (old, new) in enumerate(zip(path, kept, strict=False)) if old != new), len(kept)
         )
+        if event.summary is not None and event.summary_offset is not None:
+            same = min(same, self._first_at(kept, event.summary_offset))
         before = sum(len(self._events.get(at, ())) for at in kept[:same])
         for at in path[same:]:
             if self.tree.nodes[at].sampled:
@@ -178,6 +181,11 @@ class _Reader:
                 before += len(self._events.get(at, ()))
                 self._say_again(self.tree.nodes[at].message, self._events.get(at, ()))
 
+    def _first_at(self, kept: Sequence[int], offset: int) -> int:
+        """How many of the nodes stand before so many events."""
+        ends = accumulate(len(self._events.get(at, ())) for at in kept)
+        return sum(end <= offset for end in ends)
+
     def _say_again(self, message: Message, events: tuple[str, ...]) -> None:
         self.tree.head = self.tree.append(message)
         self._events[self.tree.head] = events
@@ -188,26 +196,25 @@ class _Reader:
         if event.extended_content:
             added = [part.text for part in event.extended_content]
             message = message.model_copy(update={"content": _join([message.content or "", *added])})
-        sampled = message.role == "assistant"
-        say(self.tree, message, self._policy if sampled else None, _reasoning(wire.reasoning_content))
+        known = self._answers.get(event.llm_response_id or "")
+        sampled = message.role == "assistant" and known is None
+        at = say(self.tree, message, self._policy if sampled else None, _reasoning(wire.reasoning_content))
+        if sampled and event.llm_response_id:
+            self._answers[event.llm_response_id] = at
 
     def _add_action(self, event: V1Event) -> None:
         if event.tool_call is None:
             raise ExchangeError("tool_call: is required")
         call = event.tool_call.as_tool_call(event)
         known = self._answers.get(event.llm_response_id or "")
-        if known is not None:
+        if known is not None and known in self.tree.path():
             # Each call of a response is an event of its own.
             node = self.tree.nodes[known]
             node.message = node.message.model_copy(update={"tool_calls": (*node.message.tool_calls, call)})
             return
         message = Message(role="assistant", content=_join(part.text for part in event.thought), tool_calls=(call,))
-        at = say(
-            self.tree,
-            message,
-            self._policy,
-            _reasoning(event.reasoning),
-        )
+        # An answer that was forgotten and is said again was sampled once.
+        at = say(self.tree, message, self._policy if known is None else None, _reasoning(event.reasoning))
         if event.llm_response_id:
             self._answers[event.llm_response_id] = at
 
@@ -223,7 +230,7 @@ def _result(event: V1Event) -> list[str]:
     if event.kind == "UserRejectObservation":
         return [f"Action rejected: {event.rejection_reason}"]
     observation = event.observation or {}
-    text = text_of(observation.get("content")) or ""
+    text = text_of(_parts(observation.get("content"))) or ""
     header = [_ERROR_HEADER] if observation.get("is_error") else []
     metadata = observation.get("metadata")
     return [*header, _shell_result(text, metadata) if isinstance(metadata, dict) else text]
@@ -257,11 +264,26 @@ def read_tool(given: JsonObject) -> JsonObject:
 
 def _as_wire(message: JsonObject) -> JsonObject:
     """The SDK's calls have name and arguments beside their id."""
+    message = {**message, "content": _parts(message.get("content"))}
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
     nested = [{**call, "function": call.get("function") or call} if isinstance(call, dict) else call for call in calls]
     return {**message, "tool_calls": nested}
+
+
+def _parts(content: JsonValue) -> JsonValue:
+    """The SDK's images as the model is sent them: a part each."""
+    if not isinstance(content, list):
+        return content
+    parts: list[JsonValue] = []
+    for part in content:
+        urls = part.get("image_urls") if isinstance(part, dict) else None
+        if isinstance(urls, list):
+            parts.extend({"type": "image_url"} for _ in urls)
+        else:
+            parts.append(part)
+    return parts
 
 
 def _reasoning(text: str | None) -> JsonObject:
