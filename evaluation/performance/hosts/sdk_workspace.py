@@ -1,11 +1,13 @@
 """What a step, its recording and a fork cost in OpenHands V1, against the stock agent and the stock tools.
 
     .venv-v1/bin/python -m evaluation.performance.hosts.sdk_workspace [--conversations 16] [--steps 20] [--repeats 3] \
-        [--rates-only] [--json FILE]
+        [--limit 120] [--rates-only] [--json FILE]
 
 * steps: so many conversations in one process, each with so many commands (``echo``), after a first one that starts
   the shell; with the stock agent and its tools, ``RLAgent`` with the stock tools, ``RLAgent`` with its own, and that
-  with ``[rl.serving] base_url``, where the project's engine asks the model and not litellm;
+  with ``[rl.serving] base_url``, where the project's engine asks the model and not litellm. Shells start one after
+  the other, in an empty home: the stock terminal types its settings before its shell is there, and where ``~/.bashrc``
+  takes long (one that waits for a lock of pyenv took 60 s) its first commands take the 30 s of silence each;
 * recording: processor milliseconds of this process a step, of conversations that only think, so that no tool has a
   part in it. They take turns step by step, so that they meet the same load; the median of the differences is told;
 * tool: milliseconds of one ``echo`` in the stock terminal (tmux) and in ours, in turn;
@@ -13,15 +15,18 @@
 
 The model answers at once, in a process of its own, with the same answers for all; only ``RLAgent`` asks it for token
 ids. Nothing is logged or shown, and no conversation is persisted; ``RLAgent`` stores every completion, flushed to the
-disk. Repeats are interleaved; figures are medians.
+disk. Repeats are interleaved; figures are medians, and each is printed as it comes. After ``--limit`` seconds a side is
+paused, and what it did until then counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import threading
@@ -29,12 +34,14 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ.update(LITELLM_LOCAL_MODEL_COST_MAP="True", OPENHANDS_SUPPRESS_BANNER="1", LOG_LEVEL="ERROR")
-os.environ.setdefault("OH_PERSISTENCE_DIR", tempfile.mkdtemp(prefix="rl-sdk-"))
+os.environ.update(HOME=tempfile.mkdtemp(prefix="rl-sdk-home-"))
+os.environ.setdefault("OH_PERSISTENCE_DIR", os.path.join(os.environ["HOME"], "openhands"))
 
 from openhands.sdk import LLM, Agent, Tool
 from openhands.sdk.conversation import LocalConversation
@@ -56,6 +63,8 @@ from openhands_rl_plugin.hosts.v1.values import SampledCalls
 
 RECORDING_MS, FORK_MS = 3.0, 200.0
 WARM = 5
+STARTS, SILENCE = 3, 8.0
+"""How often a shell is started until it answers, and the seconds of silence after which the tools give a command up."""
 STOCK, STOCK_TOOLS = "stock", "recorded, stock tools"
 OWN_TOOLS, OWN_ENGINE = "recorded, own tools", "own tools and engine"
 KINDS = (STOCK, STOCK_TOOLS, OWN_TOOLS, OWN_ENGINE)
@@ -80,7 +89,8 @@ def make_agent(kind: str, url: str, store: Path) -> Agent:
         reasoning_effort=None,
         caching_prompt=False,
     )
-    tools = [Tool(name=TerminalTool.name), Tool(name=FileEditorTool.name)]
+    quiet = {"no_change_timeout_seconds": int(SILENCE)}
+    tools = [Tool(name=TerminalTool.name, params=quiet), Tool(name=FileEditorTool.name)]
     if kind == "stock":
         return Agent(llm=llm, tools=tools)
     isolation = "none" if kind == STOCK_TOOLS else "bubblewrap"
@@ -104,30 +114,62 @@ def told(conversation: LocalConversation) -> list[str]:
     return [event.observation.text for event in conversation.state.events if isinstance(event, ObservationEvent)]
 
 
-def steps_a_second(kind: str, url: str, folder: Path, conversations: int, steps: int) -> tuple[float, int]:
-    """Over all conversations, from the second step of all on; and how many answers were not what was echoed."""
-    began: list[float] = []
-    ready = threading.Barrier(conversations, action=lambda: began.append(time.perf_counter()))
-    replies = [{"bash": f"echo answer-{number}"} for number in range(steps)]
+@dataclass(frozen=True)
+class Rate:
+    """Steps a second over all conversations; answers that were not what was echoed, of ``steps`` that were done."""
 
-    def play(number: int) -> int:
-        conversation = converse(kind, url, folder / str(number))
+    rate: float
+    lost: int
+    steps: int
+    cut: bool
+
+    def __str__(self) -> str:
+        cut = ", cut by the limit" if self.cut else ""
+        return f"{self.rate:.1f} steps a second, {self.lost} of {self.steps} answers lost{cut}"
+
+
+def begun(kind: str, url: str, folder: Path, replies: list[dict[str, str]]) -> LocalConversation:
+    """A conversation whose shell has answered once."""
+    for attempt in range(STARTS):
+        conversation = converse(kind, url, folder / str(attempt) / "w")
         # Answers are counted over the whole conversation, and the first script in it holds.
-        conversation.send_message(script([{"bash": "true"}, {"finish": "ready"}, *replies, {"finish": "done"}]))
+        conversation.send_message(script([{"bash": "echo here"}, {"finish": "ready"}, *replies, {"finish": "done"}]))
         conversation.run()
-        known = len(told(conversation))
-        ready.wait()
+        answered = [event.observation for event in conversation.state.events if isinstance(event, ObservationEvent)]
+        if getattr(answered[0], "exit_code", None) == 0:
+            return conversation
+        conversation.close()
+    raise SystemExit(f"{kind}: no shell answered within {SILENCE:g} s, {STARTS} times")
+
+
+def steps_a_second(kind: str, url: str, folder: Path, conversations: int, steps: int, limit: float) -> Rate:
+    """Of conversations side by side, from the second step of all on."""
+    replies = [{"bash": f"echo answer-{number}"} for number in range(steps)]
+    talks = [begun(kind, url, folder / str(number), replies) for number in range(conversations)]
+    known = [len(told(conversation)) for conversation in talks]
+    began = time.perf_counter()
+
+    def play(conversation: LocalConversation) -> float:
         conversation.send_message("Go on.")
         conversation.run()
-        ended.append(time.perf_counter())
-        answers = told(conversation)[known:-1]
-        conversation.close()
-        return steps - sum(f"answer-{at}" in answer for at, answer in enumerate(answers))
+        return time.perf_counter() - began
 
-    ended: list[float] = []
+    def pause() -> None:
+        for conversation in talks:
+            conversation.pause()
+
+    timer = threading.Timer(limit, pause)
+    timer.start()
     with ThreadPoolExecutor(conversations) as pool:
-        lost = sum(pool.map(play, range(conversations)))
-    return conversations * steps / (max(ended) - began[0]), lost
+        seconds = max(pool.map(play, talks))
+    timer.cancel()
+    lost = done = 0
+    for conversation, before in zip(talks, known, strict=True):
+        answers = told(conversation)[before:][:steps]
+        done += len(answers)
+        lost += sum(f"answer-{at}" not in answer for at, answer in enumerate(answers))
+        conversation.close()
+    return Rate(done / seconds, lost, done, cut=done < conversations * steps)
 
 
 def processor_ms(kinds: Sequence[str], url: str, folder: Path, steps: int) -> dict[str, list[float]]:
@@ -212,17 +254,24 @@ def repeated(measure: Callable[[str], float], kinds: tuple[str, ...], repeats: i
     return found
 
 
-def load() -> str:
-    """That of the machine."""
-    return f"load {os.getloadavg()[0]:.1f}"
+def tell_recording(recording: dict[str, list[float]]) -> None:
+    """Print what recording adds to a step."""
+    stock = recording[STOCK]
+    print(f"a step of the stock agent: {statistics.median(stock):.1f} ms of processor time")
+    for kind, times in recording.items():
+        if kind != STOCK:
+            added = [own - other for other, own in zip(stock, times, strict=True)]
+            print(f"{kind} adds {statistics.median(added):.1f} ms (bound {RECORDING_MS:g})", flush=True)
 
 
-def tell_recording(spent: dict[str, list[float]]) -> None:
-    """What each kind adds to the stock agent's step."""
-    print(f"a step of the stock agent: {statistics.median(spent[STOCK]):.1f} ms of processor time; {load()}")
-    for kind in list(spent)[1:]:
-        added = [own - stock for stock, own in zip(spent[STOCK], spent[kind], strict=True)]
-        print(f"{kind} adds {statistics.median(added):.1f} ms (bound {RECORDING_MS:g})", flush=True)
+def tell_rates(rates: dict[str, list[float]], lost: dict[str, int]) -> None:
+    """Print steps a second, and how the sides stand to each other."""
+    medians = {kind: statistics.median(values) for kind, values in rates.items()}
+    for kind in KINDS:
+        every = ", ".join(f"{value:.1f}" for value in rates[kind])
+        print(f"{kind}: {medians[kind]:.1f} steps a second ({every}); {lost[kind]} answers lost")
+    for kind, stock, bound in BOUNDS:
+        print(f"{kind} / {stock}: {medians[kind] / medians[stock]:.2f} (bound {bound:g})", flush=True)
 
 
 def main() -> None:
@@ -231,10 +280,19 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one side of one repeat")
     parser.add_argument("--rates-only", action="store_true", help="steps a second, nothing else")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, SDK {version('openhands-sdk')}",
+        flush=True,
+    )
+    recording: dict[str, list[float]] = {}
+    tools: dict[str, list[float]] = {}
+    forks: list[float] = []
     lost: dict[str, int] = dict.fromkeys(KINDS, 0)
     with instant_model() as url, tempfile.TemporaryDirectory(prefix="rl-sdk-") as made:
         numbers = iter(range(1000))
@@ -243,33 +301,26 @@ def main() -> None:
             return Path(made) / str(next(numbers)) / "w"
 
         def rate(kind: str) -> float:
-            found, missing = steps_a_second(kind, url, fresh(), options.conversations, options.steps)
-            lost[kind] += missing
-            print(f"{kind}: {found:.1f} steps a second; {load()}", flush=True)
-            return found
+            found = steps_a_second(kind, url, fresh(), options.conversations, options.steps, options.limit)
+            print(f"  {kind}: {found} (load {os.getloadavg()[0]:.1f})", flush=True)
+            lost[kind] += found.lost
+            return found.rate
 
-        print(f"{platform.machine()}, {os.cpu_count()} cores, SDK {version('openhands-sdk')}, {load()}", flush=True)
-        thinking = (STOCK, STOCK_TOOLS, OWN_ENGINE)
-        recording: dict[str, list[float]] = {kind: [] for kind in thinking}
-        tools: dict[str, list[float]] = {}
-        forks: list[float] = []
         if not options.rates_only:
+            thinking = (STOCK, STOCK_TOOLS, OWN_ENGINE)
+            recording = {kind: [] for kind in thinking}
             for _ in range(options.repeats):
                 for kind, times in processor_ms(thinking, url, fresh(), 40).items():
                     recording[kind] += times
             tell_recording(recording)
-            forks = fork_ms(url, fresh(), 5 * options.repeats)
-            told = f"{statistics.median(forks):.0f} ms, at most {max(forks):.0f} (bound {FORK_MS:g})"
-            print(f"fork: {told}; {load()}", flush=True)
-            tools = tool_ms(url, fresh(), 10 * options.repeats)
+            tools = tool_ms(url, fresh(), 20 * options.repeats)
             for kind, times in tools.items():
                 print(f"terminal, {kind}: {statistics.median(times):.1f} ms", flush=True)
         rates = repeated(rate, KINDS, options.repeats)
-    medians = {kind: statistics.median(values) for kind, values in rates.items()}
-    for kind in KINDS:
-        print(f"{kind}: {medians[kind]:.1f} steps a second; {lost[kind]} answers lost")
-    for kind, stock, bound in BOUNDS:
-        print(f"{kind} / {stock}: {medians[kind] / medians[stock]:.2f} (bound {bound:g})")
+        tell_rates(rates, lost)
+        if not options.rates_only:
+            forks = fork_ms(url, fresh(), 5 * options.repeats)
+            print(f"fork: {statistics.median(forks):.0f} ms, at most {max(forks):.0f} (bound {FORK_MS:g})")
     if options.json:
         found = {"recording": recording, "tools": tools, "rates": rates, "forks": forks, "lost": lost}
         options.json.write_text(json.dumps(found))

@@ -41,7 +41,8 @@ _HOST_VARIABLES = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
 class CommandResult(BaseModel):
     """The result of a command. ``exit_code`` is ``None`` when it was killed at its time limit.
 
-    ``earlier`` is the output of earlier commands' background processes since the last result.
+    ``earlier`` is the output of earlier commands' background processes since the last result; ``python`` where the
+    shell finds the program of that name, empty where it does not.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -51,6 +52,7 @@ class CommandResult(BaseModel):
     exit_code: int | None
     timed_out: bool = False
     cwd: str
+    python: str = ""
 
 
 class ShellSnapshot(BaseModel):
@@ -114,7 +116,7 @@ class Shell:
             patience = None if timeout is None else timeout + _ANSWER_PATIENCE
             result = self._ask(process, request, patience, CommandResult)
             inside = self._sandbox.to_inside
-            shown = {"output": inside(result.output), "earlier": inside(result.earlier), "cwd": inside(result.cwd)}
+            shown = {name: inside(getattr(result, name)) for name in ("output", "earlier", "cwd", "python")}
             return result.model_copy(update=shown)
 
     def snapshot(self) -> ShellSnapshot:

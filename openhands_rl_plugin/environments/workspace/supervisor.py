@@ -9,8 +9,8 @@ It speaks JSON lines: the first line on stdin is the set-up, every other one a r
   commands begin in ``start``, and in ``cwd`` when their directory is gone.
 * Request: ``{"command", "timeout", "cwd", "keep"}``; ``timeout`` in seconds or null; ``cwd`` and ``keep`` are for a
   command that runs in another directory and does not change the shell's state.
-* Answer: ``{"output", "earlier", "exit_code", "timed_out", "cwd"}``; ``earlier`` is what background processes of
-  earlier commands wrote since the last answer.
+* Answer: ``{"output", "earlier", "exit_code", "timed_out", "cwd", "python"}``; ``earlier`` is what background processes
+  of earlier commands wrote since the last answer, ``python`` the shell's program of that name.
 * Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}``: what commands left running, and a
   directory whose characters are the bytes of its name.
 
@@ -60,7 +60,7 @@ done; }; __rl_drop; unset -f __rl_drop; }
 cd -- "$3" 2>/dev/null || { cd -- "$4" && echo "bash: $3 is gone; the working directory is $4 now" >&2; }
 __rl_state=$5
 [[ -n $5 ]] && trap '{ declare -p; declare -f; alias -p; umask -p; echo "#complete"; } >| "$__rl_state" 2>/dev/null
-printf %s "$PWD" >| "$__rl_state.cwd" 2>/dev/null' EXIT
+{ printf "%s\0" "$PWD"; command -v python || :; } >| "$__rl_state.cwd" 2>/dev/null' EXIT
 eval "set --
 $(<"$2")"
 """
@@ -103,7 +103,7 @@ class Supervisor:
         self.requests = requests
         self.setup = setup
         self.state = setup["state"]
-        self.cwd = setup["start"]
+        self.cwd, self.python = setup["start"], ""
         self.selector = selectors.DefaultSelector()
         self.background = Output(setup["output_bytes"])
         self.pipe = -1
@@ -187,6 +187,7 @@ class Supervisor:
             "exit_code": None if timed_out or self.status is None else exit_code(self.status),
             "timed_out": timed_out,
             "cwd": os.fsencode(self.cwd).decode("utf-8", "replace"),
+            "python": os.fsencode(self.python).decode("utf-8", "replace"),
         }
 
     def start(self, command: str, cwd: str, keep: bool) -> None:
@@ -282,12 +283,12 @@ class Supervisor:
                 file.seek(-len(b"#complete\n"), os.SEEK_END)
                 complete = file.read(len(b"#complete\n")) == b"#complete\n"
             with open(new + ".cwd", "rb", opener=open_at_once) as file:
-                cwd = os.read(file.fileno(), CHUNK).decode("utf-8", "surrogateescape")
+                cwd, _, python = os.read(file.fileno(), CHUNK).decode("utf-8", "surrogateescape").partition("\0")
         except OSError:
             return
         if complete and cwd:
             os.replace(new, self.state)
-            self.cwd = cwd
+            self.cwd, self.python = cwd, python.rstrip("\n")
 
     def wait_for_request(self) -> None:
         """Between requests: reap, and keep background writers from blocking."""

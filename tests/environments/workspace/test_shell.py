@@ -344,3 +344,13 @@ class TestBubblewrap:
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
         assert gone(marker)
+
+
+def test_where_python_is_comes_with_every_result(run: Run):
+    run("mkdir bin elsewhere; printf '#!/bin/sh\\n' | tee bin/python > elsewhere/python; chmod +x */python")
+    assert run("PATH=/workspace/bin:$PATH; false").python == "/workspace/bin/python"
+    assert run("PATH=/workspace/elsewhere:$PATH", keep=False).python == "/workspace/bin/python"
+    # One that ends before its state is saved leaves what was known.
+    assert run("kill -9 $$").python == "/workspace/bin/python"
+    gone = run("set -e; PATH=/nowhere; true")
+    assert (gone.python, gone.exit_code) == ("", 0)

@@ -34,7 +34,6 @@ _NO_INPUT = (
 _INTERRUPT = "C-c"
 # Seconds for an interrupted command to end.
 _INTERRUPTED = 5.0
-_PYTHON_SECONDS = 5.0
 
 
 class Terminal:
@@ -142,16 +141,11 @@ class Terminal:
         metadata = CmdOutputMetadata(
             exit_code=code,
             working_dir=result.cwd,
-            py_interpreter_path=self._python(),
+            py_interpreter_path=result.python,
             prefix=prefix,
             suffix=f"\n[The command completed with exit code {code}.{sent}]",
         )
         return _observation(said, result.output, metadata)
-
-    def _python(self) -> str:
-        """The session's ``python``, which the SDK's terminal tells after each command."""
-        asked = self._workspace.run("command -v python", timeout=_PYTHON_SECONDS, keep=False)
-        return asked.output.strip()
 
     def _reset(self, command: str, timeout: float | None) -> TerminalObservation:
         self._workspace.restart()
