@@ -77,6 +77,14 @@ def test_a_folder_of_conversations(tmp_path: Path) -> None:
     assert source.total == 2 and len({unit.read().trajectory.id for unit in source.units}) == 2
 
 
+def test_the_conversations_of_sub_agents_name_their_parent(tmp_path: Path) -> None:
+    """The SDK keeps them below their parent's."""
+    persisted("1.58", persisted("1.58", tmp_path / "parent") / "subagents" / "child")
+    parent, child = (unit.read().trajectory for unit in v1_events.source(tmp_path / "parent").units)
+    assert child.task.data == {"sub_agent": {"parent": parent.id, "kind": "unknown"}} and not parent.task.data
+    assert child.run_id == f"{parent.run_id}/sub-agents" and child.messages() == parent.messages()
+
+
 def test_events_of_newer_versions_are_passed_over() -> None:
     events = [json.loads(line) for line in lines("1.58")]
     nodes = len(read_log(events, PolicyRef(base_model="m")).tree.nodes)

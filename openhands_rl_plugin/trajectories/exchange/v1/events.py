@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, PolicyRef, StopReason, Task
-from openhands_rl_plugin.trajectories.exchange.episodes import Ending, Imported, Origin, end_of, finished
+from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, PolicyRef, StopReason, Task, Trajectory
+from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN, Ending, Imported, Origin, end_of, finished
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Foreign, parse
 from openhands_rl_plugin.trajectories.exchange.reading import Source, Unit, files_below, read_document, rows_of
 from openhands_rl_plugin.trajectories.exchange.v1.read import Log, read_log
@@ -16,6 +17,7 @@ from openhands_rl_plugin.trajectories.exchange.v1.read import Log, read_log
 ENVIRONMENT = "openhands"
 _STATE = "base_state.json"
 _EVENTS = "events"
+_SUB_AGENTS = "subagents"
 EVENT_KINDS = frozenset(
     {
         "SystemPromptEvent",
@@ -83,7 +85,8 @@ def source(path: Path) -> Source:
 
 def _conversations(path: Path) -> list[Path]:
     if (path / _EVENTS).is_dir():
-        return [path]
+        begun = path / _SUB_AGENTS
+        return [path, *(_conversations(begun) if begun.is_dir() else ())]
     return sorted(each.parent for each in path.rglob(_EVENTS) if each.is_dir())
 
 
@@ -94,7 +97,10 @@ def _from_folder(folder: Path) -> Imported:
     files = sorted((folder / _EVENTS).glob("event-*.json"))
     if not files:
         raise ExchangeError(f"{folder / _EVENTS}: there is no event in it")
-    return _episode(base.id or folder.name, base, list(_events(files)))
+    above = folder.parent.parent
+    begun_in = folder.parent.name == _SUB_AGENTS and (above / _EVENTS).is_dir()
+    parent = _from_folder(above).trajectory if begun_in else None
+    return _episode(base.id or folder.name, base, list(_events(files)), parent)
 
 
 def _events(files: Sequence[Path]) -> Iterator[JsonObject]:
@@ -109,13 +115,16 @@ def _from_file(file: Path) -> Imported:
     return _episode(base.id or (name if name != _EVENTS else file.absolute().parent.name), base, events)
 
 
-def _episode(name: str, base: BaseState, events: Sequence[JsonValue]) -> Imported:
+def _episode(name: str, base: BaseState, events: Sequence[JsonValue], parent: Trajectory | None = None) -> Imported:
     if not any(recognises(event) for event in events if isinstance(event, dict)):
         raise ExchangeError("there is no event of OpenHands' SDK in it")
     log = read_log(events, PolicyRef(base_model=base.agent.llm.model or "unknown"), base.leaf_event_id)
     asked = next((message.content for message in log.tree.messages() if message.role == "user"), None)
-    task = Task(id=name, environment=ENVIRONMENT, instruction=asked or "")
-    origin = Origin("v1-events", task, base.agent.llm.model)
+    # The events do not say which agent of the registry it is.
+    link: JsonObject = {} if parent is None else {SUB_AGENT: {"parent": parent.id, "kind": UNKNOWN}}
+    task = Task(id=name, environment=ENVIRONMENT, instruction=asked or "", data=link)
+    run_id = None if parent is None else sub_agents_run(parent.run_id)
+    origin = Origin("v1-events", task, base.agent.llm.model, run_id)
     stop, failure = _ending(base.execution_status, log)
     evidence: JsonObject = {"condensations": log.condensations} if log.condensations else {}
     return finished(log.tree, origin, Ending(stop, evidence, failure=failure, times=log.times))
