@@ -74,7 +74,8 @@ class ProcessEnd:
 
     def _leave(self) -> None:
         """End with the exit code: Python ends by SIGINT where an interrupt met an ``exec``, as dataclasses have."""
-        if self.number:
+        # The thread that hears of a signal may not have been given the lock yet.
+        if self.number or self._said.locked():
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):
                     stream.flush()

@@ -65,9 +65,9 @@ def server() -> Iterator[str]:
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """What was logged: by our loggers, and by uvicorn's, which write to standard error."""
+    """What was logged beyond requests: by our loggers, and by uvicorn's, which write to standard error."""
     formatter = logging.Formatter("%(message)s")
-    ours = [formatter.format(each) for each in caplog.records]
+    ours = [formatter.format(each) for each in caplog.records if each.levelno > logging.INFO]
     return [line for each in [*ours, capfd.readouterr().err] for line in each.splitlines()]
 
 
