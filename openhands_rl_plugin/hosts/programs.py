@@ -5,12 +5,12 @@ With ``hosts.local`` the only module that names hosts.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import tomllib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -66,8 +66,10 @@ def serve_acp(options: WorkOptions, *, conversations: Path, permissions: Permiss
     _need_sdk(work)
     _be_quiet()
     if not sys.warnoptions:
-        # Editors show standard error to their users; packages warn there of each other's old names.
-        warnings.simplefilter("ignore")
+        # Editors show standard error to their users; packages warn there of each other's old names, and some put a
+        # filter of their own before any that is set here.
+        logging.captureWarnings(True)
+        logging.getLogger("py.warnings").propagate = False
     output = os.dup(1)
     os.dup2(2, 1)
     from openhands_rl_plugin.hosts.v1.programs.acp.server import serve

@@ -14,6 +14,15 @@ import httpx
 from launchers import free_port
 
 PLUGIN = "openhands_rl_plugin.hosts.v1"
+NO_AGENTS_OF_OTHERS = "an agent server without agents of others in its requests"
+
+
+def takes_agents_of_others() -> bool:
+    """Whether its requests name an agent by its kind; the release that imports modules took the stock agent only."""
+    from openhands.agent_server.models import StartConversationRequest
+    from openhands.sdk.agent.base import AgentBase
+
+    return StartConversationRequest.model_fields["agent"].annotation is AgentBase
 
 
 @contextmanager

@@ -6,23 +6,20 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import httpx
 import pytest
-from agent_server_process import running_agent_server
+from agent_server_process import NO_AGENTS_OF_OTHERS, running_agent_server, takes_agents_of_others
 from scripted_model import ScriptedModel, says
 from sdk_play import finish, repair, stored, think
 from websockets.asyncio.client import connect
 
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 
-MINOR = int(version("openhands-agent-server").split(".")[1])
-
 pytestmark = [
     pytest.mark.timeout(240),
-    pytest.mark.skipif(MINOR < 20, reason="an agent server before 1.20 imports no modules of others"),
+    pytest.mark.skipif(not takes_agents_of_others(), reason=NO_AGENTS_OF_OTHERS),
 ]
 
 

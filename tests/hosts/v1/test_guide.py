@@ -10,20 +10,18 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from agent_server_process import PLUGIN
+from agent_server_process import NO_AGENTS_OF_OTHERS, PLUGIN, takes_agents_of_others
 from openhands.sdk import LLM, Tool
 from openhands.sdk.llm import Message, TextContent
 from scripted_model import ScriptedModel, says
 from sdk_play import TERMINAL, finish, stored
 
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.config.host import release_of
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.v1 import RLAgent
 
@@ -57,8 +55,8 @@ async def test_the_script_is_played_and_recorded(
 
 def test_the_servers_body_is_one_that_it_takes() -> None:
     models = pytest.importorskip("openhands.agent_server.models")
-    if release_of(version("openhands-sdk")) < (1, 20):
-        pytest.skip("an agent server before 1.20 imports no modules of others")
+    if not takes_agents_of_others():
+        pytest.skip(NO_AGENTS_OF_OTHERS)
     body = json.loads(block("json", "initial_message"))
     request = models.StartConversationRequest.model_validate(body)
     assert isinstance(request.agent, RLAgent) and request.agent.rl["max_turns"] == 50

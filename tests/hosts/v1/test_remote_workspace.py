@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from agent_server_process import running_agent_server
+from agent_server_process import NO_AGENTS_OF_OTHERS, running_agent_server, takes_agents_of_others
 from needs import needs_bubblewrap
 from openhands.sdk import Agent, Conversation, Tool, Workspace
 from scripted_model import ScriptedModel, call, says
@@ -20,11 +19,9 @@ from sdk_play import EDITOR, TERMINAL, finish, make_agent, make_llm, stored
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.v1.recording_note import KEY
 
-MINOR = int(version("openhands-agent-server").split(".")[1])
-
 pytestmark = [
     pytest.mark.timeout(240),
-    pytest.mark.skipif(MINOR < 20, reason="an agent server before 1.20 imports no modules of others"),
+    pytest.mark.skipif(not takes_agents_of_others(), reason=NO_AGENTS_OF_OTHERS),
 ]
 
 

@@ -56,7 +56,13 @@ _MODES: dict[Mode, SessionMode] = {
 def serve(work: OwnWork, *, output: int, conversations: Path, permissions: Mode) -> int:
     """Until standard input ends or the process is told to; the exit code. ``output`` is a file descriptor."""
     logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger().addFilter(_is_not_answered)
     return asyncio.run(_serve(RLAgentServer(work, conversations=conversations, mode=permissions), output))
+
+
+def _is_not_answered(record: logging.LogRecord) -> bool:
+    """Whether the client has not been told it as its request's error; the protocol package before 0.11 logs these."""
+    return not (record.exc_info and isinstance(record.exc_info[1], RequestError))
 
 
 async def _serve(server: RLAgentServer, output: int) -> int:
