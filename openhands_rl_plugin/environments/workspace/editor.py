@@ -45,6 +45,11 @@ class EditResult:
     old_content: str | None = None
     new_content: str | None = None
 
+    @property
+    def contents(self) -> tuple[str, str]:
+        """The file before and after, empty where there was none."""
+        return self.old_content or "", self.new_content or ""
+
 
 class _History(FileHistoryManager):
     """Keyed by the files' names inside the sandbox, so it can be copied to another session."""

@@ -46,6 +46,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
+from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.check import check_workspace
 from openhands_rl_plugin.environments.workspace.copies import (
     METHODS,
@@ -279,7 +280,7 @@ class WorkspaceRuntime(SessionRuntime):
             old_content=action.old_str,
             new_content=action.new_str,
             impl_source=FileEditSource.OH_ACI,
-            diff=get_diff(result.old_content or "", result.new_content or "", action.path),
+            diff="" if is_rewritten(*result.contents) else get_diff(*result.contents, action.path),
         )
 
     @property

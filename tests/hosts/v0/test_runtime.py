@@ -142,6 +142,16 @@ def test_editor(runtime: WorkspaceRuntime):
     assert view(runtime, "/workspace/a.py", view_range=[2, 2]).content.endswith("     2\ty = 2\n")
 
 
+def test_a_file_that_a_command_rewrote_is_not_compared_line_by_line(runtime: WorkspaceRuntime):
+    command(runtime, "seq 20000 > numbers")
+    assert "+0" in edit(runtime, "insert", "/workspace/numbers", insert_line=0, new_str="0").diff
+    command(runtime, "seq 20000 | tac > numbers")
+    begun = time.monotonic()
+    undone = edit(runtime, "undo_edit", "/workspace/numbers")
+    assert ("undone" in undone.content, undone.diff) == (True, "")
+    assert time.monotonic() - begun < 5
+
+
 @pytest.mark.parametrize(
     ("name", "path", "arguments", "said"),
     [

@@ -226,3 +226,21 @@ async def test_each_task_of_a_conversation_has_its_own_changes_as_evidence(
     first, second = await stored(workspace.parent / "store-bubblewrap")
     assert first.evidence["changed_files"] == {"one.txt": "added"}
     assert second.evidence["changed_files"] == {"two.txt": "added"}
+
+
+def test_a_file_that_a_command_rewrote_is_not_compared_line_by_line(server: ScriptedModel, workspace: Path) -> None:
+    conversation = opened(server, "rewritten", workspace)
+    numbers, begun = "/workspace/numbers", time.monotonic()
+    actions = [
+        run("seq 20000 > numbers"),
+        edit("insert", numbers, insert_line=0, new_str="0"),
+        run("seq 20000 | tac > numbers"),
+        edit("undo_edit", numbers),
+    ]
+    told = play(conversation, server, actions)
+    conversation.close()
+    seen = [event.observation for event in conversation.state.events if isinstance(event, ObservationEvent)]
+    assert "undone" in told[3] and [seen[at].old_content is None for at in (1, 3)] == [False, True]
+    # What people are shown of it.
+    assert all(str(seen[at].visualize) for at in (1, 3))
+    assert time.monotonic() - begun < 10

@@ -17,6 +17,7 @@ from openhands.tools.file_editor.editor import FileEditor
 from openhands.tools.file_editor.exceptions import ToolError
 from openhands.tools.file_editor.utils.history import FileHistoryManager
 
+from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import TEMPORARY, SandboxedWorkspace
@@ -124,7 +125,11 @@ class ConversationEditor:
             for part in result.content
         ]
         path = result.path.removeprefix(copies) if result.path else result.path
-        return result.model_copy(update={"content": content, "path": path})
+        update: dict[str, object] = {"content": content, "path": path}
+        if is_rewritten(result.old_content, result.new_content):
+            # The SDK would compare the lines in this process to show them.
+            update |= {"old_content": None, "new_content": None}
+        return result.model_copy(update=update)
 
 
 def _skeleton(files: Workspace, name: str, into: Path, levels: int, room: int = MAX_LISTED) -> int:
