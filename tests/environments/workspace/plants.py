@@ -28,7 +28,11 @@ for line in open(sys.argv[1]):
             os.listdir(path)
         else:
             with socket.socket(socket.AF_UNIX, getattr(socket, kind)) as client:
-                client.connect("\0" + path[1:] if path.startswith("@") else path)
+                if path.startswith("@"):
+                    client.connect("\0" + path[1:])
+                else:  # a socket's address has 107 bytes at most
+                    os.chdir(os.path.dirname(path))
+                    client.connect(os.path.basename(path))
     except OSError as error:
         continue
     print("REACHED", kind, path)
