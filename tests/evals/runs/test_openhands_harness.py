@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
+import pytest
 from scripted_model import serve
 
 CODE = """
@@ -24,6 +26,7 @@ print(Agent.get_cls("RLAgent").__module__, type(agent).__name__)
 """
 
 
+@pytest.mark.skipif(find_spec("openhands.agenthub") is None, reason="OpenHands V0 is not installed")
 def test_rl_agent_is_selected_by_name_with_a_plain_configuration():
     environ = {"PATH": "/usr/bin:/bin", "LOG_LEVEL": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": "/tmp"}
     with serve() as server:

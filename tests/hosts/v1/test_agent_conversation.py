@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from openhands.sdk import LLM, Agent, AgentBase
@@ -158,20 +159,24 @@ def test_a_wrong_setting_is_said_in_one_line(server: ScriptedModel) -> None:
         RLAgent(llm=make_llm(server, "wrong"), tools=[], rl={"max_turn": 3})
 
 
+class WatchedAgent(RLAgent):
+    """Not local to a test: the SDK refuses to read any agent then."""
+
+    seen: ClassVar[list[tuple[dict, dict]]] = []
+
+    def model_copy(self, **changes):
+        copied = super().model_copy(**changes)
+        self.seen.append((copied.__pydantic_private__ or {}, dict(copied.__pydantic_private__ or {})))
+        return copied
+
+
 def test_a_step_assigns_nothing_to_the_agent_that_a_copy_would_lose(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
-    seen: list[tuple[dict, dict]] = []
-
-    class WatchedAgent(RLAgent):
-        def model_copy(self, **changes):
-            copied = super().model_copy(**changes)
-            seen.append((copied.__pydantic_private__ or {}, dict(copied.__pydantic_private__ or {})))
-            return copied
-
     server.script("private", [think("a", "call-1"), finish()])
     source = make_agent(make_llm(server, "private"), tmp_path / "store")
     agent = WatchedAgent(llm=source.llm, tools=source.tools, rl=source.rl)
+    seen = WatchedAgent.seen
     conversation = converse(agent, workspace)
     conversation.send_message("Think.")
     conversation.run()

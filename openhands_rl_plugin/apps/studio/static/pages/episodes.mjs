@@ -22,14 +22,18 @@ export function Episodes() {
   const search = useRef(null);
   list.tick.value; // drawn again with every page that comes
   const [changes, changed] = useState(0);
-  const refresh = () => { changed(0); list.refresh(); };
+  const news = useRef(new Set()); // an episode that begins and ends is one
+  const refresh = () => { news.current.clear(); changed(0); list.refresh(); };
   // Rows do not move below somebody who has chosen one: the news wait until they are asked for.
   useLive((events) => {
     const ids = new Set(events.flatMap(({kind, ids: named}) => (kind === 'grew' ? [] : named ?? [])));
     if (!ids.size && !events.some(({kind}) => ['reset', 'gone', 'open'].includes(kind))) return;
     if (at === null) refresh();
     else if (!ids.size && events.every(({kind}) => kind === 'open')) return;
-    else changed(changes + Math.max(1, ids.size));
+    else {
+      for (const id of ids.size ? ids : ['']) news.current.add(id);
+      changed(news.current.size);
+    }
   });
   const move = (by) => put({n: Math.min(Math.max(0, (at ?? (by > 0 ? -1 : 0)) + by), Math.max(0, (total ?? 1) - 1))});
   const open = async () => {
