@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of
 from openhands_rl_plugin.cli.options.stores import open_store
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.trajectories.drift.causes import Decode
@@ -116,16 +115,7 @@ async def _drift(args: argparse.Namespace) -> int:
 
 
 def _decoder(folder: Path) -> Decode:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingExtraError("tokenizers", "train") from error
-    file = folder / "tokenizer.json" if folder.is_dir() else folder
-    if not file.is_file():
-        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a tokenizer.json")
-    try:
-        with boundary(FailureKind.MODEL, "tokenizer"):
-            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except CaughtFailure as error:
-        raise ConfigError(f"--tokenizer: {file} cannot be read: {error.failure.message}") from error
+    from openhands_rl_plugin.apps.studio.token_text import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

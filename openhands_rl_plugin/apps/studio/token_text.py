@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, RLError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
 from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
@@ -59,5 +59,5 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         with boundary(FailureKind.MODEL, "tokenizer"):
             return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except RLError as error:
-        raise ConfigError(f"--tokenizer: {file} cannot be read: {error}") from error
+    except CaughtFailure as error:
+        raise ConfigError(f"--tokenizer: {file} cannot be read: {error.failure.message}") from error
