@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openhands_rl_plugin.apps.studio.config import StudioConfig
 from openhands_rl_plugin.apps.studio.document import HEADERS, STATIC, content_security_policy, document
 from openhands_rl_plugin.apps.studio.door import SIGN_IN
+from openhands_rl_plugin.apps.studio.noted import NoteShelf
 from openhands_rl_plugin.apps.studio.replies import ERROR_HANDLERS, reply
 from openhands_rl_plugin.apps.studio.resources.adapters import AdapterResource
 from openhands_rl_plugin.apps.studio.resources.breaks import BreakResource
@@ -92,7 +93,8 @@ def build_app(
 
 def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) -> dict[str, Endpoint]:
     shelf = EpisodeShelf(sources)
-    episodes, listing, breaks = EpisodeResource(shelf, text), ListResource(sources, indexes), BreakResource(shelf, text)
+    episodes = EpisodeResource(shelf, text, NoteShelf(sources))
+    listing, breaks = ListResource(sources, indexes), BreakResource(shelf, text)
     runs, evaluations = RunResource(sources), EvaluationResource(sources)
     groups, compared = GroupResource(sources), CompareResource(sources, shelf, indexes)
 

@@ -122,7 +122,8 @@ def samples_of_tree(
         if at in recorded:
             others = {other for other, node in enumerate(trajectory.nodes) if node.sampled and other != at}
             found = _segments(trajectory, at, advantage, others, need_logprobs)
-            samples.extend(sample.model_copy(update={"count": count}) for sample in found)
+            # Their tokens are those of the node itself, which is noted once.
+            samples.extend(sample.model_copy(update={"count": count, "spans": ()}) for sample in found)
     return samples
 
 
@@ -186,6 +187,8 @@ class _Segment:
         self.logprobs: list[float] = []
         self.trained: list[tuple[int, int, float, float]] = []
         """Start, end, advantage and temperature of every span of trained tokens."""
+        self.nodes: list[int] = []
+        """The node of each span."""
         self.policy: PolicyRef | None = None
 
     def add_context(self, ids: Sequence[int]) -> None:
@@ -193,7 +196,8 @@ class _Segment:
         self.mask.extend([False] * len(ids))
         self.logprobs.extend([0.0] * len(ids))
 
-    def add_sampled(self, tokens: Tokens, advantage: float, node: Node) -> None:
+    def add_sampled(self, tokens: Tokens, advantage: float, node: Node, index: int) -> None:
+        self.nodes.append(index)
         count = len(tokens.sampled_ids)
         self.trained.append((len(self.ids), len(self.ids) + count, advantage, temperature_of(node.sampling)))
         self.ids.extend(tokens.sampled_ids)
@@ -220,6 +224,7 @@ class _Segment:
             policy=self.policy,
             temperature=temperature,
             token_temperatures=token_temperatures,
+            spans=tuple((node, *span[:2]) for node, span in zip(self.nodes, self.trained, strict=True)),
         )
 
     @staticmethod
@@ -253,7 +258,7 @@ def _segments(
             segment.add_context(tokens.sampled_ids)
         else:
             own = advantage[index] if isinstance(advantage, Mapping) else advantage
-            segment.add_sampled(tokens, own, node)
+            segment.add_sampled(tokens, own, node, index)
             trained.add(index)
     if (sample := segment.sample(trajectory.id, leaf)) is not None:
         yield sample

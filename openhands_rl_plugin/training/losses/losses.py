@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from openhands_rl_plugin.training.algorithms import (
     old_logprobs_of,
 )
 from openhands_rl_plugin.training.losses import objectives
-from openhands_rl_plugin.training.losses.logprobs import Diagnostics, diagnose
+from openhands_rl_plugin.training.losses.logprobs import Diagnostics, clipped_tokens, diagnose
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
 from openhands_rl_plugin.training.losses.objectives import TokenBatch
 
@@ -72,6 +72,10 @@ class MicroBatchLoss(Protocol):
         """The micro-batch's share of the batch's loss, with gradient."""
         ...
 
+    def notes(self, one: MicroBatch) -> Mapping[str, Tensor]:
+        """What a note on a token says beside its logprob and the entropy: [K] each."""
+        ...
+
 
 class Imitation:
     """Negative log-likelihood (supervised fine-tuning)."""
@@ -95,6 +99,10 @@ class Imitation:
         """The mean over the sampled tokens, in nats."""
         loss = -(one.weights[one.sequence] * one.logprobs).sum()
         return loss, Diagnostics(tokens=one.logprobs.numel(), entropy=one.entropies.mean().item())
+
+    def notes(self, one: MicroBatch) -> Mapping[str, Tensor]:
+        """Nothing more."""
+        return {}
 
 
 class Reinforcement:
@@ -125,13 +133,7 @@ class Reinforcement:
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
         """``sum(weights * (correction * (objective + kl_coefficient * kl) - entropy_coefficient * entropy))``."""
-        tokens = TokenBatch(
-            logprobs=one.logprobs,
-            old=one.tokens([item.old for item in one.items]),
-            advantages=one.tokens([item.advantages for item in one.items]),
-            sequence=one.sequence,
-            sequences=len(one.items),
-        )
+        tokens = _token_batch(one)
         recorded = one.tokens([item.recorded for item in one.items])
         correction = self._correction(tokens, recorded)
         losses = self._losses(tokens) * correction
@@ -147,6 +149,12 @@ class Reinforcement:
             losses = losses - self._settings.entropy_coefficient * one.entropies
         diagnostics = self._diagnose(tokens, one.entropies, recorded, divergence, correction)
         return (one.weights[one.sequence] * losses).sum(), diagnostics
+
+    def notes(self, one: MicroBatch) -> Mapping[str, Tensor]:
+        """The advantage as the loss had it, and whether the gradient was clipped."""
+        tokens = _token_batch(one)
+        cut = clipped_tokens(tokens, ratio=self._ratio(tokens), low=self._low, high=self._high)
+        return {"advantage": tokens.advantages, "clipped": cut}
 
     def _losses(self, tokens: TokenBatch) -> Tensor:
         match self._objective:
@@ -170,11 +178,14 @@ class Reinforcement:
     def _diagnose(
         self, tokens: TokenBatch, entropies: Tensor, recorded: Tensor, divergence: float, correction: Tensor
     ) -> Diagnostics:
-        difference = (tokens.logprobs - tokens.old).detach()
-        ratio = torch.exp(tokens.mean_of_sequence(difference) if self._objective == "gspo" else difference)
-        found = diagnose(tokens, entropies, ratio=ratio, low=self._low, high=self._high)
+        found = diagnose(tokens, entropies, ratio=self._ratio(tokens), low=self._low, high=self._high)
         drift = (tokens.logprobs.detach() - recorded).abs().mean().item()
         return replace(found, drift=drift, kl=divergence, weight=correction.mean().item())
+
+    def _ratio(self, tokens: TokenBatch) -> Tensor:
+        """[K]: the importance ratio that is clipped."""
+        difference = (tokens.logprobs - tokens.old).detach()
+        return torch.exp(tokens.mean_of_sequence(difference) if self._objective == "gspo" else difference)
 
 
 class Preference:
@@ -214,6 +225,20 @@ class Preference:
         )
         entropy = one.entropies.mean().item()
         return losses.sum() * one.weights[0], Diagnostics(tokens=one.logprobs.numel(), entropy=entropy)
+
+    def notes(self, one: MicroBatch) -> Mapping[str, Tensor]:
+        """Nothing more."""
+        return {}
+
+
+def _token_batch(one: MicroBatch) -> TokenBatch:
+    return TokenBatch(
+        logprobs=one.logprobs,
+        old=one.tokens([item.old for item in one.items]),
+        advantages=one.tokens([item.advantages for item in one.items]),
+        sequence=one.sequence,
+        sequences=len(one.items),
+    )
 
 
 def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -> Tensor:

@@ -7,14 +7,12 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
@@ -34,6 +32,7 @@ from openhands_rl_plugin.training.losses.micro_batches import (
 )
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.checkpoint import load_checkpoint, save_checkpoint
+from openhands_rl_plugin.training.trainer.learning_rates import learning_rates
 from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress
 from openhands_rl_plugin.training.trainer.old_logprobs import OldLogprobs, saved_logprobs, take_logprobs
 from openhands_rl_plugin.training.trainer.preparation import (
@@ -55,11 +54,13 @@ from openhands_rl_plugin.training.trainer.resume import (
     ShardedCheckpoint,
 )
 from openhands_rl_plugin.training.trainer.run_files import MetricsFile, fingerprint
+from openhands_rl_plugin.training.trainer.token_notes import TokenNotes
 from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
 
 OnProgress = Callable[[TrainProgress], None]
 """Called after every optimiser step."""
 
+_WITHOUT_EFFECT = {"checkpoint_steps", "sharding", "tracker", "keep_token_notes"}
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -79,6 +80,7 @@ class Trainer(ABC):
         self._version = version
         self._policy = policy
         self._ranks = current_ranks(policy.device)
+        self._notes = self._token_notes(None, "", 0, 0)
         self.parameters = policy.parameters
         """The float32 weights that are trained, by name."""
         self._optimizer = torch.optim.AdamW(
@@ -223,8 +225,13 @@ class Trainer(ABC):
         order = self._order(items, first_step)
         self._learning_rate = learning_rates(self.settings, range(first_step, first_step + len(order)))
         started = time.monotonic() - tally.seconds
-        with tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker:
+        self._notes = self._token_notes(run, name, len(order), done)
+        with (
+            closing(self._notes),
+            tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker,
+        ):
             for number, batch in enumerate(order[done:], start=done + 1):
+                self._notes.begin_step(number)
                 found = self._step(batch, loss, tally)
                 tally.seconds = time.monotonic() - started
                 progress = _progress(number, len(order), found, tally)
@@ -355,10 +362,16 @@ class Trainer(ABC):
     ) -> tuple[float, Diagnostics]:
         """Accumulate the gradient of one micro-batch, ``portion`` of the batch; returns its share of the loss."""
         logprobs, entropies = micro_batch_logprobs(self._policy, group)
-        share, diagnostics = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
+        one = MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights))
+        share, diagnostics = loss(one)
         share = share + portion * self._policy.router_loss()
         share.backward()
+        if portion:  # others are computed so that ranks wait for each other, and belong to another rank
+            self._notes.take(one, loss)
         return share.item(), diagnostics
+
+    def _token_notes(self, run: Path | None, name: str, steps: int, done: int) -> TokenNotes:
+        return TokenNotes(self.settings, run, name, self._version, self._ranks.rank, steps=steps, done=done)
 
     def _record(self, progress: TrainProgress, found: Diagnostics, tally: RunningMetrics) -> dict[str, float]:
         """One line of the metrics file."""
@@ -369,7 +382,7 @@ class Trainer(ABC):
         return own | asdict(progress) | asdict(found)
 
     def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
-        settings = self.settings.model_dump_json(exclude={"checkpoint_steps", "sharding", "tracker"})
+        settings = self.settings.model_dump_json(exclude=_WITHOUT_EFFECT)
         what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
         # Sums of integers do not depend on the sharding of the weights.
         parts = self._policy.weights().values()
@@ -377,21 +390,6 @@ class Trainer(ABC):
         if self._policy.sharded:
             self._ranks.all_reduce([sums])
         return fingerprint(what, samples, sums.tolist(), self.step)
-
-
-def learning_rates(settings: TrainingSettings, call: range) -> Callable[[int], float]:
-    """The learning rate by optimiser step: transformers' ``get_scheduler`` with a warm-up that starts above zero.
-
-    ``call``: the steps that the call plans. The warm-up is over the trainer's first steps; "linear" and "cosine" decay
-    to zero at the end of a call, and a later call of the same trainer starts at the peak again.
-    """
-    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
-    shift = max(call.start, settings.warmup_steps) - settings.warmup_steps - 1
-    unused = torch.optim.SGD([torch.zeros(1)])  # required by get_scheduler; only the schedule is used
-    scheduler = get_scheduler(name, unused, settings.warmup_steps + 1, call.stop - shift)
-    assert isinstance(scheduler, LambdaLR)
-    factor = scheduler.lr_lambdas[0]
-    return lambda step: settings.learning_rate * factor(step - shift)
 
 
 def _progress(number: int, total: int, found: Diagnostics, tally: RunningMetrics) -> TrainProgress:

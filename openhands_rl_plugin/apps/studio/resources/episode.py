@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from pydantic import JsonValue
@@ -9,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from openhands_rl_plugin.apps.studio.noted import Noted, NoteShelf
 from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, reply, whole
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf, Opened
 from openhands_rl_plugin.apps.studio.token_text import TokenText
@@ -25,8 +27,9 @@ _LONGEST_DATA = 64 * 1024
 class EpisodeResource:
     """One stored episode, finished or not."""
 
-    def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
+    def __init__(self, shelf: EpisodeShelf, text: TokenText, notes: NoteShelf) -> None:
         self._shelf = shelf
+        self._notes = notes
         self._text = text
 
     async def header(self, request: Request) -> Response:
@@ -43,13 +46,23 @@ class EpisodeResource:
         return reply(request, bodies_of(nodes, range(first, min(end, first + MOST_NODES)), end, skip))
 
     async def tokens(self, request: Request) -> Response:
-        """The token ids of a node from place ``from`` on: those of its prompt, then those that were sampled."""
-        nodes = (await self._shelf.open(request)).trajectory.nodes
+        """The token ids of a node from place ``from`` on: those of its prompt, then those that were sampled.
+
+        ``notes``: which pass of a training is meant, where several noted what they computed; by default the last.
+        """
+        trajectory = (await self._shelf.open(request)).trajectory
+        nodes = trajectory.nodes
         at = int(request.path_params["node"])
         if at >= len(nodes):
             raise HTTPException(404, f"the episode has {len(nodes)} nodes, so there is no node {at}")
         first = whole(request, "from", 0, most=2**53)
-        return reply(request, tokens_of(nodes[at], at, first, self._text))
+        tokens, wanted = nodes[at].tokens, request.query_params.get("notes")
+        if tokens is None:
+            return reply(request, tokens_of(nodes[at], at, first, self._text))
+        about = (trajectory.id, at, len(tokens.sampled_ids), wanted)
+        choices, noted = await asyncio.to_thread(self._notes.of, *about)
+        page = tokens_of(nodes[at], at, first, self._text, noted=noted)
+        return reply(request, page | {"notes": [*choices], "noted": None if noted is None else noted.about["key"]})
 
 
 def header_of(opened: Opened) -> JsonObject:
@@ -156,7 +169,9 @@ def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int = 0, most
     return {"total": len(nodes), "next": after if after < end else None, "nodes": dict(columns(rows))}
 
 
-def tokens_of(node: Node, at: int, first: int, text: TokenText, most: int = MOST_TOKENS) -> JsonObject:
+def tokens_of(
+    node: Node, at: int, first: int, text: TokenText, most: int = MOST_TOKENS, noted: Noted | None = None
+) -> JsonObject:
     """A page of columns. ``sampled`` says how many of the first ``prompt`` are not the model's; without token ids
     ``total`` is 0."""
     tokens = node.tokens
@@ -170,6 +185,9 @@ def tokens_of(node: Node, at: int, first: int, text: TokenText, most: int = MOST
         "text": list(text.pieces(ids, first, until)),
         "logprob": list(logprobs),
     }
+    for name, values in {} if noted is None else noted.numbers.items():
+        places = range(first, until)
+        rows[name] = [number(values[place - prompt]) if place >= prompt else None for place in places]
     return {
         "node": at,
         "total": len(ids),

@@ -3,8 +3,8 @@ import {ask, cell, query, rowsOf} from 'studio/base/api';
 
 export const PAGE = 4096;
 
-/** A page of the tokens of a node: `{node, from, total, prompt, next, extends, tokenizer, tokens}`. */
-export const tokensOf = (id, node, from, store) => ask(`episodes/${encodeURIComponent(id)}/nodes/${node}/tokens${query({from, store})}`);
+/** A page of the tokens of a node: `{node, from, total, prompt, next, extends, tokenizer, tokens, notes, noted}`. */
+export const tokensOf = (id, node, from, store, notes) => ask(`episodes/${encodeURIComponent(id)}/nodes/${node}/tokens${query({from, store, notes})}`);
 
 /** The measures that a page may have; a column that nobody recorded is not offered. */
 export const COLOURS = {
@@ -12,6 +12,7 @@ export const COLOURS = {
   drift: {name: 'drift', columns: ['trainer'], of: (t, at) => both(cell(t, 'trainer', at), cell(t, 'logprob', at), (a, b) => a - b), span: [-1, 1], scale: 'both', unit: 'nats, trainer − server'},
   entropy: {name: 'entropy', columns: ['entropy'], of: (t, at) => cell(t, 'entropy', at), span: [0, 3], scale: 'high', unit: 'nats'},
   advantage: {name: 'advantage', columns: [], of: (t, at, page) => cell(t, 'advantage', at) ?? (page.from + at >= page.prompt ? page.advantage ?? null : null), span: [-2, 2], scale: 'both', unit: ''},
+  clipped: {name: 'clipped', columns: ['clipped'], of: (t, at) => cell(t, 'clipped', at), span: [0, 1], scale: 'flag', unit: 'gradient clipped to zero'},
   mask: {name: 'mask', columns: [], of: (t, at, page) => (page.from + at >= page.prompt ? 1 : 0), span: [0, 1], scale: 'flag', unit: 'trained or not'},
   turn: {name: 'turn', columns: [], of: (t, at, page) => page.turn % 2, span: [0, 1], scale: 'flag', unit: 'every other turn'},
 };

@@ -11,7 +11,7 @@ import {Empty, Problem, Waiting} from 'studio/parts/states';
 
 export function Tokens({model, node, choose, store}) {
   const start = node !== null && model.of('sampled')(node) ? node : model.answers.find((each) => each >= (node ?? 0)) ?? model.answers.at(-1) ?? null;
-  const stream = useStream(model, start, store);
+  const stream = useStream(model, start, store, param('notes'));
   const {error, next} = stream;
   const group = useGroup(model.header, store, param('colour') === 'advantage' && !stream.pages.some((page) => page.tokens.advantage));
   const pages = useMemo(() => (group.advantage === null ? stream.pages : stream.pages.map((page) => ({...page, advantage: group.advantage}))), [stream.pages, group.advantage]);
@@ -49,6 +49,7 @@ export function Tokens({model, node, choose, store}) {
     <div class="strip"><span class="group" role="group" aria-label="Colour by">${names.map((each) => html`<button key=${each} aria-pressed=${each === colour ? 'true' : 'false'} onClick=${() => put({colour: each})}>${COLOURS[each].name}</button>`)}</span>
       <span class="muted">${COLOURS[colour].scale === 'flag' ? COLOURS[colour].unit : `${COLOURS[colour].span.map((each) => fixed(each, 0)).join(' to ')} ${COLOURS[colour].unit}`}</span>
       <span class="grow"></span>${COLOURS[colour].scale !== 'flag' && html`<button disabled=${!found.length} onClick=${() => jump(1)}>${plural(found.length, 'outlier')}</button>`}</div>
+    <${Passes} pages=${pages} />
     ${group.note && html`<p class="note">${group.note}</p>`}
     ${pages[0].tokenizer && !pages.some((page) => page.tokens.text) && html`<p class="note">Ids are shown: ${pages[0].tokenizer}.</p>`}
     <${Hover} pages=${pages} name=${hover} />
@@ -58,6 +59,16 @@ export function Tokens({model, node, choose, store}) {
     </div>
     ${next && html`<p class="strip"><button onClick=${next}>More tokens</button></p>`}
   </div>`;
+}
+
+/** Which training noted what is shown, where several did, or one in several epochs. */
+function Passes({pages}) {
+  const {notes = [], noted = null} = pages.find((page) => page.noted) ?? {};
+  if (!noted) return null;
+  const said = (each) => `${each.run} ${each.stage}, ${each.algorithm}, epoch ${each.epoch} of ${each.epochs}, step ${each.step}`;
+  const chosen = notes.find((each) => each.key === noted);
+  return html`<p class="note">Numbers of training: ${notes.length === 1 ? said(chosen) : html`<select aria-label="Training" value=${noted} onChange=${(event) => put({notes: event.target.value}, {push: true})}>
+    ${notes.map((each) => html`<option key=${each.key} value=${each.key}>${said(each)}</option>`)}</select>`}</p>`;
 }
 
 const name = (page, at) => `${page.node}.${page.from + at}`;
@@ -73,14 +84,14 @@ function useGroup(header, store, wanted) {
 }
 
 /** Pages from a turn on, along what was acted on, until there are as many tokens as fit. */
-function useStream(model, start, store) {
+function useStream(model, start, store, notes) {
   const [state, set] = useState({pages: [], error: null, rest: null});
   const {id} = model.header;
   const grow = async (pages, rest, wanted) => {
     let size = 0;
     const added = [];
     while (rest && size < PAGE && wanted()) {
-      const page = await tokensOf(id, rest.node, rest.from, store);
+      const page = await tokensOf(id, rest.node, rest.from, store, notes);
       const follows = model.answers[model.answers.indexOf(rest.node) + 1];
       added.push({...page, turn: model.of('turn')(rest.node) ?? 0});
       size += rowsOf(page.tokens);
@@ -92,7 +103,7 @@ function useStream(model, start, store) {
     let here = true;
     if (start !== null) grow([], {node: start, from: 0}, () => here).catch((error) => here && set({pages: [], rest: null, error}));
     return () => { here = false; };
-  }, [id, start, store]);
+  }, [id, start, store, notes]);
   const next = state.rest && (() => grow(state.pages, state.rest, () => true).catch((error) => set({...state, error})));
   return {...state, next};
 }
