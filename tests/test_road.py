@@ -33,7 +33,7 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 
 ROOT = Path(__file__).parents[1]
-TEXTS = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/tutorials/judge.md")]
+TEXTS = [(ROOT / page).read_text(encoding="utf-8") for page in ("docs/openhands-v0.md", "docs/tutorials/judge.md")]
 DATA = Path(__file__).parent / "trajectories/exchange/data"
 TASK = "Make the failing test pass"
 LEARN = ["--learning-rate", "1e-2", "--dtype", "float32", "--lora-rank", "4", "--lora-alpha", "8"]
@@ -132,8 +132,8 @@ def run(command: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def readmes_config(url: str, serving: str) -> str:
-    """README's ``config.toml`` for V0 and the tutorial's way to judge, at other addresses."""
+def config_of_the_docs(url: str, serving: str) -> str:
+    """The ``config.toml`` for V0 and the tutorial's way to judge, at other addresses."""
     whole, judge = (
         next(text for text in re.findall(r"```toml[^\n]*\n(.*?)```", "".join(TEXTS), re.DOTALL) if begins in text)
         for begins in ("[core]", 'name = "command"')
@@ -166,7 +166,7 @@ def test_openhands_runs_that_a_command_judges_become_an_adapter_that_mends_what_
     monkeypatch.setenv("HOME", str(home))
     with served(model) as url, serve() as teacher:
         oracle(teacher, tokenizer)
-        config = readmes_config(teacher.url.removesuffix("/v1"), url)
+        config = config_of_the_docs(teacher.url.removesuffix("/v1"), url)
         with ThreadPoolExecutor(2) as pool:
             outputs = list(pool.map(lambda number: play(tmp_path / f"run-{number}", home, config), range(4)))
         mended = [passes(tmp_path / f"run-{number}/workspace") for number in range(4)]
@@ -175,7 +175,7 @@ def test_openhands_runs_that_a_command_judges_become_an_adapter_that_mends_what_
             assert f"2 completions; token ids: yes; reward: {int(passed)}" in output, output
 
         store = home / ".openhands/rl_trajectories"
-        config = readmes_config(url, url)
+        config = config_of_the_docs(url, url)
         (tmp_path / "config.toml").write_text(config)
         words = ["train", str(store), "--config", str(tmp_path / "config.toml"), "--model", str(model)]
         assert cli.main([*words, "--algorithm", "grpo", *LEARN, "--learning-rate", "3e-2", "--publish"]) == 0

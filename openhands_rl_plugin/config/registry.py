@@ -95,7 +95,7 @@ def load(kind: Kind, name: str) -> type[Any]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{singular(kind)} {name!r} cannot be loaded from {target}: {describe(error)}; install the package that "
-            "has it, or correct the name"
+            "has it, set PYTHONPATH to its folder, or correct the name"
         ) from error
     if not isinstance(found, type):
         raise ConfigError(f"{singular(kind)} {name!r}: {target} is not a class")

@@ -6,6 +6,7 @@
 - ``python``: with ``title="x.py"`` it becomes a file, else it runs here; the blocks of a page share their names.
 - ``toml``: read by the project's own reader; with ``title`` it becomes a file.
 - ``<!-- needs: v0 -->`` before a block: only where that is installed.
+- ``<!-- numbers: of one run -->`` before a block: each number that is shown stands for any number.
 
 Ports of the pages become free ones.
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from needs import missing_bubblewrap
 from sybil import Document, Example, Lexeme, Region, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
@@ -41,11 +43,15 @@ NEEDS = {
     # V0 comes with a copy of the SDK, which runs V1 only where V0 is not.
     "v1": installed_hosts() == ("v1",),
     "torch": find_spec("torch") is not None,
+    "gymnasium": find_spec("gymnasium") is not None,
+    "bubblewrap": not missing_bubblewrap(),
 }
 _TITLE = re.compile(r'title="([^"]+)"')
 _BLOCK = re.compile(r"(?P<language>[\w-]*)[ \t]*(?P<info>[^\n]*)\n")
 _HEX = re.compile(r"(?<![\w-])[0-9a-f]{8}(?![\w-])")
-_SECONDS = 600
+_NUMBER = re.compile(r"(?<![\w-])\d[\d,]*(?:\\?\.\d+)?")
+_EXPORT = re.compile(r"export (\w+)=(\S+)")
+_SECONDS = 1800
 
 
 def blocks(path: Path) -> list[Example]:
@@ -68,11 +74,18 @@ def title_of(example: Example) -> str:
     return found[1] if found else ""
 
 
+def note(example: Example, name: str) -> list[str]:
+    """The words of ``<!-- name: words -->`` before a block."""
+    before = example.document.text[: example.region.start]
+    found = re.search(r"(?:<!-- \w+: [\w ]+ -->\s*)+$", before)
+    return [
+        word for said in re.findall(rf"<!-- {name}: ([\w ]+) -->", found[0] if found else "") for word in said.split()
+    ]
+
+
 def missing(example: Example) -> str:
     """What the block needs and is not here; empty where it can run."""
-    before = example.document.text[: example.region.start].rstrip()
-    found = re.search(r"<!-- needs: ([\w ]+) -->$", before)
-    return " ".join(name for name in (found[1].split() if found else ()) if not NEEDS[name])
+    return " ".join(name for name in note(example, "needs") if not NEEDS[name])
 
 
 def commands(text: str) -> list[tuple[str, str]]:
@@ -110,7 +123,6 @@ class Session:
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "HF_HUB_OFFLINE": "1",
             "COLUMNS": "160",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH", "")])),
         }
 
     def __enter__(self) -> Session:
@@ -136,7 +148,7 @@ class Session:
             source, where = example.parsed, f"{page.relative_to(ROOT)}:{example.line}"
             match language_of(example), title_of(example):
                 case "console", _:
-                    self.console(source, where)
+                    self.console(source, where, any_number=bool(note(example, "numbers")))
                 case (("toml" | "python" | "json" | "text"), str(title)) if title:
                     self.write(title, source)
                 case "python", _:
@@ -146,10 +158,13 @@ class Session:
             played += 1
         return played
 
-    def console(self, text: str, where: str) -> None:
+    def console(self, text: str, where: str, any_number: bool = False) -> None:
         """Raises ``AssertionError`` where a command fails, or shows something else than the page."""
         for command, shown in commands(text):
             real = self._real(command)
+            if exported := _EXPORT.fullmatch(real):
+                self.environ[exported[1]] = exported[2].replace("$PWD", str(self.folder))
+                continue
             if real.endswith("&"):
                 self._start(real.removesuffix("&"), where)
                 continue
@@ -169,7 +184,7 @@ class Session:
             fails = shown.startswith("error:")
             assert bool(done.returncode) == fails, f"{where}: {real}\nexit code {done.returncode}\n{done.stdout}"
             if shown:
-                self._compare(shown, done.stdout, f"{where}: {real}")
+                self._compare(shown, done.stdout, f"{where}: {real}", any_number)
 
     def write(self, name: str, text: str) -> None:
         """A file of the page; a second one of the same name that begins with a comment "added" is appended."""
@@ -231,7 +246,7 @@ class Session:
             time.sleep(0.2)
         raise AssertionError(f"{where}: nothing listens: {command}\n{log.read_text()}")
 
-    def _compare(self, shown: str, came: str, where: str) -> None:
+    def _compare(self, shown: str, came: str, where: str, any_number: bool) -> None:
         """``shown`` as a pattern; ids that it names are kept."""
         names: list[str] = []
         pattern = ""
@@ -244,7 +259,8 @@ class Session:
                 pattern += f"(?P=id_{part})" if part in names else f"(?P<id_{part}>[0-9a-f]{{8}})"
                 names += [] if part in names else [part]
             else:
-                pattern += re.escape(self._known.get(part, part))
+                exact = re.escape(self._known.get(part, part))
+                pattern += _NUMBER.sub(r"\\d[\\d,.]*", exact) if any_number else exact
         came = came.strip()
         for port, free in self.ports.items():
             came = came.replace(str(free), port)
