@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from broken_repository import units_repository
 from page_session import DOCS, NEEDS, ROOT, Session, blocks, language_of
-from units_repository import write_repository
 
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.testing import example_trajectory
@@ -70,7 +70,7 @@ def seller(folder: Path) -> None:
 
 def repository(folder: Path) -> None:
     """``./my-repository``: a package with tests."""
-    write_repository(folder / "my-repository")
+    units_repository(folder / "my-repository")
 
 
 def learnt(session: Session) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from broken_repository import CODE, commit, units_repository
 from needs import needs_bubblewrap
-from units_repository import CODE, commit, write_repository
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
@@ -24,7 +24,7 @@ from openhands_rl_plugin.evals.tasks.statements.bug_report import leaks
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    return write_repository(tmp_path / "units")
+    return units_repository(tmp_path / "units")
 
 
 @needs_bubblewrap
