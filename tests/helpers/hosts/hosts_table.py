@@ -49,14 +49,28 @@ CAPABILITIES = (
     "agent server",
 )
 
+LACKS = {
+    ("V0", "streaming"): "its agents ask for whole answers",
+    ("V0", "async runs, interrupted"): "its controller has no `arun`; a user's stop ends a decision, as its tests show",
+    ("V0", "hooks"): "it has none",
+    ("V0", "rewards as critics"): "nothing in its package calls a critic",
+    ("V0", "openhands-rl acp"): "the command is made of the SDK's conversations",
+    ("V0", "RLAgent in ACPAgentSettings"): "the settings are the SDK's",
+    ("V0", "agent server"): "the server is the SDK's",
+    ("V1", "async runs, interrupted"): "`arun` came with SDK 1.23",
+    ("V1", "RLAgent in ACPAgentSettings"): "the settings came after SDK 1.15",
+    ("V1", "agent server"): "before SDK 1.49 its requests name no other agent than the stock one",
+}
+"""Why a host, or some of its releases, cannot do a thing. Of V0, which has one release, no test needs to say so."""
+
 # How a test says that it is skipped because of the release, not of the machine.
 _OF_THE_RELEASE = re.compile(r"\b(?:SDK|server) (?:before|without)\b")
 
 _HEAD = """# What works on which OpenHands
 
 Written by the tests: `yes` where those that show it pass with this release, `no` where the release itself has no
-such thing, `-` where no test of this host shows it. `.ci/sdk-matrix` runs them with the releases of the SDK. A run
-with another result than its column fails.
+such thing (why stands below), `-` where no test of this host shows it. `.ci/sdk-matrix` runs them with the releases of
+the SDK. A run with another result than its column fails.
 
 """
 
@@ -83,8 +97,16 @@ def table_text(columns: dict[str, dict[str, str]]) -> str:
     """The page."""
     names = sorted(columns, key=lambda name: (name[:2], [int(part) for part in name.split()[1].split(".")]))
     rows = [["", *names], ["---"] * (len(names) + 1)]
-    rows += [[what, *(columns[name].get(what, UNSEEN) for name in names)] for what in CAPABILITIES]
-    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows += [[what, *(_cell(columns[name], name, what) for name in names)] for what in CAPABILITIES]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    lacking = {(name[:2], row[0]) for row in rows[2:] for name, cell in zip(names, row[1:], strict=True) if cell == NO}
+    why = [f"- {what}, {host}: {told}.\n" for (host, what), told in LACKS.items() if (host, what) in lacking]
+    return f"{_HEAD}{table}\n{''.join(why)}" if why else _HEAD + table
+
+
+def _cell(column: dict[str, str], name: str, what: str) -> str:
+    found = column.get(what, UNSEEN)
+    return NO if found == UNSEEN and name.startswith("V0") and ("V0", what) in LACKS else found
 
 
 class HostsTable:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openhands.core.config.extended_config import ExtendedConfig
+from openhands.core.main import run_controller
+from openhands.events.action import MessageAction
 from scripted_model import ScriptedModel, call, says, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
 from openhands_rl_plugin.core.acted import CONDENSATION, TURN, kind_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Sample, Task, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Sample, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.v0.controller_config import controller_config
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import pack, samples_of
@@ -92,6 +97,36 @@ async def test_summaries_are_trained_when_that_is_asked_for(server: ScriptedMode
         assert trained(mine) == sampled(episode, TURN) + sampled(episode, CONDENSATION)
     plain = credited_samples([episode, other], [1.0, 0.0], TrainingSettings(algorithm="grpo")).samples
     assert trained(plain) == 2 * sampled(episode, TURN)
+
+
+@pytest.mark.shows("condensation on request (/compact)")
+def test_a_summary_that_the_model_asks_for(server: ScriptedModel, tmp_path: Path) -> None:
+    """V0's way to ask for one is a tool, where the agent's settings offer it."""
+    asked = [
+        *(says(None, call("think", {"thought": "hm"}, f"call-{turn}")) for turn in range(4)),
+        says("I forget.", call("request_condensation", {}, "call-4")),
+        says("summary of it"),
+        says(None, call("finish", {"message": "Done."}, "call-5")),
+    ]
+    answers = iter(asked)
+    server.policies["requested"] = lambda body: next(answers)
+    settings = RLSettings(serving=ServingSettings(base_url=server.url, model="requested"))
+    condenser = {**CONDENSER, "max_size": 16, "keep_first": 1}
+    options = HostOptions(environment_mode=False, isolation="none", condenser=condenser)
+    config = controller_config(settings, options)
+    config.agents["RLAgent"].enable_condensation_request = True
+    config.extended = ExtendedConfig({"rl": {"storage": {"path": str(tmp_path)}}})
+    asyncio.run(run_controller(config=config, initial_user_action=MessageAction(content="Think.")))
+
+    async def read() -> list[Trajectory]:
+        async with FileTrajectoryStorage(tmp_path) as storage:
+            return [each async for each, _ in storage.find()]
+
+    (episode,) = asyncio.run(read())
+    summaries = [node for node in episode.nodes if node.sampled and kind_of(node) == CONDENSATION]
+    assert [node.message.content for node in summaries] == ["summary of it"]
+    assert episode.stop is StopReason.TERMINATED and len(episode.ends()) == 2
+    assert episode.usage.calls == len(server.requests["requested"]) == len(asked)
 
 
 async def test_a_condenser_that_openhands_does_not_know_is_refused(server: ScriptedModel) -> None:

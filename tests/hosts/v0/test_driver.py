@@ -315,6 +315,7 @@ def test_importing_the_driver_and_the_pool_imports_no_openhands():
 
 @pytest.mark.slow
 class TestWorkerPool:
+    @pytest.mark.shows("worker processes")
     async def test_a_pool(self, model: str, shop: str):
         pool = WorkerPoolRunner(settings_for(model, shop), workers=2)
         played = await asyncio.gather(*(pool.run(shopping(n, ["search[shoes]"])) for n in range(32)))

@@ -259,6 +259,7 @@ def test_without_bubblewrap_nothing_runs_unless_that_is_asked_for(make: Make):
 
 
 @needs_bubblewrap
+@pytest.mark.shows("sandboxed workspace")
 def test_folders_of_the_host_are_shown_where_the_settings_name_them(make: Make, tmp_path: Path):
     for name in ("read", "write", "hidden"):
         (tmp_path / name).mkdir()

@@ -84,6 +84,30 @@ async def test_ctrl_c_ends_a_completion_at_once_and_what_was_sampled_stays(
     assert episode.stop is StopReason.ERROR and len([node for node in episode.nodes if node.sampled]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.shows("kept after a killed process")
+async def test_what_was_answered_before_a_kill_is_stored(
+    server: ScriptedModel, workspace: Path, tmp_path: Path
+) -> None:
+    server.policies["run-killed"] = lambda body: think("hm", f"call-{len(body['messages'])}")
+    given = ["--workspace", str(workspace), "--model", "run-killed", "--base-url", server.url, "--store", "store"]
+    process = start(tmp_path, "-t", "Think.", *given)
+    try:
+        while len(server.requests["run-killed"]) < 3:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    asked = len(server.requests["run-killed"])
+    [episode] = await stored(tmp_path / "store")
+    assert episode.stop is StopReason.UNFINISHED
+    # The request after an answer is sent when the answer is stored, and the last request may have been answered.
+    assert len(list(episode.sampled())) in (asked - 1, asked)
+    heard = [message.content for message in episode.messages() if message.role == "tool"]
+    assert len(heard) >= 1 and all(node.tokens is not None for node in episode.sampled())
+
+
 def test_a_setting_that_the_sdk_refuses_is_named_without_its_value() -> None:
     with pytest.raises(ConfigError) as refused:
         make_llm({"model": "openai/x", "num_retries": "many", "api_key": [SECRET]})

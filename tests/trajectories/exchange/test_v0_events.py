@@ -137,6 +137,7 @@ def test_messages_are_those_that_openhands_makes() -> None:
     ]
 
 
+@pytest.mark.shows("export as the host's own events")
 def test_events_that_we_write_give_openhands_the_same_messages() -> None:
     from openhands.events.serialization import event as serialization
 
