@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = {
     "loop": "roll out, train and publish in turn, over an environment or a suite of tasks",
     "report": "report evaluations: pass@1, pass@k, best@k, failures, tokens, cost",
     "run": "let the agent work on a task in a folder, and record it",
-    "score": "score stored episodes with a reward, a verifier, or your own verdict",
+    "score": "score stored episodes with a reward, a verifier, what people labelled, or by hand",
     "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",
     "show": "show a stored episode: its messages, with rewards, versions and token counts",
     "stats": "statistics of stored episodes: success, reward, turns, tokens, failures",

@@ -52,6 +52,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     },
     "rewards": {
         "command": "openhands_rl_plugin.rewards.command:CommandReward",
+        "human": "openhands_rl_plugin.rewards.human:HumanReward",
         "matching": "openhands_rl_plugin.rewards.matching:MatchingReward",
         "recorded": "openhands_rl_plugin.rewards.recorded:RecordedReward",
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",

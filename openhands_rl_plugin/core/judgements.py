@@ -1,16 +1,18 @@
-"""Which of an episode's scores says how it turned out: graders, the gateway's end, imports and people do.
+"""Which of an episode's scores says how it turned out: graders, the gateway's end, imports and ``score --value`` do.
 
-What a verifier thinks of an episode is an opinion: it is stored as a score, and never takes the place of an outcome.
-Which of two episodes is better is a label, and no score.
+What a verifier thinks of an episode, and what people who label think of it (``score --reward human``), is an opinion:
+it is stored as a score, has a column of its own, and never takes the place of an outcome. Labels are no scores at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched
 
+from openhands_rl_plugin.core.browsing.listing import ReadsScores
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, LabelKind
+from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Task, pays_rewards
 
 Preferences = dict[frozenset[str], str | None]
@@ -25,10 +27,19 @@ _ROUNDING = 1e-9
 OPINION = "verifier-"
 """How the reward versions of verifiers begin."""
 
-VERDICT = "verdict-1"
-"""The reward version of a person's verdict."""
+HUMAN = "human-"
+"""How the reward versions of what people labelled begin."""
 
-UNJUDGED = "say one: openhands-rl score STORE --id ID --value 1, or go through them: openhands-rl label STORE"
+OPINIONS: Mapping[str, str] = {"human": HUMAN, "verifier": OPINION}
+"""Columns of opinions -> how their reward versions begin."""
+
+VERDICT = "verdict-1"
+"""The reward version of a score that a person stored by hand (``score --value``)."""
+
+UNJUDGED = (
+    "say one: openhands-rl score STORE --id ID --value 1, or go through them, openhands-rl label STORE, and take "
+    "--reward human"
+)
 """The remedy where nobody judged an episode, in place of a grader's reason."""
 
 
@@ -49,7 +60,7 @@ class SuccessRule(Frozen):
 
 def is_opinion(reward_version: str) -> bool:
     """Whether scores of this version are opinions, not outcomes."""
-    return reward_version.startswith(OPINION)
+    return reward_version.startswith(tuple(OPINIONS.values()))
 
 
 def newest_outcome(scores: Iterable[Score]) -> Score | None:
@@ -57,13 +68,30 @@ def newest_outcome(scores: Iterable[Score]) -> Score | None:
 
     Opinions are passed over, and so is a version whose newest score is ``None``: it withdrew what it said.
     """
+    return next((score for score in reversed(_holding(scores)) if not is_opinion(score.reward_version)), None)
+
+
+def opinions(scores: Iterable[Score]) -> dict[str, float]:
+    """What is said in the columns of ``OPINIONS``, of ``scores`` oldest first; columns of which nothing holds are not
+    there."""
+    holding = _holding(scores)
+    said = {name: named_score(holding, name) for name in OPINIONS}
+    return {name: score.reward for name, score in said.items() if score is not None and score.reward is not None}
+
+
+def named_score(scores: Iterable[Score], reward: str) -> Score | None:
+    """The newest score that holds of any version of the reward ``reward`` (``tests``: ``tests-1``, ``tests-2``)."""
+    return next((each for each in reversed(_holding(scores)) if each.reward_version.startswith(f"{reward}-")), None)
+
+
+def _holding(scores: Iterable[Score]) -> list[Score]:
+    """The newest score of each version, unless it withdraws what the version said; the one said last is the last."""
     last: dict[str, Score] = {}
     for score in scores:
         # Put at the end, so that the order is that in which the newest ones came.
         last.pop(score.reward_version, None)
         last[score.reward_version] = score
-    known = [score for score in last.values() if score.reward is not None and not is_opinion(score.reward_version)]
-    return known[-1] if known else None
+    return [score for score in last.values() if score.reward is not None]
 
 
 def standing(labels: Iterable[Label]) -> tuple[Label, ...]:
@@ -73,14 +101,49 @@ def standing(labels: Iterable[Label]) -> tuple[Label, ...]:
     return tuple(label for label in known if label.withdraws is None and label.id not in withdrawn)
 
 
+class Consensus(Frozen):
+    """What the people who gave a verdict on an episode say together. ``value``: what more than half of them said, else
+    ``None``; ``labellers``: how many they are; ``agree``: how many said what most did."""
+
+    value: float | None
+    labellers: int
+    agree: int
+
+
+def verdicts(labels: Iterable[Label]) -> dict[str, float]:
+    """Author -> the verdict that they gave last on the whole episode, of the labels of one episode."""
+    said: dict[str, float] = {}
+    for label in sorted(standing(labels), key=lambda label: label.at):
+        if label.kind is LabelKind.VERDICT and label.node is None:
+            said.pop(label.author, None)
+            if label.value is not None:
+                said[label.author] = label.value
+    return said
+
+
+def consensus(labels: Iterable[Label]) -> Consensus | None:
+    """What the labellers of one episode say together; ``None`` where nobody gave a verdict."""
+    said = list(verdicts(labels).values())
+    if not said:
+        return None
+    return Consensus(value=majority(said), labellers=len(said), agree=max(Counter(said).values()))
+
+
+def majority[Said](said: Sequence[Said]) -> Said | None:
+    """What more than half of them are; ``None`` where nothing is, as after a tie."""
+    found = Counter(said).most_common(1)
+    return found[0][0] if found and 2 * found[0][1] > len(said) else None
+
+
 def preferences(labels: Iterable[Label]) -> Preferences:
-    """What was said last of each two episodes."""
-    said: Preferences = {}
+    """What people said of each two episodes: each of them last, and together by ``majority``."""
+    said: dict[frozenset[str], dict[str, str | None]] = defaultdict(dict)
     for label in sorted(standing(labels), key=lambda label: label.at):
         first, second, value = label.trajectory_id, label.other, label.value
         if label.kind is LabelKind.PREFERENCE and value is not None and second is not None and second != first:
-            said[frozenset((first, second))] = None if value == ALIKE else first if value > ALIKE else second
-    return said
+            better = None if value == ALIKE else first if value > ALIKE else second
+            said[frozenset((first, second))][label.author] = better
+    return {both: majority([*words.values()]) for both, words in said.items()}
 
 
 async def labels_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
@@ -89,6 +152,18 @@ async def labels_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -
         return ()
     parts = [await storage.labels(part) for part in batched(trajectory_ids, _AT_ONCE)]
     return tuple(label for part in parts for label in part)
+
+
+async def scores_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
+    """Id -> its scores, oldest first, of those that have some. Raises ``StorageError``."""
+    found: dict[str, tuple[Score, ...]] = {}
+    for part in batched(trajectory_ids, _AT_ONCE):
+        if isinstance(storage, ReadsScores):
+            found |= await storage.scores(part)
+        else:
+            where = TrajectoryFilter(ids=part, finished=None)
+            found |= {trajectory.id: scores async for trajectory, scores in storage.find(where) if scores}
+    return found
 
 
 def asked_in_common(task: Task) -> tuple[str, str, str]:

@@ -187,10 +187,10 @@ class LabelKind(StrEnum):
 class Label(Frozen):
     """What somebody noted on an episode, or on one ``node`` of it, or on its sampled ``tokens`` from one to another.
 
-    No label is a reward: who gives a verdict adds its ``Score`` too. ``value``: of a verdict the reward; of a
+    No label is a reward: ``score --reward human`` makes scores of verdicts. ``value``: of a verdict the reward; of a
     preference 1.0 when this episode is better than ``other``, 0.0 when it is worse, 0.5 when neither is. ``text``: a
     remark, a tag, or a note on a verdict or preference. ``withdraws``: the id of an earlier label that holds no more.
-    ``at``: Unix time in seconds.
+    ``author``: of several verdicts on an episode by one author the last one counts. ``at``: Unix time in seconds.
     """
 
     id: str

@@ -1,20 +1,26 @@
 """Scores what is stored with one reward: task by task, kept as it goes, so that a killed run can be resumed.
 
-What was judged before is never judged again by the same version, and never overwritten.
+What was judged before is never judged again by the same version, and never overwritten. What follows from labels is
+brought up to date: a score is appended where it would be another one now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import batched
 
+from openhands_rl_plugin.core.judgements import labels_of, scores_of
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import Failure, Score, Trajectory
-from openhands_rl_plugin.rollout.scoring import ScoreReport, judge_all, known_score
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter
+from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Trajectory
+from openhands_rl_plugin.rollout.scoring import JudgesLabels, ScoreReport, judge_all, known_score
 
 AT_ONCE = 32
 """Episodes that are judged and stored together; attempts at one task are neighbours."""
+UNLABELLED = "nobody gave a verdict on it: openhands-rl label STORE, or the studio"
+DIVIDED = "no more than half of its labellers said the same (label:disputed finds it)"
+_LABELS_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ async def rescore(
 
     ``dry_run``: only count. What is added to the store meanwhile is left for the next call.
     """
+    if isinstance(reward, JudgesLabels):
+        return await _follow_labels(storage, reward, where or TrajectoryFilter(), on_progress, dry_run=dry_run)
     ids = await _by_task(storage, where or TrajectoryFilter())
     scored = already = done = 0
     unscored: list[tuple[str, Failure]] = []
@@ -55,6 +63,47 @@ async def rescore(
         if on_progress is not None:
             on_progress(ScoreProgress(done, len(ids), already))
     return ScoreReport(scored=scored, already_scored=already, unscored=tuple(unscored))
+
+
+async def _follow_labels(
+    storage: TrajectoryStorage,
+    reward: Reward,
+    where: TrajectoryFilter,
+    on_progress: Callable[[ScoreProgress], None] | None,
+    *,
+    dry_run: bool,
+) -> ScoreReport:
+    """No node is read. A killed run leaves whole batches, and the next one stores what still differs."""
+    assert isinstance(reward, JudgesLabels), "the caller has looked"
+    ids = await _by_task(storage, where if where.failed is not None else where.model_copy(update={"failed": False}))
+    scored = already = withdrawn = done = 0
+    unscored: list[tuple[str, Failure]] = []
+    for some in batched(ids, _LABELS_AT_ONCE):
+        labels: dict[str, list[Label]] = {identity: [] for identity in some}
+        for label in await labels_of(storage, some):
+            labels[label.trajectory_id].append(label)
+        stored = await scores_of(storage, some)
+        changed: list[Score] = []
+        for identity in some:
+            own = [each for each in stored.get(identity, ()) if each.reward_version == reward.version]
+            before, now = own[-1] if own else None, reward.from_labels(identity, labels[identity])
+            if now is None or now.reward is None:
+                why = UNLABELLED if now is None else DIVIDED
+                unscored.append((identity, Failure(kind=FailureKind.GRADER, message=why, boundary=reward.version)))
+                if before is not None and before.reward is not None:
+                    withdrawn += 1
+                    changed.append(before.model_copy(update={"reward": None, "detail": {"because": why}}))
+            elif before is not None and (before.reward, before.detail) == (now.reward, now.detail):
+                already += 1
+            else:
+                scored += 1
+                changed.append(now)
+        if not dry_run:
+            await storage.add_scores(changed)
+        done += len(some)
+        if on_progress is not None:
+            on_progress(ScoreProgress(done, len(ids), already))
+    return ScoreReport(scored=scored, already_scored=already, withdrawn=withdrawn, unscored=tuple(unscored))
 
 
 async def stored_rewards(

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward
-from openhands_rl_plugin.core.records import WorkspaceCommand
+from openhands_rl_plugin.core.records import Label, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, Frozen, Score, Trajectory
 
 
@@ -33,6 +33,19 @@ class RecordedJudge(Protocol):
 
 
 @runtime_checkable
+class JudgesLabels(Protocol):
+    """A reward that follows from what people said of the episode. A capability, not a flag.
+
+    Its stored scores are those of the labels when somebody last asked for them (``rescore``).
+    """
+
+    def from_labels(self, trajectory_id: str, labels: Sequence[Label]) -> Score | None:
+        """The score that follows from an episode's ``labels``, without a reward where they contradict each other;
+        ``None`` where nobody said anything that counts."""
+        ...
+
+
+@runtime_checkable
 class JudgesWorkspace(Protocol):
     """A reward that needs the result of a command in the episode's workspace. A capability, not a flag.
 
@@ -54,11 +67,24 @@ def refuse_without_workspace(reward: Reward, where: str) -> None:
         )
 
 
+def refuse_labels(reward: Reward, where: str) -> None:
+    """Raise ``ConfigError`` for a reward that nobody can have given ``where`` it is asked for."""
+    if isinstance(reward, JudgesLabels):
+        raise ConfigError(
+            f"[rl.reward]: {reward.version} is what people labelled, and {where}: choose another reward, and train on "
+            "labels with `openhands-rl train STORE --reward human`"
+        )
+
+
 class ScoreReport(Frozen):
-    """What a scoring pass did. ``unscored`` holds (trajectory id, reason); those stay without a score."""
+    """What a scoring pass did. ``unscored`` holds (trajectory id, reason); those stay without a score.
+
+    ``withdrawn``: scores that no longer follow from the labels, and count no more.
+    """
 
     scored: int = 0
     already_scored: int = 0
+    withdrawn: int = 0
     unscored: tuple[tuple[str, Failure], ...] = ()
 
 

@@ -1,17 +1,18 @@
 """What a person says of episodes: verdicts, preferences and comments, and how the last of them is taken back.
 
-A verdict is a score, by which an episode is trained, listed and found, and a label that says who. The rest are labels.
+They are labels, which are never rewards: ``score --reward human`` makes scores of them when somebody asks for it. A
+score by hand (``score --value``) is asked for: it counts at once, and stands beside the verdict that it makes.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.judgements import ALIKE, VERDICT, labels_of, standing
+from openhands_rl_plugin.core.judgements import ALIKE, VERDICT, labels_of, scores_of, standing
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score
@@ -19,15 +20,29 @@ from openhands_rl_plugin.core.types import JsonObject, Score
 SKIPPED = "skipped"
 """The tag of an episode, or of two, that somebody looked at without a verdict."""
 
+_BEHIND = "label"
+"""In the detail of a score by hand: the id of the verdict behind it."""
+_Said = tuple[float | None, str, str]
+"""Value, note and author: what a verdict and a score that an earlier version stored with it have in common."""
 
-async def give_verdict(
+
+async def give_score(
     storage: TrajectoryStorage, trajectory_id: str, value: float | None, *, note: str = "", author: str = ""
 ) -> None:
-    """Append a verdict; ``None`` withdraws the one before. Raises ``StorageError``."""
+    """Append a score by hand and the verdict behind it; ``None`` withdraws the one before. Raises ``StorageError``."""
+    identity = uuid.uuid4().hex if isinstance(storage, TakesLabels) else ""
     # First, because it is what counts if the process ends in between.
-    await _score(storage, trajectory_id, value, note, author)
+    await _score(storage, trajectory_id, value, (note, author), identity)
     if isinstance(storage, TakesLabels):
-        await _add(storage, trajectory_id, LabelKind.VERDICT, value=value, text=note, author=author)
+        said = {"value": value, "text": note, "author": author}
+        await _add(storage, trajectory_id, LabelKind.VERDICT, identity=identity, **said)
+
+
+async def give_verdict(
+    storage: TrajectoryStorage, trajectory_id: str, value: float, *, note: str = "", author: str = ""
+) -> None:
+    """Add a verdict; of several by one author the last one counts. Raises ``RLError``."""
+    await _add(labelled(storage), trajectory_id, LabelKind.VERDICT, value=value, text=note, author=author)
 
 
 async def prefer(
@@ -50,10 +65,16 @@ async def skip(storage: TrajectoryStorage, trajectory_id: str, *, other: str | N
         await _add(storage, trajectory_id, LabelKind.TAG, other=other, text=SKIPPED, author=author)
 
 
-async def skipped(storage: TrajectoryStorage, trajectory_id: str) -> bool:
-    """Whether somebody gave no verdict on the episode."""
+async def is_done(storage: TrajectoryStorage, trajectory_id: str, *, author: str | None = None) -> bool:
+    """Whether somebody gave a verdict on the episode, or none on purpose; with ``author``, whether they did."""
     labels = standing(await labels_of(storage, [trajectory_id]))
-    return any(label.kind is LabelKind.TAG and label.text == SKIPPED and label.other is None for label in labels)
+    return any(_is_answer(each) and (author is None or each.author == author) for each in labels)
+
+
+def _is_answer(label: Label) -> bool:
+    if label.kind is LabelKind.VERDICT:
+        return label.node is None and label.value is not None
+    return label.kind is LabelKind.TAG and label.text == SKIPPED and label.other is None
 
 
 async def undo(storage: TrajectoryStorage, *, author: str = "") -> Label | None:
@@ -71,27 +92,30 @@ async def undo(storage: TrajectoryStorage, *, author: str = "") -> Label | None:
     if not own:
         return None
     last = max(own, key=lambda label: label.at)
-    await withdraw(storage, last, own, author=author)
+    await withdraw(storage, last, author=author)
     return last
 
 
-async def withdraw(storage: TrajectoryStorage, label: Label, own: Iterable[Label], *, author: str = "") -> Label:
-    """Append what says that ``label`` holds no more; among ``own``, its author's labels that hold, the verdict before
+async def withdraw(storage: TrajectoryStorage, label: Label, *, author: str = "") -> Label:
+    """Append what says that ``label`` holds no more. If the newest score by hand was stored with it, the score before
     holds again. Returns what was appended. Raises ``RLError``."""
     labels = labelled(storage)
     if label.kind is LabelKind.VERDICT and label.node is None:
-        earlier = [each for each in own if _is_verdict_before(each, label)]
-        value, note = (earlier[-1].value, earlier[-1].text) if earlier else (None, "")
-        await _score(storage, label.trajectory_id, value, note, author)
+        known = await labels_of(storage, [label.trajectory_id])
+        scores = (await scores_of(storage, [label.trajectory_id])).get(label.trajectory_id, ())
+        scored = _scored(known, [score for score in scores if score.reward_version == VERDICT])
+        if scored and scored[-1].id == label.id:
+            before = [each for each in standing(known) if each in scored and each.id != label.id]
+            value, said, identity = None, ("", author), ""
+            if before:
+                value, said, identity = before[-1].value, (before[-1].text, before[-1].author), before[-1].id
+            await _score(storage, label.trajectory_id, value, said, identity)
     return await _add(labels, label.trajectory_id, label.kind, other=label.other, withdraws=label.id, author=author)
 
 
 async def add_label(storage: TrajectoryStorage, trajectory_id: str, kind: LabelKind, **said: Any) -> Label:
-    """Append a label with these fields, and the score of a verdict on the whole episode. Raises ``RLError``."""
-    labels = labelled(storage)
-    if kind is LabelKind.VERDICT and said.get("node") is None:
-        await _score(storage, trajectory_id, said["value"], said.get("text", ""), said.get("author", ""))
-    return await _add(labels, trajectory_id, kind, **said)
+    """Append a label with these fields. Raises ``RLError``."""
+    return await _add(labelled(storage), trajectory_id, kind, **said)
 
 
 def labelled(storage: TrajectoryStorage) -> TakesLabels:
@@ -99,22 +123,49 @@ def labelled(storage: TrajectoryStorage) -> TakesLabels:
     if isinstance(storage, TakesLabels):
         return storage
     raise ConfigError(
-        f"{type(storage).__name__} keeps no labels, only verdicts (openhands-rl score STORE --id ID --value 1, or none)"
+        f"{type(storage).__name__} keeps no labels, only scores (openhands-rl score STORE --id ID --value 1, or none)"
     )
 
 
-def _is_verdict_before(label: Label, last: Label) -> bool:
-    same = label.kind is LabelKind.VERDICT and label.trajectory_id == last.trajectory_id and label.node is None
-    return same and label.id != last.id
+def _scored(labels: Iterable[Label], scores: Sequence[Score]) -> list[Label]:
+    """The verdicts with which a score was stored, in the order of these scores. Those of earlier versions name no
+    label: there a verdict and its score say the same."""
+    verdicts = [label for label in labels if label.kind is LabelKind.VERDICT and label.withdraws is None]
+    by_id = {label.id: label for label in verdicts}
+    named = {str(score.detail.get(_BEHIND)) for score in scores}
+    found: list[Label] = []
+    for score in scores:
+        label = by_id.get(str(score.detail.get(_BEHIND)))
+        if _BEHIND not in score.detail:
+            alike = [each for each in verdicts if each.id not in named and _said(each) == _said_by(score)]
+            # One that is there already was said again, because what came after it was taken back.
+            label = next((each for each in alike if each not in found), alike[0] if alike else None)
+        if score.reward is None:
+            found.clear()
+        elif label is not None:
+            found = [*(each for each in found if each.id != label.id), label]
+    return found
 
 
-async def _score(storage: TrajectoryStorage, trajectory_id: str, value: float | None, note: str, author: str) -> None:
-    said: JsonObject = {name: text for name, text in (("note", note), ("author", author)) if text}
-    score = Score(trajectory_id=trajectory_id, reward=value, detail=said, reward_version=VERDICT)
+def _said(label: Label) -> _Said:
+    return label.value, label.text, label.author
+
+
+def _said_by(score: Score) -> _Said:
+    return score.reward, str(score.detail.get("note", "")), str(score.detail.get("author", ""))
+
+
+async def _score(
+    storage: TrajectoryStorage, trajectory_id: str, value: float | None, said: tuple[str, str], label: str
+) -> None:
+    known = {"note": said[0], "author": said[1], _BEHIND: label}
+    detail: JsonObject = {name: text for name, text in known.items() if text}
+    score = Score(trajectory_id=trajectory_id, reward=value, detail=detail, reward_version=VERDICT)
     await storage.add_scores([score])
 
 
-async def _add(storage: TakesLabels, trajectory_id: str, kind: LabelKind, **said: Any) -> Label:
-    made = Label(id=uuid.uuid4().hex, trajectory_id=trajectory_id, kind=kind, at=time.time(), **said)
+async def _add(storage: TakesLabels, trajectory_id: str, kind: LabelKind, *, identity: str = "", **said: Any) -> Label:
+    label = identity or uuid.uuid4().hex
+    made = Label(id=label, trajectory_id=trajectory_id, kind=kind, at=time.time(), **said)
     await storage.add_labels([made])
     return made

@@ -1,5 +1,5 @@
-"""``score --value`` and ``label``: a person's verdict is the outcome, may be withdrawn, and is asked for once. So is
-which of two attempts is better."""
+"""``score --value`` is the outcome, ``label`` is not: ``score --reward human`` makes scores of what people labelled.
+All of it may be withdrawn, and is asked for once. So is which of two attempts is better."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from train_store import episode, store_of
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.judgements import preferences
+from openhands_rl_plugin.core.judgements import opinions, preferences
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, Task, Trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -64,7 +64,7 @@ def test_what_nobody_judged_is_a_dash_and_no_part_of_a_rate(store: Path, capsys:
     assert "return -" in capsys.readouterr().out
 
 
-def test_a_verdict_is_the_outcome_until_it_is_withdrawn(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_score_by_hand_is_the_outcome_until_it_is_withdrawn(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["score", str(store), "--id", "run-0", "--id", "run-3"]
     assert cli.main([*words, "--value", "0.5", "--note", "half of it"]) == 0
     assert capsys.readouterr().out == "run-0: 0.5\nrun-3: 0.5\n"
@@ -86,7 +86,7 @@ def test_a_verdict_is_the_outcome_until_it_is_withdrawn(store: Path, capsys: pyt
         (["--reward", "return", "--id", "run-0"], "give --value REWARD too"),
     ],
 )
-def test_a_wrong_verdict_leaves_nothing(
+def test_a_wrong_score_leaves_nothing(
     store: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["score", str(store), *words]) == 1
@@ -99,49 +99,129 @@ def label(store: Path, typed: str, monkeypatch: pytest.MonkeyPatch, *words: str)
     return cli.main(["label", str(store), *words])
 
 
-def test_episodes_are_judged_one_after_another_and_each_once(
+def human(store: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float | None]:
+    """What ``score --reward human`` makes of the labels."""
+    assert cli.main(["score", str(store), "--reward", "human"]) == 0
+    capsys.readouterr()
+    scores, _ = read(store)
+    return {name: opinions(each).get("human") for name, each in scores.items()}
+
+
+def test_episodes_are_labelled_one_after_another_and_each_once(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = rewards(store, capsys)
     assert label(store, "y tests pass\nq\n", monkeypatch) == 0
     said = capsys.readouterr().out
-    assert "Mend the parser." in said and "+line 0" in said and "assistant: !" in said and "1 judged" in said
+    assert "Mend the parser." in said and "+line 0" in said and "assistant: !" in said and "1 labelled" in said
     assert label(store, "maybe\ns\n0.25\n", monkeypatch) == 0, "the end of the input quits"
     said = capsys.readouterr().out
-    assert "'maybe' is none of y, n, s, u, m, q or a number" in said and "+line 0" not in said and "1 judged" in said
-    assert rewards(store, capsys) == {"run-0": 1.0, "run-1": None, "run-2": 0.25, "run-3": 1.0, "failed": None}
+    assert "'maybe' is none of y, n, s, u, m, q or a number" in said and "+line 0" not in said and "1 labelled" in said
     scores, labels = read(store)
-    assert scores["run-0"][0].detail["note"] == "tests pass"
+    assert rewards(store, capsys) == before and all(not scores[f"run-{at}"] for at in range(3)), "a label is no reward"
     assert {(each.kind, each.text) for each in labels if each.trajectory_id == "run-1"} == {(LabelKind.TAG, "skipped")}
     assert label(store, "", monkeypatch) == 0
-    assert "0 judged" in capsys.readouterr().out, "nothing is left to ask"
-    assert label(store, "n\n", monkeypatch, "--again", "--min-reward", "0.9") == 0
-    assert rewards(store, capsys)["run-0"] == 0.0
+    assert "0 labelled" in capsys.readouterr().out, "nothing is left to ask"
+    assert human(store, capsys) == {"run-0": 1.0, "run-1": None, "run-2": 0.25, "run-3": None, "failed": None}
+    assert rewards(store, capsys) == before, "what people think stands in a column of its own"
+    assert label(store, "n\n", monkeypatch, "--again", "--task", "session") == 0
+    assert human(store, capsys)["run-0"] == 0.0
 
 
-def test_the_last_verdict_is_taken_back_and_the_one_before_holds_again(
+def test_a_second_opinion_is_asked_for_and_a_tie_is_none(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert label(store, "y\ny\nn\n", monkeypatch, "--author", "ann") == 0
+    assert label(store, "", monkeypatch, "--author", "bob") == 0
+    assert "0 labelled" in capsys.readouterr().out, "others share the work"
+    assert label(store, "y\nn\ns\n", monkeypatch, "--author", "bob", "--second-opinion") == 0
+    assert label(store, "", monkeypatch, "--author", "bob", "--second-opinion") == 0
+    assert "0 labelled" in capsys.readouterr().out
+    assert cli.main(["score", str(store), "--reward", "human"]) == 0
+    said = capsys.readouterr().out
+    assert "human-1: 2 scored, 0 already" in said and "1 x grader: no more than half of its labellers" in said
+    scores, _ = read(store)
+    assert [opinions(scores[f"run-{at}"]) for at in range(3)] == [{"human": 1.0}, {}, {"human": 0.0}]
+    assert scores["run-0"][-1].detail == {"labellers": 2, "agree": 2}
+    assert label(store, "y\n", monkeypatch, "--author", "cay", "--again", "--run", "run") == 0
+    assert human(store, capsys)["run-0"] == 1.0
+
+
+def test_the_last_label_is_taken_back_and_the_one_before_holds_again(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert label(store, "1\nn\nu\ny fine after all\nm look at the tests\ns\nq\n", monkeypatch) == 0
     said = capsys.readouterr().out
-    assert "taken back: verdict 0 of run-1" in said and said.count("+line 1") == 2 and "2 judged" in said
-    assert rewards(store, capsys) == {"run-0": 1.0, "run-1": 1.0, "run-2": None, "run-3": 1.0, "failed": None}
+    assert "taken back: verdict 0 of run-1" in said and said.count("+line 1") == 2 and "2 labelled" in said
+    assert human(store, capsys) == {"run-0": 1.0, "run-1": 1.0, "run-2": None, "run-3": None, "failed": None}
     assert cli.main(["show", str(store), "run-2"]) == 0
     assert "look at the tests" in capsys.readouterr().out
     assert label(store, "", monkeypatch, "--undo") == 0
     assert "taken back: skipped of run-2" in capsys.readouterr().out
     assert label(store, "n\nq\n", monkeypatch) == 0
-    assert rewards(store, capsys)["run-2"] == 0.0
+    assert human(store, capsys)["run-2"] == 0.0
     assert cli.main(["score", str(store), "--id", "run-0", "--value", "0.25"]) == 0
+    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (0.25, 0.25)
     assert cli.main(["label", str(store), "--undo"]) == 0
     assert "taken back: verdict 0.25 of run-0" in capsys.readouterr().out
-    assert rewards(store, capsys)["run-0"] == 1.0, "what was said before"
+    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (None, 1.0), "what was said before"
     for _ in range(4):  # of run-2 the verdict and the comment, of run-1 and run-0 the verdicts
         assert cli.main(["label", str(store), "--undo"]) == 0
-    assert set(rewards(store, capsys).values()) == {None, 1.0} and rewards(store, capsys)["run-0"] is None
+    capsys.readouterr()
+    assert cli.main(["score", str(store), "--reward", "human", "--dry-run"]) == 0
+    assert "human-1: 0 to score, 0 already, 3 to withdraw" in capsys.readouterr().out
+    assert set(human(store, capsys).values()) == {None}
     assert cli.main(["label", str(store), "--undo"]) == 1
     assert "nothing to take back" in capsys.readouterr().out
     assert cli.main(["show", str(store), "run-2"]) == 0
     assert "look at the tests" not in capsys.readouterr().out
+    assert set(rewards(store, capsys).values()) == {None, 1.0}
+
+
+def test_scores_of_labels_are_made_once(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["score", str(store), "--reward", "human"]) == 1
+    assert "4 x grader: nobody gave a verdict on it: openhands-rl label STORE" in capsys.readouterr().out
+    assert cli.main(["score", str(store), "--id", "run-0", "--value", "1"]) == 0
+    capsys.readouterr()
+    for said in ("human-1: 1 scored, 0 already", "human-1: 0 scored, 1 already"):
+        assert cli.main(["score", str(store), "--reward", "human"]) == 0
+        assert said in capsys.readouterr().out
+    assert [each.reward_version for each in read(store)[0]["run-0"]] == ["verdict-1", "human-1"]
+
+
+def test_a_verdict_of_an_earlier_version_counts_as_it_did_until_it_is_taken_back(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stored each verdict of ``label`` as a score, too, which named no label."""
+
+    async def as_before() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            for at, value in enumerate((1.0, 0.0)):
+                said = {"note": "so", "author": "ann"}
+                await storage.add_scores(
+                    [Score(trajectory_id="run-0", reward=value, reward_version="verdict-1", detail=dict(said))]
+                )
+                await storage.add_labels(
+                    [
+                        Label(
+                            id=f"old {at}",
+                            trajectory_id="run-0",
+                            kind=LabelKind.VERDICT,
+                            value=value,
+                            text="so",
+                            author="ann",
+                            at=float(at),
+                        )
+                    ]
+                )
+
+    asyncio.run(as_before())
+    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (0.0, 0.0)
+    undo = ["label", str(store), "--undo", "--author", "ann"]
+    assert cli.main(undo) == 0
+    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (1.0, 1.0)
+    assert cli.main(undo) == 0
+    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (None, None)
 
 
 def test_attempts_at_one_task_are_compared_and_each_pair_once(

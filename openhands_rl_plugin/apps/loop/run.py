@@ -32,7 +32,7 @@ from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
-from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
+from openhands_rl_plugin.rollout.scoring import refuse_labels, refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
@@ -211,6 +211,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     A store, an environment or an adapter that cannot be used is an error before the first episode.
     """
     check_trainable(job.settings)
+    refuse_labels(make_reward(objective_of(job.tasks, job.settings)), "nobody labels while a loop runs")
     if not job.tasks.suite.software:
         refuse_without_workspace(make_reward(job.settings.reward), f"{job.tasks.suite.name} has none")
         await _greet(job.settings, job.tasks.held_out[0].task)

@@ -22,6 +22,7 @@ EPILOG = """examples:
   openhands-rl label ~/.openhands/rl_trajectories
   openhands-rl label ~/.openhands/rl_trajectories --run night-3 --actions 10
   openhands-rl label ~/.openhands/rl_trajectories --again --max-reward 0.5
+  openhands-rl label ~/.openhands/rl_trajectories --second-opinion --author ann
   openhands-rl label ~/.openhands/rl_trajectories --pairs
   openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --better-than 77b0 --note "a smaller change"
   openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --comment "look at turn 7"
@@ -29,8 +30,12 @@ EPILOG = """examples:
 
 Shows what was asked, the last actions, and the change (or the last answer). Answer y (1), n (0), a number, s (skip),
 u (undo what you said last), m TEXT (a comment) or q (quit); what stands behind a verdict is kept as a note: `n broke
-the tests`. Episodes that failed, that were judged before or that you skipped are not shown; --again shows them too. To
-judge one by its id: openhands-rl score STORE --id ID --value 1.
+the tests`. Episodes that failed, that were judged or labelled before or that were skipped are not shown; --again shows
+them too, --second-opinion those that others labelled and you did not.
+
+A label is never a reward. `openhands-rl score STORE --reward human` makes scores of the verdicts when you ask for it,
+`train --reward human` learns from them, `stats` says how far labellers agree. To score one at once by its id:
+openhands-rl score STORE --id ID --value 1.
 
 --pairs asks which of two attempts at one task is better: 1, 2, = (equally good), s, u or q. `train --algorithm dpo` and
 `export --format preferences` use the answers, and the first rather than the rewards of the same two.
@@ -43,8 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The store, how much is shown, what is said by ids, and the filters."""
     add_store(parser)
     parser.add_argument("--actions", type=positive, default=5, metavar="COUNT", help="show so many of the last actions")
-    again = "also show episodes or pairs that were judged before, and those that you skipped"
-    parser.add_argument("--again", action="store_true", help=again)
+    shown = parser.add_mutually_exclusive_group()
+    again = "also show episodes or pairs that were judged before, and those that were skipped"
+    shown.add_argument("--again", action="store_true", help=again)
+    second = "also show episodes that others labelled, so that it is known how far you agree"
+    shown.add_argument("--second-opinion", action="store_true", help=second)
+    parser.add_argument("--author", default=author(), metavar="NAME", help="who labels (default: the user's name)")
     said = parser.add_argument_group("what is said", "Without one of these: a verdict on each episode.")
     what = said.add_mutually_exclusive_group()
     what.add_argument("--pairs", action="store_true", help="ask which of two attempts at one task is better")
@@ -63,13 +72,13 @@ async def run(args: argparse.Namespace) -> int:
     if bool(by_id) != bool(args.id) or (args.note and not (args.better_than or args.as_good_as)):
         raise ConfigError(
             "say it of two episodes, --id ID --better-than ID (or --as-good-as ID) [--note TEXT], or of one, --id ID "
-            "--comment TEXT; a verdict is openhands-rl score STORE --id ID --value 1"
+            "--comment TEXT; a score by hand is openhands-rl score STORE --id ID --value 1"
         )
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         if by_id:
             return await _say(args, storage)
         if args.undo:
-            return await _take_back(storage)
+            return await _take_back(args, storage)
         if args.pairs:
             from openhands_rl_plugin.cli.judging.pairs import compare
 
@@ -78,15 +87,16 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    from openhands_rl_plugin.rollout.verdicts import comment, give_verdict, skip, undo
+    from openhands_rl_plugin.rollout.verdicts import comment, give_verdict, labelled, skip, undo
     from openhands_rl_plugin.trajectories.view.terminal import console
 
+    labelled(storage)
     where = filter_of(args).model_copy(update={"finished": True, "failed": False})
     ids = [summary.id async for summary in storage.summaries(where)]
     out, judged, at, again = console(), 0, 0, args.again
     while at < len(ids):
         identity = ids[at]
-        trajectory = await _open_one(storage, identity, again=again)
+        trajectory = await _open_one(args, storage, identity, again=again)
         if trajectory is None:
             at, again = at + 1, args.again
             continue
@@ -94,34 +104,37 @@ async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
         show_task(out, trajectory)
         show(out, trajectory, args.actions, f"{at + 1} of {len(ids)}: {identity} · {policy} · {trajectory.stop.value}")
         while (said := asked(_ASK, (*_VERDICTS, "s", "u", "m"), numbers=True)) is not None and said[0] == "m":
-            await comment(storage, identity, said[1], author=author())
+            await comment(storage, identity, said[1], author=args.author)
         if said is None:
             break
         word, note = said
         if word == "u":
-            label = await undo(storage, author=author())
+            label = await undo(storage, author=args.author)
             print(undone(label) if label else "there is nothing to take back")
             judged -= label is not None and label.value is not None and judged > 0
             if label is not None and label.trajectory_id in ids:
                 at, again = ids.index(label.trajectory_id), True
             continue
         if word == "s":
-            await skip(storage, identity, author=author())
+            await skip(storage, identity, author=args.author)
         else:
             value = _VERDICTS[word] if word in _VERDICTS else float(word)
-            await give_verdict(storage, identity, value, note=note, author=author())
+            await give_verdict(storage, identity, value, note=note, author=args.author)
             judged += 1
         at, again = at + 1, args.again
-    print(f"{judged} judged; {RESUME}" if ids else "no episodes match")
+    print(f"{judged} labelled; {RESUME}" if ids else "no episodes match")
     return 0
 
 
-async def _open_one(storage: TrajectoryStorage, identity: str, *, again: bool) -> Trajectory | None:
-    """The episode, unless it was judged or skipped before. Read one at a time: others may judge the same store."""
-    from openhands_rl_plugin.rollout.verdicts import skipped
+async def _open_one(
+    args: argparse.Namespace, storage: TrajectoryStorage, identity: str, *, again: bool
+) -> Trajectory | None:
+    """The episode, unless it was judged or labelled before. Read one at a time: others may label the same store."""
+    from openhands_rl_plugin.rollout.verdicts import is_done
 
+    by = args.author if args.second_opinion else None
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,))):
-        if again or (newest_outcome(scores) is None and not await skipped(storage, identity)):
+        if again or (newest_outcome(scores) is None and not await is_done(storage, identity, author=by)):
             return trajectory
     return None
 
@@ -133,7 +146,7 @@ async def _say(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
 
     one = await find_episode(storage, args.id)
     if args.comment:
-        await comment(storage, one.id, args.comment, author=author())
+        await comment(storage, one.id, args.comment, author=args.author)
         print(f"{one.id}: comment kept")
         return 0
     other = await find_episode(storage, args.better_than or args.as_good_as)
@@ -146,14 +159,14 @@ async def _say(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     if asked_in_common(one.task) != asked_in_common(other.task):
         raise ConfigError(f"{one.id} and {other.id} are of two tasks: only attempts at one task can be compared")
     alike = args.better_than is None
-    await prefer(storage, one.id, other.id, alike=alike, note=args.note, author=author())
+    await prefer(storage, one.id, other.id, alike=alike, note=args.note, author=args.author)
     print(f"{one.id}: {'as good as' if alike else 'better than'} {other.id}")
     return 0
 
 
-async def _take_back(storage: TrajectoryStorage) -> int:
+async def _take_back(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     from openhands_rl_plugin.rollout.verdicts import undo
 
-    label = await undo(storage, author=author())
-    print(undone(label) if label else f"there is nothing to take back that {author() or 'you'} said")
+    label = await undo(storage, author=args.author)
+    print(undone(label) if label else f"there is nothing to take back that {args.author or 'you'} said")
     return 0 if label else 1

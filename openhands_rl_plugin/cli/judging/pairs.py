@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.judging.shown import RESUME, asked, show, show_task, undone
-from openhands_rl_plugin.cli.options.stored import author, filter_of
+from openhands_rl_plugin.cli.options.stored import filter_of
 from openhands_rl_plugin.core.judgements import asked_in_common, labels_of, preferences, standing
 from openhands_rl_plugin.core.records import LabelKind, TrajectoryFilter
 
@@ -45,7 +45,7 @@ async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
         word, note = said
         first, second = (trajectory.id for trajectory in both)
         if word == "u":
-            label = await undo(storage, author=author())
+            label = await undo(storage, author=args.author)
             print(undone(label) if label else "there is nothing to take back")
             compared -= label is not None and label.kind is LabelKind.PREFERENCE and compared > 0
             about = {label.trajectory_id, label.other} if label is not None else set()
@@ -53,10 +53,10 @@ async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
                 at, again = back, True
             continue
         if word == "s":
-            await skip(storage, first, other=second, author=author())
+            await skip(storage, first, other=second, author=args.author)
         else:
             better, other = (second, first) if word == "2" else (first, second)
-            await prefer(storage, better, other, alike=word == "=", note=note, author=author())
+            await prefer(storage, better, other, alike=word == "=", note=note, author=args.author)
             compared += 1
         at, again = at + 1, args.again
     print(f"{compared} compared; {RESUME}" if pairs else "no two attempts at one task match")

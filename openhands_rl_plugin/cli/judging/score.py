@@ -1,4 +1,4 @@
-"""``openhands-rl score STORE``: score stored episodes with a reward, a trained verifier, or your own verdict."""
+"""``openhands-rl score STORE``: by a reward, a trained verifier, what people labelled, or by hand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ RESUME = "finished scores are kept; the same command scores the rest"
 EPILOG = """examples:
   openhands-rl score ./trajectories --id 3f2a --value 1 --note "all tests pass"
   openhands-rl score ./trajectories --id 3f2a --id 77b0 --value 0
+  openhands-rl score ./trajectories --reward human
   openhands-rl score ./trajectories --reward success
   openhands-rl score ./trajectories --reward success --options '{"threshold": 0.5}' --run night-3
   openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001
   openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001 --base-url http://127.0.0.1:8100/v1
 
 Scores are appended. Episodes that already have a score of the same version are skipped. Listings, and the rewards
-return, success and recorded, go by the newest judgement of the outcome; what a verifier says never takes its place.
-To go through many episodes: openhands-rl label STORE.
+return, success and recorded, go by the newest judgement of the outcome; what a verifier says, and what people labelled
+(human), never takes its place.
+
+--value is a score that you ask for: it counts at once. Labels (openhands-rl label STORE, the studio) count only where
+--reward human is asked for: what more than half of an episode's labellers said, none after a tie. The same command
+again scores what was labelled since, and withdraws what was taken back.
+
 Attempts at one task are scored together, so that a verifier computes their common prefix once.
 """
 _SHOWN = 5
@@ -40,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--reward", metavar="NAME", help="name of a reward (return, success, matching, ...), or module:Class"
+        "--reward", metavar="NAME", help="name of a reward (human, return, success, matching, ...), or module:Class"
     )
     what.add_argument("--verifier", metavar="DIR", help="folder of a version trained by `train --verifier`")
-    value = "your verdict on the episodes of --id: 1 solved, 0 not, or any number; none withdraws the last verdict"
+    value = "your own score of the episodes of --id: 1 solved, 0 not, or any number; none withdraws the last one"
     what.add_argument("--value", type=_verdict, metavar="REWARD", help=value)
     own = "an episode's id, or a unique prefix of it (for --value; may be repeated)"
     parser.add_argument("--id", action="append", dest="ids", metavar="ID", help=own)
@@ -64,7 +70,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.value is not None:
         return await _say(args)
     if args.ids or args.note:
-        raise ConfigError("--id and --note are for a verdict: give --value REWARD too, or choose with the filters")
+        raise ConfigError("--id and --note go with a score by hand: give --value REWARD too, or choose by filters")
     from openhands_rl_plugin.rollout.rescoring import rescore
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
@@ -79,15 +85,15 @@ async def run(args: argparse.Namespace) -> int:
                 dry_run=args.dry_run,
             )
     _print_report(report, reward, dry_run=args.dry_run)
-    return 0 if report.scored or report.already_scored or not report.unscored else 1
+    return 0 if report.scored or report.already_scored or report.withdrawn or not report.unscored else 1
 
 
 async def _say(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.rollout.verdicts import give_verdict
+    from openhands_rl_plugin.rollout.verdicts import give_score
     from openhands_rl_plugin.trajectories.view.episode import find_episode
 
     if not args.ids:
-        raise ConfigError("--value is a verdict on an episode: give its --id; `openhands-rl list STORE` shows them")
+        raise ConfigError("--value is a score of an episode: give its --id; `openhands-rl list STORE` shows them")
     value = None if args.value == _WITHDRAW else float(args.value)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         # All are looked up first, so that a wrong id leaves nothing half done.
@@ -96,13 +102,13 @@ async def _say(args: argparse.Namespace) -> int:
             if episode.stop is StopReason.UNFINISHED:
                 raise ConfigError(f"{episode.id} has not ended yet: judge it when it has")
             if episode.failure is not None:
-                raise ConfigError(f"{episode.id} failed ({episode.failure.kind}), so that no verdict would count")
+                raise ConfigError(f"{episode.id} failed ({episode.failure.kind}), so that no score would count")
         if args.dry_run:
             print(f"{len(found)} to score")
             return 0
         for episode in found:
-            await give_verdict(storage, episode.id, value, note=args.note, author=author())
-            print(f"{episode.id}: {'verdict withdrawn' if value is None else f'{value:g}'}")
+            await give_score(storage, episode.id, value, note=args.note, author=author())
+            print(f"{episode.id}: {'score withdrawn' if value is None else f'{value:g}'}")
     return 0
 
 
@@ -124,7 +130,9 @@ def _reward(args: argparse.Namespace) -> Reward:
 
 
 def _print_report(report: ScoreReport, reward: Reward, *, dry_run: bool) -> None:
-    print(f"{reward.version}: {report.scored} {'to score' if dry_run else 'scored'}, {report.already_scored} already")
+    withdrawn = f", {report.withdrawn} {'to withdraw' if dry_run else 'withdrawn'}" if report.withdrawn else ""
+    scored = f"{report.scored} {'to score' if dry_run else 'scored'}"
+    print(f"{reward.version}: {scored}, {report.already_scored} already{withdrawn}")
     if report.unscored:
         print(f"{len(report.unscored)} without a score:")
         reasons = Counter(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.browsing.terms import Column, Term
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter, TrajectorySummary
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.types import Frozen, Score
 
 
 class FacetCount(Frozen):
@@ -115,4 +115,13 @@ class Browsable(Protocol):
 
     async def revision(self, trajectory_id: str | None = None) -> str:
         """A text that is another one when this episode, or anything in the store, has changed."""
+        ...
+
+
+@runtime_checkable
+class ReadsScores(Protocol):
+    """A storage that reads scores without their episodes. A capability, not a flag; it may raise ``StorageError``."""
+
+    async def scores(self, trajectory_ids: Sequence[str]) -> Mapping[str, tuple[Score, ...]]:
+        """Id -> its scores, oldest first, of those that have some."""
         ...

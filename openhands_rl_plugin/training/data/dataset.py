@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
@@ -13,7 +13,7 @@ from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, asked_in_common, labels_of, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import (
     Adapter,
     Failure,
@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     StopReason,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.scoring import judge_all, known_score
+from openhands_rl_plugin.rollout.scoring import JudgesLabels, judge_all, known_score
 from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.credit.proposals import is_searched
@@ -93,7 +93,8 @@ _CAUSES = {
     "their defaults and the temperature above 0, or imitate them)",
     "shortened": "in part (from the first secret on, which was taken out of text and token ids)",
     "partial": "in part (without answers before a rewritten history that have no token ids)",
-    "presumed": "judged by nobody and imitated all the same, as imports are (openhands-rl label says which were good)",
+    "presumed": "judged by nobody and imitated all the same, as imports are (say which were good: openhands-rl label; "
+    "and take it: --reward human)",
     "no_signal": "without a signal (no attempt at the same task with another reward, or not among the best)",
 }
 
@@ -167,7 +168,7 @@ async def load_episodes(
     ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0. What people said of two of
     them comes with them, and those two also without a reward.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
-    reward is scored here; the score is not stored.
+    reward is scored here; the score is not stored. A reward that ``JudgesLabels`` goes by the labels as they are now.
     """
     own: list[Trajectory] = []
     known: dict[str, Score | Failure] = {}
@@ -177,6 +178,8 @@ async def load_episodes(
             held_out += 1
         elif demonstrations and is_imported(trajectory):
             own.append(trajectory)
+            if isinstance(reward, JudgesLabels):
+                continue
             value = demonstration_reward(trajectory, scores, reward.version)
             if value is None and presume and not scores and trajectory.failure is None:
                 value, presumed = 1.0, presumed + 1
@@ -186,27 +189,18 @@ async def load_episodes(
             own.append(trajectory)
             if trajectory.failure is not None:
                 known[trajectory.id] = trajectory.failure
+            elif isinstance(reward, JudgesLabels):
+                continue
             elif (score := known_score(reward, trajectory, scores)) is not None:
                 known[trajectory.id] = score
         else:
             others += 1
+    labels = await labels_of(storage, [trajectory.id for trajectory in own])
+    if isinstance(reward, JudgesLabels):
+        known |= _by_labels(reward, [trajectory for trajectory in own if trajectory.failure is None], labels)
     known |= await _judged(reward, [trajectory for trajectory in own if trajectory.id not in known])
-    said = await _said_of(storage, own)
-    named = {each for both in said for each in both}
-    valid: list[tuple[Trajectory, float | None]] = []
-    failed: Counter[str] = Counter()
-    reasons: list[str] = []
-    for trajectory in own:
-        outcome = known[trajectory.id]
-        if isinstance(outcome, Score) and outcome.reward is not None:
-            valid.append((trajectory, outcome.reward))
-        elif trajectory.failure is not None:
-            failed[trajectory.failure.kind.value] += 1
-        elif trajectory.id in named:
-            valid.append((trajectory, None))
-        else:
-            told = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
-            reasons.append(told.removeprefix("GraderError: "))
+    said = _said_of(labels, own)
+    valid, failed, reasons = _told(own, known, {each for both in said for each in both})
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in valid),
         returns=tuple(value for _, value in valid),
@@ -223,15 +217,45 @@ async def load_episodes(
     )
 
 
+def _told(
+    own: Sequence[Trajectory], known: Mapping[str, Score | Failure], named: Collection[str]
+) -> tuple[list[tuple[Trajectory, float | None]], Counter[str], list[str]]:
+    """Those that can be used with their rewards, how many failed of which kind, and why others have no reward."""
+    valid: list[tuple[Trajectory, float | None]] = []
+    failed: Counter[str] = Counter()
+    reasons: list[str] = []
+    for trajectory in own:
+        outcome = known[trajectory.id]
+        if isinstance(outcome, Score) and outcome.reward is not None:
+            valid.append((trajectory, outcome.reward))
+        elif trajectory.failure is not None:
+            failed[trajectory.failure.kind.value] += 1
+        elif trajectory.id in named:
+            valid.append((trajectory, None))
+        else:
+            told = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
+            reasons.append(told.removeprefix("GraderError: "))
+    return valid, failed, reasons
+
+
 async def _judged(reward: Reward, unscored: Sequence[Trajectory]) -> dict[str, Score | Failure]:
     outcomes = await judge_all(reward, unscored)
     return {trajectory.id: outcome for trajectory, outcome in zip(unscored, outcomes, strict=True)}
 
 
-async def _said_of(storage: TrajectoryStorage, episodes: Sequence[Trajectory]) -> Preferences:
-    ids = [trajectory.id for trajectory in episodes]
-    said, known = preferences(await labels_of(storage, ids)), frozenset(ids)
-    return {both: better for both, better in said.items() if both <= known}
+def _by_labels(
+    reward: JudgesLabels, episodes: Sequence[Trajectory], labels: Sequence[Label]
+) -> dict[str, Score | Failure]:
+    of: dict[str, list[Label]] = {trajectory.id: [] for trajectory in episodes}
+    for label in labels:
+        of.get(label.trajectory_id, []).append(label)
+    scores = {identity: reward.from_labels(identity, each) for identity, each in of.items()}
+    return {identity: score for identity, score in scores.items() if score is not None and score.reward is not None}
+
+
+def _said_of(labels: Sequence[Label], episodes: Sequence[Trajectory]) -> Preferences:
+    known = frozenset(trajectory.id for trajectory in episodes)
+    return {both: better for both, better in preferences(labels).items() if both <= known}
 
 
 def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | AlgorithmName) -> TrainingDataset:

@@ -111,6 +111,12 @@ class MongoDBTrajectoryStorage:
         async with self._database.explained():
             return await self._scores.labels_of(trajectory_ids, self._lost)
 
+    async def scores(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
+        """As in ``ReadsScores``. Raises ``StorageError``."""
+        async with self._database.explained():
+            found = await self._scores.of(trajectory_ids, self._lost)
+        return {identity: tuple(scores) for identity, scores in found.items()}
+
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
         async for found in self.find(TrajectoryFilter(ids=(trajectory_id,), finished=None)):

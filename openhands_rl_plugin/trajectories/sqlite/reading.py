@@ -108,6 +108,11 @@ def stored_outcome(connection: sqlite3.Connection, trajectory_id: str) -> Score 
     return newest_outcome(_scores(connection, [trajectory_id])[trajectory_id])
 
 
+def load_scores(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
+    """Id -> its scores, oldest first."""
+    return {identity: tuple(scores) for identity, scores in _scores(connection, ids).items()}
+
+
 def has_labels(connection: sqlite3.Connection) -> bool:
     """Whether the store has the table of labels; one of an earlier release that may not be written has none."""
     return bool(connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'labels'").fetchone()[0])

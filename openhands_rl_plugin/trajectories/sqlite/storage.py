@@ -40,6 +40,7 @@ from openhands_rl_plugin.trajectories.sqlite.reading import (
     count,
     load,
     load_labels,
+    load_scores,
     load_summaries,
     row_numbers,
 )
@@ -115,6 +116,10 @@ class FileTrajectoryStorage:
     async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
         """The labels of these episodes, oldest first. Raises ``StorageError``."""
         return tuple(await self._read(lambda connection: load_labels(connection, [*trajectory_ids]), []))
+
+    async def scores(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
+        """As in ``ReadsScores``. Raises ``StorageError``."""
+        return await self._read(lambda connection: load_scores(connection, [*trajectory_ids]), {})
 
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""

@@ -15,9 +15,12 @@ from openhands_rl_plugin.apps.studio.app import build_app
 from openhands_rl_plugin.apps.studio.config import StudioConfig
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.apps.studio.tickets import Tickets
-from openhands_rl_plugin.core.judgements import newest_outcome, preferences
+from openhands_rl_plugin.core.judgements import newest_outcome, opinions, preferences
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, StopReason
+from openhands_rl_plugin.rewards.human import HumanReward
+from openhands_rl_plugin.rollout.rescoring import rescore
+from openhands_rl_plugin.rollout.scoring import ScoreReport
 from openhands_rl_plugin.testing.samples import GONE, sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -36,22 +39,34 @@ def stored(opener: Opener, identity: str) -> tuple[tuple[Score, ...], tuple[Labe
     return asyncio.run(read())
 
 
-def test_a_verdict_counts_and_is_withdrawn(opener: Opener, client: Client) -> None:
+def test_a_verdict_is_no_reward_until_somebody_asks_and_is_withdrawn(opener: Opener, client: Client) -> None:
     fill(opener, [sample_episode("one", reward=0.25), sample_episode("two", reward=0.25)])
     browser = client(opener(), author="me")
     made = browser.post("/api/labels", json={"episode": "one", "kind": "verdict", "value": 1, "text": "all tests pass"})
     assert made.status_code == 201 and made.json()["label"]["author"] == "me"
-    page = browser.get("/api/episodes?q=reward:1").json()
-    assert (page["rows"]["id"], page["rows"]["labels"]) == (["one"], [["verdict"]])
     assert browser.get("/api/episodes?q=label:verdict").json()["total"] == 1
     assert browser.get("/api/episodes?q=-label:*").json()["rows"]["id"] == ["two"]
+    assert browser.get("/api/episodes?q=reward:1").json()["total"] == 0
+    assert stored(opener, "one")[0] == ()
+    scored(opener)
     scores, _ = stored(opener, "one")
-    outcome = newest_outcome(scores)
-    assert outcome is not None and outcome.reward == 1.0
+    assert newest_outcome(scores) is None and opinions(scores) == {"human": 1.0}
+    assert browser.get("/api/episodes?q=reward:1").json()["total"] == 0
     gone = browser.post("/api/labels", json={"episode": "one", "withdraws": made.json()["label"]["id"]})
     assert gone.json()["labels"] == []
-    assert browser.get("/api/episodes?q=reward:1").json()["total"] == 0
-    assert newest_outcome(stored(opener, "one")[0]) is None
+    assert scored(opener).withdrawn == 1 and scored(opener).withdrawn == 0
+    assert opinions(stored(opener, "one")[0]) == {}
+
+
+def scored(opener: Opener) -> ScoreReport:
+    async def score() -> ScoreReport:
+        storage = opener()
+        try:
+            return await rescore(storage, HumanReward())
+        finally:
+            await storage.close()
+
+    return asyncio.run(score())
 
 
 def test_labels_are_a_facet(opener: Opener, client: Client) -> None:

@@ -101,8 +101,7 @@ class LabelResource:
         label = next((each for each in found if each.id == identity), None)
         if label is None:
             raise HTTPException(404, "the episode has no label of that id that holds")
-        own = [each for each in found if each.author == label.author]
-        return await withdraw(storage, label, own, author=self._author)
+        return await withdraw(storage, label, author=self._author)
 
     async def _check(self, storage: TrajectoryStorage, said: LabelRequest) -> None:
         trajectory = await _episode(storage, said.episode)

@@ -1,0 +1,154 @@
+"""Labels change no reward until somebody asks for it; then they are what more than half of the labellers said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.judgements import majority, newest_outcome, opinions, preferences, scores_of, verdicts
+from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.rewards.human import HumanReward
+from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rewards.recorded import RecordedReward
+from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
+from openhands_rl_plugin.rollout.scoring import ScoreReport
+from openhands_rl_plugin.rollout.verdicts import add_label, give_score, give_verdict, undo
+from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+IDS = ("paid", "graded", "silent")
+_PEOPLE = st.sampled_from(["ann", "bob", "cay"])
+_VALUES = st.sampled_from([0.0, 0.5, 1.0])
+_SAID = st.tuples(st.sampled_from(list(LabelKind)), st.sampled_from(IDS), _PEOPLE, _VALUES, st.booleans())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("labels")
+
+    async def fill() -> None:
+        async with FileTrajectoryStorage(made) as storage:
+            await storage.add(sample_episode("paid", environment="shop", reward=0.25))
+            for identity in ("graded", "silent"):
+                await storage.add(sample_episode(identity, environment="workspace", reward=0.0))
+            await storage.add_scores([Score(trajectory_id="graded", reward=0.75, reward_version="tests-1")])
+
+    asyncio.run(fill())
+    return made
+
+
+async def rewards_of(storage: FileTrajectoryStorage) -> object:
+    """What every reader of rewards sees."""
+    by_reward = TrajectoryFilter(sort=TrajectoryOrder.REWARD, descending=True)
+    listed = [(each.id, each.reward, each.episode_return) async for each in storage.summaries(by_reward)]
+    good = [each.id async for each in storage.summaries(TrajectoryFilter(reward_at_least=0.2))]
+    found = [pair async for pair in storage.find()]
+    outcomes = [newest_outcome(scores) for _, scores in found]
+    trajectories = [trajectory for trajectory, _ in found]
+    trained = [await stored_rewards(storage, each, trajectories) for each in (ReturnReward(), RecordedReward())]
+    return listed, good, outcomes, trained, await storage.rewards(TrajectoryFilter(), 4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(said=st.lists(_SAID, min_size=1, max_size=12))
+def test_labels_change_no_reward(folder: Path, said: list[tuple[LabelKind, str, str, float, bool]]) -> None:
+    async def label() -> None:
+        async with FileTrajectoryStorage(folder) as storage:
+            before = await rewards_of(storage)
+            for kind, identity, author, value, taken_back in said:
+                other = next(each for each in IDS if each != identity) if kind is LabelKind.PREFERENCE else None
+                await add_label(storage, identity, kind, value=value, other=other, author=author, text="so")
+                if taken_back:
+                    await undo(storage, author=author)
+            assert await rewards_of(storage) == before
+            await rescore(storage, HumanReward())
+            assert await rewards_of(storage) == before, "what people think stands in a column of its own"
+            labels, scores = await storage.labels(IDS), await scores_of(storage, IDS)
+            for identity in IDS:
+                given_ = verdicts(label for label in labels if label.trajectory_id == identity)
+                assert opinions(scores.get(identity, ())).get("human") == majority([*given_.values()])
+            assert (await rescore(storage, HumanReward())).scored == 0, "the same again changes nothing"
+
+    asyncio.run(label())
+
+
+@pytest.mark.parametrize(
+    ("said", "together"),
+    [([1, 1, 0], 1), ([1, 0], None), ([1, 1, 0, 0.5], None), ([], None), ([0.5], 0.5), ([None, None, 1], None)],
+)
+def test_more_than_half_have_to_say_the_same(said: list[float | None], together: float | None) -> None:
+    assert majority(said) == together
+
+
+def label(at: int, author: str, **fields: object) -> Label:
+    told = {"id": str(at), "trajectory_id": "a", "kind": "verdict", "author": author, "at": float(at)}
+    return Label.model_validate({**told, **fields}, strict=False)
+
+
+def test_of_one_author_the_last_word_counts() -> None:
+    said = [label(1, "ann", value=0.0), label(2, "bob", value=0.0), label(3, "ann", value=1.0)]
+    assert verdicts(said) == {"bob": 0.0, "ann": 1.0}
+    assert verdicts([*said, label(4, "ann", value=0.0, node=2)]) == {"bob": 0.0, "ann": 1.0}, "of a step, not of all"
+    assert verdicts([*said, label(4, "ann", withdraws="3")]) == {"ann": 0.0, "bob": 0.0}
+    assert verdicts([*said, label(4, "ann", value=None)]) == {"bob": 0.0}
+
+
+def test_people_who_contradict_each_other_prefer_neither() -> None:
+    def prefers(at: int, author: str, better: str) -> Label:
+        worse = {"a": "b", "b": "a"}[better]
+        return label(at, author, kind="preference", value=1.0, trajectory_id=better, other=worse)
+
+    both = frozenset({"a", "b"})
+    divided = [prefers(1, "ann", "a"), prefers(2, "bob", "b")]
+    assert preferences(divided) == {both: None}
+    assert preferences([*divided, prefers(3, "cay", "b")]) == {both: "b"}
+    assert preferences([*divided, prefers(3, "ann", "b")]) == {both: "b"}, "one may change their mind"
+
+
+async def test_what_is_killed_in_between_is_done_by_the_next_one(tmp_path: Path) -> None:
+    class Dying(FileTrajectoryStorage):
+        left = 1
+
+        async def add_scores(self, scores: Sequence[Score]) -> None:
+            if not self.left:
+                raise StorageError("the disk is full")
+            self.left -= 1
+            await super().add_scores(scores)
+
+    ids = [f"e{at:04d}" for at in range(700)]
+    async with FileTrajectoryStorage(tmp_path, durable=False) as storage:
+        await asyncio.gather(*(storage.add(sample_episode(identity)) for identity in ids))
+        said = [label(at, "ann", trajectory_id=each, value=1.0) for at, each in enumerate(ids)]
+        await storage.add_labels(said)
+    dying = Dying(tmp_path, durable=False)
+    with pytest.raises(StorageError):
+        await rescore(dying, HumanReward())
+    await dying.close()
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        report = await rescore(storage, HumanReward())
+        assert report == ScoreReport(scored=200, already_scored=500)
+        assert await rescore(storage, HumanReward()) == ScoreReport(already_scored=700)
+
+
+async def test_a_score_by_hand_counts_and_is_a_verdict_too(tmp_path: Path) -> None:
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        await storage.add(sample_episode("one", environment="workspace"))
+        await give_verdict(storage, "one", 1.0, author="ann")
+        await give_score(storage, "one", 0.0, author="ann")
+        (summary,) = [each async for each in storage.summaries()]
+        assert summary.reward == 0.0
+        await give_score(storage, "one", 0.5, author="bob")
+        assert verdicts(await storage.labels(["one"])) == {"ann": 0.0, "bob": 0.5}
+        await undo(storage, author="ann")
+        (summary,) = [each async for each in storage.summaries()]
+        assert (summary.reward, verdicts(await storage.labels(["one"]))) == (0.5, {"ann": 1.0, "bob": 0.5})
+        await undo(storage, author="bob")
+        (summary,) = [each async for each in storage.summaries()]
+        assert summary.reward is None
