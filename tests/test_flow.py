@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from report_data import data_of
 from shopper_model import GOAL, INSTRUCTION, SHOP, write_shopper
 from transformers import AutoTokenizer
 
-from openhands_rl_plugin.apps.demo.report import write_report
+from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings, TrainingSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task, Trajectory
@@ -26,6 +28,7 @@ from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import ClosedLoop, LoopListener, LoopParts
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -159,9 +162,20 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
 
     await check_trajectories(again, state)
     await check_service(settings, again, state)
-    report = await write_report(tmp_path / "report.html", state, again.storage, again.adapters, "flow")
-    page = report.read_text()
-    assert "flow-v000002" in page and "<svg" in page and "click[Buy Now]" in page
+    facts = RunFacts.begin(tmp_path, plan(model), title="flow", stages=len(STAGES))
+    report = RunReport(
+        LoopListener(),
+        facts,
+        plan(model),
+        directory=tmp_path,
+        storage=again.storage,
+        adapters=again.adapters.root,
+        model=model,
+        reward_version=ReturnReward.version,
+    )
+    await report.write(state)
+    said = json.dumps(data_of(report.path))
+    assert "flow-v000002" in said and "click[Buy Now]" in said and "After RL against SFT" in said
     await finish(again)
 
 

@@ -131,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = import_module(module_of(name)) if name and name in COMMANDS else None
         args = _parser(name, command).parse_args(words)
+        args.words = words
     except KeyboardInterrupt:
         return _ended()
     except SystemExit as ended:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.fields import checked
-from openhands_rl_plugin.cli.options.foreground import silence_libraries
+from openhands_rl_plugin.cli.options.foreground import silence_libraries, typed
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 from openhands_rl_plugin.models.generator.weights import check_model_folder
 
@@ -76,19 +76,18 @@ def run(args: argparse.Namespace) -> int:
             forget(directory)
             for name in ("trajectories", "adapters"):
                 shutil.rmtree(directory / name, ignore_errors=True)
-            (directory / "report.html").unlink(missing_ok=True)
         if args.tiny:
             print(_TOO_SMALL, flush=True)
-        return _play(options, tiny=args.tiny)
+        return _play(options, typed(args), tiny=args.tiny)
 
 
-def _play(options: DemoOptions, *, tiny: bool) -> int:
+def _play(options: DemoOptions, command: str, *, tiny: bool) -> int:
     from openhands_rl_plugin.apps.demo.progress import ProgressListener, final_table
     from openhands_rl_plugin.apps.demo.story import run_demo
 
     started = time.monotonic()
     with ProgressListener(options.stages) as listener:
-        result = run_demo(options, listener)
+        result = run_demo(options, listener, command)
     listener.console.print(final_table(result.state))
     for line in result.comparisons:
         listener.console.print(line, highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fields, settings_from
-from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
+from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries, typed
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
 from openhands_rl_plugin.cli.options.versions import BASE, starting_point
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
@@ -131,7 +131,7 @@ def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, star
     _report(result, listener)
     minutes = (time.monotonic() - started) / 60
     listener.console.print(
-        f"{minutes:.1f} minutes; in use: {result.state.adapter or 'the base model'}; run: {directory}",
+        f"{minutes:.1f} minutes; in use: {result.state.adapter or 'the base model'}; report: {result.report}",
         highlight=False,
         soft_wrap=True,
     )
@@ -164,6 +164,7 @@ def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: Loo
         test_timeout=args.test_timeout,
         command_timeout=args.command_timeout,
         native_tool_calling=args.native_tool_calling,
+        command=typed(args),
     )
 
 
@@ -286,8 +287,7 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
 
 def _report(result: LoopResult, listener: ProgressListener) -> None:
     from openhands_rl_plugin.apps.demo.progress import final_table
-    from openhands_rl_plugin.apps.demo.summary import comparison_sentence
 
     listener.console.print(final_table(result.state, "tasks"))
-    for name, change in result.changes:
-        listener.console.print(comparison_sentence(name, change, "tasks"), highlight=False, soft_wrap=True)
+    for change in result.changes:
+        listener.console.print(change.sentence(), highlight=False, soft_wrap=True)

@@ -9,17 +9,15 @@ sampled every two seconds. A seed whose run directory holds finished figures is 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from openhands_rl_plugin.apps.demo.report import comparisons
 from openhands_rl_plugin.apps.demo.summary import evaluations
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 GIGABYTE = 1_000_000  # in the kilobytes of /proc
 FIGURES = "figures.json"
@@ -57,13 +55,8 @@ def measure(directory: Path, seed: int) -> list[str]:
             f"  {one.stage:<22} success {one.success.mean:.3f} [{one.success.low:.3f}, {one.success.high:.3f}] "
             f"reward {one.reward:.3f} goals {one.success.n}"
         )
-    return [*lines, *(f"  {sentence}" for sentence in asyncio.run(compare(directory, seed)))]
-
-
-async def compare(directory: Path, seed: int) -> tuple[str, ...]:
-    """The paired differences of one run."""
-    async with FileTrajectoryStorage(directory / "trajectories") as storage:
-        return await comparisons(storage, f"demo-{seed}")
+    facts = RunFacts.load(directory)
+    return [*lines, *(f"  {change.sentence('goals')}" for change in (facts.changes if facts else ()))]
 
 
 def run(directory: Path, seed: int) -> Cost:

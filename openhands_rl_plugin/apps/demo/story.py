@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
 from openhands_rl_plugin.apps.demo.options import CONTEXT_TOKENS, SEPARATOR, DemoOptions
-from openhands_rl_plugin.apps.demo.report import comparisons, write_report
 from openhands_rl_plugin.apps.loop.claim import claim
 from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids
+from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.webshop import WebShop
@@ -22,12 +22,13 @@ from openhands_rl_plugin.hosts.open import make_runner
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessBonusReward
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
+from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
 from openhands_rl_plugin.training.loop.sync import LoopListener
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-REPORT = "report.html"
+TITLE = "A small model learns to shop"
 CACHE_BYTES = 128 * 1024**2
 PREFILL_TOKENS = 1024
 """Prompt tokens a step: nobody waits for a first token here, and a prompt costs a tenth less than with 256 a step."""
@@ -43,8 +44,8 @@ class DemoResult(Frozen):
     report: Path
 
 
-def run_demo(options: DemoOptions, listener: LoopListener | None = None) -> DemoResult:
-    """Run the demo, or resume the one in ``options.run_directory``.
+def run_demo(options: DemoOptions, listener: LoopListener | None = None, command: str = "") -> DemoResult:
+    """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
 
     Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
     """
@@ -54,7 +55,7 @@ def run_demo(options: DemoOptions, listener: LoopListener | None = None) -> Demo
     model = ensure_model(options.model_directory)
     adapters = AdapterStore(options.run_directory / "adapters")
     with _servers(options, model) as settings, rollout_settings(settings, adapters) as sampled:
-        return asyncio.run(_run(_Stage(options, settings, sampled, model, options.shop()), listener))
+        return asyncio.run(_run(_Stage(options, settings, sampled, model, options.shop(), command), listener))
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,13 @@ class _Stage:
     """The settings with the address that rollouts sample from."""
     model: Path
     shop: WebShop
+    command: str
 
 
 async def _run(stage: _Stage, listener: LoopListener | None) -> DemoResult:
     directory = stage.options.run_directory
     plan = stage.options.plan(stage.shop, base_model=NAME, probe_ids=probe_ids(stage.model))
+    facts = RunFacts.begin(directory, plan, title=TITLE, stages=stage.options.stages, command=stage.command)
     storage = FileTrajectoryStorage(directory / "trajectories")
     runner = make_runner(stage.sampled, workers=1, storage=storage)
     shop = DemonstratorOptions(results_per_page=stage.options.results_per_page, separator=SEPARATOR)
@@ -84,33 +87,23 @@ async def _run(stage: _Stage, listener: LoopListener | None) -> DemoResult:
             reward=ReturnReward(),
             objective=SuccessBonusReward(),
         ) as parts:
-
-            async def report(state: LoopState) -> None:
-                await write_report(directory / REPORT, state, storage, parts.adapters, plan.run_id)
-
-            reporting = _Reporting(listener or LoopListener(), report)
+            reporting = RunReport(
+                listener or LoopListener(),
+                facts,
+                plan,
+                directory=directory,
+                storage=storage,
+                adapters=parts.adapters.root,
+                model=stage.model,
+                reward_version=parts.reward.version,
+            )
             state = await make_loop(plan, parts, stage.settings.loop, reporting).run()
-            await report(state)
-        compared = await comparisons(storage, plan.run_id)
+            await reporting.write(state)
     finally:
         await runner.close()
         await storage.close()
-    return DemoResult(state=state, comparisons=compared, report=directory / REPORT)
-
-
-class _Reporting(LoopListener):
-    """Passes everything on, and writes the report after every stage."""
-
-    def __init__(self, listener: LoopListener, report: Callable[[LoopState], Awaitable[None]]) -> None:
-        self._report = report
-        self.stage_started = listener.stage_started
-        self.noted = listener.noted
-        self.advanced = listener.advanced
-        self.episode_finished = listener.episode_finished
-        self.stage_finished = listener.stage_finished
-
-    async def stage_saved(self, state: LoopState) -> None:
-        await self._report(state)
+    compared = tuple(change.sentence("goals") for change in reporting.facts.changes)
+    return DemoResult(state=state, comparisons=compared, report=reporting.path)
 
 
 @contextlib.contextmanager

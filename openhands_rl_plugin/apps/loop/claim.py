@@ -18,12 +18,13 @@ from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.runs.run_files import lock_folder
+from openhands_rl_plugin.training.loop.facts import FACTS
 
 OPTIONS = "options.json"
 _RUN = "run_id"
 CHECKOUTS, EVALUATION = "checkouts", "evaluation"
 _FOLDERS = ("trainer", "training", "logs", CHECKOUTS, EVALUATION)
-_FILES = ("state.json", OPTIONS, _RUN)
+_FILES = ("state.json", OPTIONS, _RUN, FACTS, "report.html")
 _SHOWN = 3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import IN_PROCESS, LoopSettings, RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
@@ -19,8 +19,6 @@ from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.statistics import Estimate, paired_difference
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, Task
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
@@ -35,6 +33,7 @@ from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 from openhands_rl_plugin.rollout.scoring import refuse_labels, refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
+from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
 from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
@@ -47,9 +46,9 @@ RETURN, TESTS = "return", "tests"
 class LoopJob:
     """A run: settings that name all servers, tasks, and the directories of the base model and of the run.
 
-    ``start``: the adapter that a new run starts from. ``backend`` is for software tasks. ``processes``: worker
-    processes for OpenHands' controllers; 0: this process. ``limits`` are those of an episode; times are in
-    seconds.
+    ``start``: the adapter that a new run starts from. ``command``: for the report. ``backend`` is for software tasks.
+    ``processes``: worker processes for OpenHands' controllers; 0: this process. ``limits`` are those of an episode;
+    times are in seconds.
     """
 
     settings: RLSettings
@@ -65,14 +64,16 @@ class LoopJob:
     command_timeout: int = 300
     native_tool_calling: bool = True
     start: Adapter | None = None
+    command: str = ""
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The finished stages, and the changes of the success rate on held-out tasks by SFT and by RL."""
+    """The finished stages, the changes of the success rate on held-out tasks by SFT and by RL, and the report."""
 
     state: LoopState
-    changes: tuple[tuple[str, Estimate], ...]
+    changes: tuple[StageChange, ...]
+    report: Path
 
 
 def check_trainable(settings: RLSettings) -> None:
@@ -217,6 +218,8 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
         await _greet(job.settings, job.tasks.held_out[0].task)
     plan = loop_plan(job, probe_ids(job.model))
     _note_start(job)
+    title, stages = job.tasks.suite.name, job.settings.loop.stages
+    facts = RunFacts.begin(job.directory, plan, title=title, stages=stages, command=job.command)
     reward = make_reward(RewardSettings(name=TESTS if job.tasks.suite.software else RETURN))
     objective = make_reward(objective_of(job.tasks, job.settings))
     storage = open_storage(job.settings)
@@ -235,8 +238,19 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
             ) as parts,
         ):
             await _require_servers(job, parts)
-            state = await make_loop(plan, parts, job.settings.loop, listener).run()
-            return LoopResult(state, await _changes(plan, parts))
+            reporting = RunReport(
+                listener or LoopListener(),
+                facts,
+                plan,
+                directory=job.directory,
+                storage=storage,
+                adapters=parts.adapters.root,
+                model=job.model,
+                reward_version=parts.reward.version,
+            )
+            state = await make_loop(plan, parts, job.settings.loop, reporting).run()
+            await reporting.write(state)
+            return LoopResult(state, reporting.facts.changes, reporting.path)
     finally:
         await storage.close()
 
@@ -321,32 +335,6 @@ async def _greet(settings: RLSettings, task: Task) -> None:
     finally:
         with boundary(FailureKind.ENVIRONMENT, "environment.close"):
             await environment.close()
-
-
-async def _changes(plan: LoopPlan, parts: LoopParts) -> tuple[tuple[str, Estimate], ...]:
-    """Paired differences of the success rates, over the tasks with a valid episode before and after."""
-    stages = ["base", *(["warm-start"] if plan.demonstrations else []), "final"]
-    names = {"warm-start": "After SFT", "final": "After RL"}
-    began = LoopState.load(parts.state_file).start or "the base model"
-    against = {"base": began, "warm-start": "SFT"}
-    measured = {stage: await _successes(plan, parts, f"evaluate-{stage}") for stage in stages}
-    changes: list[tuple[str, Estimate]] = []
-    for before, after in itertools.pairwise(stages):
-        shared = sorted(measured[before].keys() & measured[after].keys())
-        if shared:
-            pairs = [[measured[stage][task] for task in shared] for stage in (before, after)]
-            changes.append((f"{names[after]} against {against[before]}", paired_difference(*pairs)))
-    return tuple(changes)
-
-
-async def _successes(plan: LoopPlan, parts: LoopParts, stage: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    where = TrajectoryFilter(run_id=f"{plan.run_id}/{stage}", failed=False)
-    async for trajectory, scores in parts.storage.find(where):
-        for score in scores:
-            if score.reward_version == parts.reward.version and score.reward is not None:
-                found[trajectory.task.id] = float(plan.succeeded(trajectory, score.reward))
-    return found
 
 
 def _bounded(entries: Sequence[EvalTask], limits: Limits) -> tuple[Task, ...]:

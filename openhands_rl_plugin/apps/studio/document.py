@@ -7,8 +7,10 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 
+from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.core.types import JsonObject
 
 STATIC = Path(__file__).parent / "static"
@@ -86,7 +88,7 @@ def content_security_policy() -> str:
     )
 
 
-def single_file(data: JsonObject) -> str:
+def single_file(data: JsonObject, title: str = "Episodes") -> str:
     """A page with its modules, its style and ``data`` in it; nothing is fetched."""
     said = f"export default JSON.parse({json.dumps(json.dumps(data))});"
     texts = {name: file.read_text(encoding="utf-8") for name, file in modules().items()} | {DATA: said}
@@ -103,7 +105,7 @@ def single_file(data: JsonObject) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<title>Episodes</title>\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{escape(visible(title))}</title>\n'
         f'<script type="importmap">{found}</script>\n<link rel="stylesheet" href="{style}">\n'
         f'<script type="module">{boot}</script>\n</head>\n'
         '<body><div id="app"><noscript>This page needs JavaScript.</noscript></div></body>\n</html>\n'

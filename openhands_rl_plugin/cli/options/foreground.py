@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import threading
 import warnings
 from contextlib import suppress
@@ -19,6 +20,11 @@ _LOGIN = re.compile(r"/([^\s/:@'\"]*):[^\s/@'\"]+@")
 def sayable(text: str) -> str:
     """What others wrote, for a terminal or a log: errors repeat URLs with passwords, and what servers echo."""
     return visible(redact_text(_LOGIN.sub(rf"/\1:{REDACTED}@", text)))
+
+
+def typed(args: argparse.Namespace) -> str:
+    """The command line, without secrets."""
+    return sayable(shlex.join(["openhands-rl", *args.words]))
 
 
 def wait_until_stopped(ended: threading.Event | None = None) -> None:

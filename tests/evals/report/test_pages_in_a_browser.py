@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
 import pytest
 from browser import needs_browser, opened
-from demo_episodes import played
 from hostile import ACTED_UPON, CONTROLS, MARKUP, TEXT
 
-from openhands_rl_plugin.apps.demo.report import write_report as write_demo
-from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.report.comparison import compare
 from openhands_rl_plugin.evals.report.figures import figures_of
 from openhands_rl_plugin.evals.report.page import write_report
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
-from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
 def evaluation_page(folder: Path) -> Path:
@@ -40,25 +33,7 @@ def evaluation_page(folder: Path) -> Path:
     return folder / "report.html"
 
 
-def demo_page(folder: Path) -> Path:
-    figures = {"success": 0.5, "successes": 1.0, "reward": 0.5, "turns": 1.0, "episodes": 2.0, "failed": 0.0}
-    stages = ("evaluate-base", f"evaluate-{TEXT}", "evaluate-final")
-    records = [StageRecord(name=name, adapter=None, metrics=figures, started=0.0, finished=1.0) for name in stages]
-
-    async def write() -> Path:
-        async with FileTrajectoryStorage(folder / "store") as storage:
-            for stage, earned in (("base", 0.0), ("final", 1.0)):
-                for each in (*MARKUP, *CONTROLS):
-                    text = f"{TEXT} {each}"
-                    policy = PolicyRef(base_model=text)
-                    await storage.add(played(stage, text, earned, asked=text, said=text, policy=policy))
-            adapters = AdapterStore(folder / "adapters")
-            return await write_demo(folder / "demo.html", LoopState(records=tuple(records)), storage, adapters, "run")
-
-    return asyncio.run(write())
-
-
-PAGES = {"evaluate": evaluation_page, "demo": demo_page}
+PAGES = {"evaluate": evaluation_page}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -93,7 +68,7 @@ def test_nothing_on_a_page_runs_or_is_loaded(name: str, policy: bool, tmp_path: 
 @pytest.mark.slow
 def test_the_policy_stops_what_would_not_be_escaped(tmp_path: Path) -> None:
     """So that the test above can fail, and the second wall is one."""
-    file = demo_page(tmp_path)
+    file = evaluation_page(tmp_path)
     page = file.read_text(encoding="utf-8")
     hole = "<script>window.owned=1</script><img src='http://127.0.0.1:1/x' onerror='window.owned=2'>"
     for kept, owned in ((True, {None}), (False, {1, 2})):

@@ -45,7 +45,7 @@ class AdapterResource:
             measured |= await self._measured(name, storage)
         folders: list[JsonValue] = []
         for name, root in sorted(self._sources.adapters.items()):
-            versions = await asyncio.to_thread(_versions, root)
+            versions = await asyncio.to_thread(versions_in, root)
             for version in versions:
                 version["held_out"] = measured.get(str(version["name"]))
             folders.append({"name": name, "adapters": [*versions]})
@@ -75,7 +75,8 @@ async def _held_out(storage: TrajectoryStorage) -> _HeldOut:
     return found
 
 
-def _versions(root: Path) -> list[JsonObject]:
+def versions_in(root: Path) -> list[JsonObject]:
+    """The versions of the adapters in a folder, as their manifests say; ``problem`` of those without one."""
     store, found = AdapterStore(root), list[JsonObject]()
     names = sorted(entry.name for entry in root.iterdir() if _VERSION.fullmatch(entry.name)) if root.is_dir() else []
     for name in names[:_MOST_VERSIONS]:
@@ -94,6 +95,7 @@ def _versions(root: Path) -> list[JsonObject]:
                 "parent": adapter.parent,
                 "base_model": adapter.base_model,
                 "step": adapter.step,
+                "sha256": adapter.sha256,
                 "metrics": plain({key: value for key, value in adapter.metrics.items()}),
                 "made": (folder / MANIFEST).stat().st_mtime,
                 "current": current is not None and current.name == name,

@@ -63,20 +63,25 @@ class ExportResource:
 
     async def data(self, found: Sequence[Opened]) -> JsonObject:
         """Address below ``/api/`` -> what is answered there, not cut into pages. Raises ``HTTPException`` 413."""
-        labels = [label for each in found for label in each.labels]
-        rows = rows_of([await _summary(each.storage, each.trajectory.id) for each in found], labels)
-        listed: JsonObject = {"revision": "", "total": len(found), "offset": 0, "next": None, "rows": dict(rows)}
-        data: JsonObject = {"episodes": listed, "export": {"version": 1, "made": time.time()}}
+        data: JsonObject = {"episodes": await self.listed(found), "export": {"version": 1, "made": time.time()}}
         size = 0
         for each in found:
-            for address, body in self._answers(each):
+            for address, body in self.answers(each):
                 data[address] = body
                 size += len(json.dumps(body, ensure_ascii=False))
                 if size > MOST_BYTES:
                     raise HTTPException(413, f"the export would have more than {MOST_BYTES // 2**20} MB; choose fewer")
         return data
 
-    def _answers(self, opened: Opened) -> Iterator[tuple[str, JsonObject]]:
+    @staticmethod
+    async def listed(found: Sequence[Opened]) -> JsonObject:
+        """The list of these episodes. Raises ``HTTPException`` 404."""
+        labels = [label for each in found for label in each.labels]
+        rows = rows_of([await _summary(each.storage, each.trajectory.id) for each in found], labels)
+        return {"revision": "", "total": len(found), "offset": 0, "next": None, "rows": dict(rows)}
+
+    def answers(self, opened: Opened) -> Iterator[tuple[str, JsonObject]]:
+        """What the API answers of one episode."""
         trajectory = opened.trajectory
         base, nodes = f"episodes/{quote(trajectory.id, safe=_UNCHANGED)}", trajectory.nodes
         yield base, header_of(opened)

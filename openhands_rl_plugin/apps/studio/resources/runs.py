@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -18,6 +19,7 @@ from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.training.loop.facts import FACTS, RunFacts, success_of
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 
 MOST_POINTS = 2000
@@ -36,13 +38,13 @@ class RunResource:
     async def all(self, request: Request) -> Response:
         """``runs``, in the order of their names."""
         return reply(
-            request, {"runs": [await asyncio.to_thread(_summary, *each) for each in sorted(self._runs.items())]}
+            request, {"runs": [await asyncio.to_thread(summary_of, *each) for each in sorted(self._runs.items())]}
         )
 
     async def one(self, request: Request) -> Response:
         """Stages, options and files of metrics of one run."""
         directory = StudioSources.folder(request, self._runs, "run")
-        return reply(request, await asyncio.to_thread(_whole, request.path_params["id"], directory))
+        return reply(request, await asyncio.to_thread(whole_run, request.path_params["id"], directory))
 
     async def metrics(self, request: Request) -> Response:
         """``rows`` of a file of metrics from byte ``after`` on, and the ``after`` of the next question."""
@@ -53,7 +55,7 @@ class RunResource:
             raise HTTPException(404, f"the run has no metrics file {name[:80]!r}")
         keys = [key for key in request.query_params.get("keys", "").split(",") if key]
         after = whole(request, "after", 0, most=2**53)
-        return reply(request, await asyncio.to_thread(_curves, name, directory / name, keys, after))
+        return reply(request, await asyncio.to_thread(curves_of, name, directory / name, keys, after))
 
 
 def metrics_files(directory: Path) -> list[str]:
@@ -70,18 +72,21 @@ def stage_of(record: StageRecord) -> JsonObject:
         "started": record.started,
         "finished": record.finished,
         "metrics": plain({name: value for name, value in record.metrics.items()}),
+        "success": None if (success := success_of(record)) is None else plain(success.model_dump()),
     }
 
 
-def _summary(name: str, directory: Path) -> JsonObject:
-    body: JsonObject = {"name": name, "kind": "loop" if (directory / STATE).exists() else "training"}
+def summary_of(name: str, directory: Path) -> JsonObject:
+    """A line of the list of runs; ``problem`` where its files are damaged."""
+    known = any((directory / file).exists() for file in (STATE, FACTS))
+    body: JsonObject = {"name": name, "kind": "loop" if known else "training"}
     try:
-        state = LoopState.load(directory / STATE)
+        state, facts = LoopState.load(directory / STATE), RunFacts.load(directory)
     except (StorageError, OSError) as error:
         return body | {"problem": str(error)}
     last = state.records[-1] if state.records else None
     return body | {
-        "run": _text(directory / _RUN_ID).strip() or None,
+        "run": facts.run_id if facts is not None else _text(directory / _RUN_ID).strip() or None,
         "stages": len(state.records),
         "stage": None if last is None else last.name,
         "adapter": state.adapter,
@@ -90,15 +95,17 @@ def _summary(name: str, directory: Path) -> JsonObject:
     }
 
 
-def _whole(name: str, directory: Path) -> JsonObject:
-    body = _summary(name, directory)
+def whole_run(name: str, directory: Path) -> JsonObject:
+    """Everything that is said of a run but its curves."""
+    body = summary_of(name, directory)
     if "problem" not in body:
-        state = LoopState.load(directory / STATE)
+        state, facts = LoopState.load(directory / STATE), RunFacts.load(directory)
         body |= {
             "start": state.start,
             "made": list(state.made),
             "batch": None if state.batch is None else state.batch.model_dump(mode="json"),
             "records": [stage_of(record) for record in state.records],
+            "facts": None if facts is None else plain(redact_json(facts.model_dump(mode="json"))),
         }
     try:
         options: JsonValue = json.loads(_text(directory / _OPTIONS) or "{}")
@@ -108,7 +115,7 @@ def _whole(name: str, directory: Path) -> JsonObject:
     return body | {"options": plain(redact_json({"options": options})["options"]), "metrics": files}
 
 
-def _curves(name: str, file: Path, keys: list[str], after: int) -> JsonObject:
+def curves_of(name: str, file: Path, keys: Sequence[str] = (), after: int = 0, most: int = MOST_POINTS) -> JsonObject:
     """Whole lines only: a line that is being written is read the next time."""
     try:
         with open(file, "rb") as opened:
@@ -120,7 +127,7 @@ def _curves(name: str, file: Path, keys: list[str], after: int) -> JsonObject:
         raise StorageError(f"{name} cannot be read ({error.strerror}); is the run's folder still there?") from error
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     read = [found for line in lines if (found := _row(line))]
-    step = max(1, math.ceil(len(read) / MOST_POINTS))
+    step = max(1, math.ceil(len(read) / most))
     # The last one is always shown.
     shown = read[::-1][::step][::-1]
     known = list(dict.fromkeys(key for row in read for key in row))

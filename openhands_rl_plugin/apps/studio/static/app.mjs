@@ -3,9 +3,11 @@ import {Component, render} from 'preact';
 import {useEffect} from 'preact/hooks';
 import {html} from 'studio/base/html';
 import 'studio/base/text';
+import data from 'studio/data';
 import {exported, signedOut, useAnswer} from 'studio/base/api';
 import {useKeys} from 'studio/base/keys';
 import {listen} from 'studio/base/live';
+import {moment} from 'studio/base/format';
 import {go, link, param, put, route} from 'studio/base/route';
 import {nextTheme, theme} from 'studio/base/theme';
 import {Help, helpShown, said} from 'studio/parts/help';
@@ -13,7 +15,7 @@ import {Empty} from 'studio/parts/states';
 import {SignIn} from 'studio/pages/sign_in';
 import {PAGES} from 'studio/pages';
 
-const NAV = Object.entries(PAGES).filter(([, page]) => page.nav);
+const NAV = Object.entries(PAGES).filter(([, page]) => page.nav && (!exported || data[page.needs]));
 
 export function start(place) {
   place.textContent = '';
@@ -26,7 +28,7 @@ function App() {
   const shown = PAGES[page];
   useEffect(() => { document.title = [id && id.slice(0, 60), shown?.name, 'Studio'].filter(Boolean).join(' · '); }, [page, id]);
   useKeys('Everywhere', {
-    ...Object.fromEntries(NAV.filter(() => !exported).map(([path, each]) => [`g ${each.key}`, [`go to ${each.name}`, () => go(link(path, '', {store: param('store')}))]])),
+    ...Object.fromEntries(NAV.map(([path, each]) => [`g ${each.key}`, [`go to ${each.name}`, () => go(link(path, '', {store: param('store')}))]])),
     l: ['copy the link to this', copyLink],
     T: ['change the theme', nextTheme],
     '?': ['show the keys', () => { helpShown.value = true; }],
@@ -51,10 +53,9 @@ function Bar({page}) {
   const words = {system: 'Theme: as the system', light: 'Theme: light', dark: 'Theme: dark'}[theme.value];
   return html`<header class="bar">
     <a class="brand" href=${link('')} aria-label="Studio, all episodes"><${Mark} /> Studio</a>
-    ${exported
-      ? html`<span class="muted grow">exported, nothing is fetched</span>`
-      : html`<nav aria-label="Pages">${NAV.map(([path, each]) => html`
-          <a key=${path} href=${link(path, '', {store: param('store')})} aria-current=${PAGES[page]?.nav === each.nav ? 'page' : null}>${each.name}</a>`)}</nav>`}
+    <nav aria-label="Pages">${NAV.map(([path, each]) => html`
+      <a key=${path} href=${link(path, '', {store: param('store')})} aria-current=${(PAGES[page]?.nav ?? PAGES[page]?.below) === each.nav ? 'page' : null}>${each.name}</a>`)}</nav>
+    ${exported && html`<span class="muted made">${data.export.made ? `made ${moment(data.export.made)}, ` : ''}nothing is fetched</span>`}
     ${stores.length > 1 && html`<select class="store" aria-label="Store" value=${param('store') || stores[0]} onChange=${(event) => put({store: event.target.value, n: ''}, {push: true})}>
       ${stores.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select>`}
     <button class="icon" title=${words} aria-label=${words} onClick=${nextTheme}><${ThemeIcon} /></button>

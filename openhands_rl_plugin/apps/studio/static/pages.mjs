@@ -9,12 +9,12 @@ import {Queue} from 'studio/pages/queue';
 import {Runs} from 'studio/pages/runs';
 
 export const PAGES = {
-  '': {name: 'Episodes', nav: 'e', key: 'e', component: Episodes},
-  e: {name: 'Episode', component: Episode},
-  g: {name: 'Group', component: Group},
-  r: {name: 'Runs', nav: 'r', key: 'r', component: Runs},
-  a: {name: 'Adapters', nav: 'a', key: 'a', component: Adapters},
-  v: {name: 'Evaluations', nav: 'v', key: 'v', component: Evaluations},
+  '': {name: 'Episodes', nav: 'e', key: 'e', needs: 'episodes', component: Episodes},
+  e: {name: 'Episode', below: 'e', component: Episode},
+  g: {name: 'Group', below: 'e', component: Group},
+  r: {name: 'Runs', nav: 'r', key: 'r', needs: 'runs', component: Runs},
+  a: {name: 'Adapters', nav: 'a', key: 'a', needs: 'adapters', component: Adapters},
+  v: {name: 'Evaluations', nav: 'v', key: 'v', needs: 'evaluations', component: Evaluations},
   c: {name: 'Compare', nav: 'c', key: 'c', component: Compare},
   q: {name: 'Queue', nav: 'q', key: 'q', component: Queue},
 };

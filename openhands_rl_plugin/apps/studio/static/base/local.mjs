@@ -1,11 +1,14 @@
 // An exported file answers from what was put into it; pages of nodes and tokens are cut as the server does.
 const CHUNK = 64;
+/** Parameters that choose among answers of one address; `reports/answers.py` has the same order. */
+const CHOOSING = ['file', 'instance', 'a', 'b'];
 
 export function localAnswer(data, path) {
   const [where, asked = ''] = path.split('?');
   const params = new URLSearchParams(asked);
   const parts = where.split('/').map(decodeURIComponent);
-  const found = parts[0] === 'episodes' && parts.length > 2 ? ofEpisode(data, parts, params) : data[where];
+  const chosen = CHOOSING.map((name) => params.get(name)).filter(Boolean).join('&');
+  const found = parts[0] === 'episodes' && parts.length > 2 ? ofEpisode(data, parts, params) : data[where] ?? data[parts.join('/') + (chosen && `?${chosen}`)];
   if (where === 'episodes' && found) return page(found, params);
   if (found === undefined || found === null) throw new Error('This is not in the exported file.');
   return found;

@@ -1,10 +1,11 @@
 // All state that is worth a link is in the address: /e/ID?view=tree&node=17. An exported file has it behind the #.
 import {computed, signal} from '@preact/signals';
+import data from 'studio/data';
 
 const inFile = location.protocol === 'file:';
 
 function read() {
-  const address = inFile ? new URL(location.hash.slice(1) || '/', 'http://x') : new URL(location.href);
+  const address = inFile ? new URL(location.hash.slice(1) || data?.export.start || '/', 'http://x') : new URL(location.href);
   const parts = address.pathname.split('/').filter(Boolean).map(decode);
   return {page: parts[0] ?? '', id: parts.slice(1).join('/'), params: address.searchParams};
 }

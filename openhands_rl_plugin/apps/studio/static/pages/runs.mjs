@@ -2,13 +2,15 @@
 import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {html} from 'studio/base/html';
 import {Shown} from 'studio/base/text';
-import {ask, query, row, rowsOf, useAnswer} from 'studio/base/api';
-import {count, fixed, moment, plural, seconds, when} from 'studio/base/format';
+import {ask, exported, query, row, rowsOf, useAnswer} from 'studio/base/api';
+import {count, fixed, plural, seconds, when} from 'studio/base/format';
 import {useLive} from 'studio/base/live';
 import {link, param, put} from 'studio/base/route';
 import {Curve} from 'studio/parts/chart';
 import {Outcome, earned} from 'studio/parts/episode_row';
-import {Answer, Empty, Facts, Problem} from 'studio/parts/states';
+import {About, Success} from 'studio/parts/run_facts';
+import {Sample} from 'studio/parts/sample';
+import {Answer, Empty, Facts, LeftOut, Problem} from 'studio/parts/states';
 
 export const Runs = ({id}) => (id ? html`<${Run} key=${id} id=${id} />` : html`<${List} />`);
 
@@ -39,12 +41,16 @@ function Opened({name}) {
   const answer = useAnswer(`runs/${path(name)}`);
   useLive((events) => events.some(({kind, run}) => kind === 'stage' && run === name) && answer.again());
   return html`<${Answer} answer=${answer} rows=${10}>${(run) => html`
-    <header class="heading"><h1><${Shown} text=${name} most=${100} /></h1><p class="muted">${[run.kind, run.stage && `after ${run.stage}`, run.started && `since ${moment(run.started)}`].filter(Boolean).join(' · ')}</p></header>
+    <header class="heading"><h1><${Shown} text=${name} most=${100} /></h1><p class="muted">${[run.facts?.title || run.kind, run.stage ? `after ${run.stage}` : 'before its first stage'].filter(Boolean).join(' · ')}</p></header>
     ${run.problem && html`<${Problem} error=${{message: run.problem}} />`}
-    ${run.run && html`<${Stream} run=${run.run} />`}
-    ${run.metrics?.length > 0 && html`<${Curves} name=${name} files=${run.metrics} />`}
+    <${About} run=${run} />
+    <${Success} run=${run} />
+    ${run.run && !exported && html`<${Stream} run=${run.run} />`}
+    <${Curves} name=${name} files=${run.metrics ?? []} records=${run.records ?? []} />
     ${run.records?.length > 0 && html`<${Stages} records=${run.records} run=${run.run} />`}
-    ${run.options && Object.keys(run.options).length > 0 && html`<details><summary>Options</summary><${Facts} rows=${Object.entries(run.options).map(([key, value]) => [key, typeof value === 'string' ? value : JSON.stringify(value)])} /></details>`}`}</${Answer}>`;
+    ${run.facts?.samples.length > 0 && html`<section><h2>Before and after: the tasks with the largest gain</h2>${run.facts.samples.map((pair) => html`<${Sample} key=${pair.task} pair=${pair} store=${param('store')} />`)}</section>`}
+    ${run.options && Object.keys(run.options).length > 0 && html`<details><summary>Options</summary><${Facts} rows=${Object.entries(run.options).map(([key, value]) => [key, typeof value === 'string' ? value : JSON.stringify(value)])} /></details>`}
+    <${LeftOut} />`}</${Answer}>`;
 }
 
 const path = (name) => name.split('/').map(encodeURIComponent).join('/');
@@ -57,7 +63,7 @@ function Stages({records, run}) {
     return [...FIRST.filter((key) => all.includes(key)), ...all.filter((key) => !FIRST.includes(key))].slice(0, 7);
   }, [records]);
   return html`<section><h2>Stages</h2><div class="wide" tabindex="0" role="region" aria-label="Stages"><table class="plain"><thead><tr><th>Stage</th><th>Adapter</th><th class="number">Time</th>${keys.map((key) => html`<th key=${key} class="number">${key.replaceAll('_', ' ')}</th>`)}</tr></thead>
-    <tbody>${[...records].reverse().map((each) => html`<tr key=${each.name}><td>${run ? html`<a href=${link('', '', {q: `run:${quoted(`${run}/${each.name}`)}`})}><${Shown} text=${each.name} /></a>` : html`<${Shown} text=${each.name} />`}</td><td><${Shown} text=${each.adapter ?? 'base'} /></td>
+    <tbody>${[...records].reverse().map((each) => html`<tr key=${each.name}><td>${run && !exported ? html`<a href=${link('', '', {q: `run:${quoted(`${run}/${each.name}`)}`})}><${Shown} text=${each.name} /></a>` : html`<${Shown} text=${each.name} />`}</td><td><${Shown} text=${each.adapter ?? 'base'} /></td>
       <td class="number">${seconds(each.finished - each.started)}</td>${keys.map((key) => html`<td key=${key} class="number">${figure(each.metrics[key])}</td>`)}</tr>`)}</tbody></table></div></section>`;
 }
 
@@ -66,22 +72,48 @@ const figure = (value) => (typeof value === 'number' ? (Number.isInteger(value) 
 const MOST = 9;
 const STEPS = ['step', 'global_step', 'epoch'];
 
-function Curves({name, files}) {
+const BY_STAGE = 'by stage';
+/** Of a whole run the means of its stages say more than the steps of the last one. */
+const LAST = 'evaluate-final';
+
+function Curves({name, files, records}) {
+  const trained = useMemo(() => records.filter(({metrics}) => typeof metrics.loss === 'number'), [records]);
+  const choices = [...(trained.length > 1 ? [BY_STAGE] : []), ...files];
   const wanted = param('file');
-  const file = files.includes(wanted) ? wanted : files.at(-1);
-  const [all, showAll] = useState(false);
+  const usual = choices[0] === BY_STAGE && (exported || records.at(-1).name === LAST) ? BY_STAGE : choices.at(-1);
+  const file = choices.includes(wanted) ? wanted : usual;
+  if (!file) return null;
+  return html`<section><header class="line"><h2>Curves</h2>
+      ${choices.length > 1 && html`<select aria-label="File of metrics" value=${file} onChange=${(event) => put({file: event.target.value})}>${choices.map((each) => html`<option key=${each} value=${each}>${each.replace(/\/?metrics\.jsonl$/, '')}</option>`)}</select>`}
+      ${file === BY_STAGE && html`<span class="muted">from ${trained[0].name} to ${trained.at(-1).name}</span>`}</header>
+    ${file === BY_STAGE ? html`<${ByStage} records=${trained} />` : html`<${OfFile} key=${file} name=${name} file=${file} />`}</section>`;
+}
+
+function ByStage({records}) {
+  const keys = [...new Set(records.flatMap(({metrics}) => Object.keys(metrics)))].sort((a, b) => CURVES.indexOf(b) - CURVES.indexOf(a));
+  const x = useMemo(() => records.map((_, at) => at), [records]);
+  const rows = useMemo(() => Object.fromEntries(keys.map((key) => [key, records.map(({metrics}) => metrics[key] ?? null)])), [records]);
+  return html`<${Drawn} x=${x} keys=${keys} rows=${rows} names=${records.map((each) => each.name)} />`;
+}
+
+/** What is looked at first, the most important one at the end. */
+const CURVES = ['tokens_per_second', 'seconds', 'turns', 'clip_share', 'grad_norm', 'entropy', 'approx_kl', 'reward', 'loss'];
+
+function OfFile({name, file}) {
   const {rows, keys, error, again} = useMetrics(name, file);
   useLive((events) => events.some((each) => each.kind === 'metric' && each.run === name && each.file === file) && again());
   const step = STEPS.find((key) => keys.includes(key));
   const total = rowsOf(rows);
   const x = useMemo(() => (step ? rows[step] : Array.from({length: total}, (_, at) => at)), [rows]);
-  const drawn = keys.filter((key) => !STEPS.includes(key) && (rows[key] ?? []).some((each) => each !== null));
-  return html`<section><header class="line"><h2>Curves</h2>
-      ${files.length > 1 && html`<select aria-label="File of metrics" value=${file} onChange=${(event) => put({file: event.target.value})}>${files.map((each) => html`<option key=${each} value=${each}>${each.replace(/\/?metrics\.jsonl$/, '')}</option>`)}</select>`}
-      <span class="muted">${plural(total, 'point')}</span></header>
-    ${error && html`<${Problem} error=${error} />`}
-    <div class="curves">${(all ? drawn : drawn.slice(0, MOST)).map((key) => html`<${Curve} key=${`${file} ${key}`} name=${key} x=${x} y=${rows[key]} />`)}</div>
-    ${drawn.length > MOST && html`<button class="more" onClick=${() => showAll(!all)}>${all ? 'Fewer curves' : `All ${drawn.length} curves`}</button>`}</section>`;
+  return html`<p class="muted">${plural(total, 'point')}</p>${error && html`<${Problem} error=${error} />`}
+    <${Drawn} x=${x} keys=${keys.filter((key) => !STEPS.includes(key))} rows=${rows} />`;
+}
+
+function Drawn({x, keys, rows, names}) {
+  const [all, showAll] = useState(false);
+  const drawn = keys.filter((key) => (rows[key] ?? []).some((each) => each !== null));
+  return html`<div class="curves">${(all ? drawn : drawn.slice(0, MOST)).map((key) => html`<${Curve} key=${key} name=${key} x=${x} y=${rows[key]} names=${names} />`)}</div>
+    ${drawn.length > MOST && html`<button class="more" onClick=${() => showAll(!all)}>${all ? 'Fewer curves' : `All ${drawn.length} curves`}</button>`}`;
 }
 
 /** The rows of a file of metrics. Later ones are added to what is there; a file that began anew is read anew. */

@@ -11,13 +11,13 @@ const LINES = 18;
 const CHARACTERS = 2400;
 
 /** A text, cut where it is long. `rest`: the server has more of it, from that character on. */
-export function Text({text, kind = '', rest = null, place = null}) {
+export function Text({text, kind = '', rest = null, place = null, most = LINES}) {
   const [whole, open] = useState(false);
   const [added, add] = useState({text: '', rest});
   const all = text + added.text;
-  const lines = all.split('\n', LINES + 1);
-  const long = lines.length > LINES || all.length > CHARACTERS;
-  const said = whole || !long ? all : lines.slice(0, LINES).join('\n').slice(0, CHARACTERS);
+  const lines = all.split('\n', most + 1);
+  const long = lines.length > most || all.length > CHARACTERS;
+  const said = whole || !long ? all : lines.slice(0, most).join('\n').slice(0, CHARACTERS);
   const fetchMore = () => more(place.id, place.node, added.rest, place.store).then((found) => add({text: added.text + found.content, rest: found.rest}), () => {});
   return html`<pre class=${`text ${kind}${long && !whole ? ' cut' : ''}`}><${Shown} text=${said} /></pre>
     ${long && html`<button class="more" aria-expanded=${whole ? 'true' : 'false'} onClick=${() => open(!whole)}>${whole ? 'Show less' : `Show all ${count(all.length)} characters`}</button>`}
@@ -70,9 +70,9 @@ function Arguments({values}) {
 }
 
 /** `body` of `useBody`; `excerpt` holds its place until it is there. */
-export function Body({body, excerpt, kind, place}) {
+export function Body({body, excerpt, kind, place, most}) {
   if (body?.error) return html`<${Problem} error=${body.error} />`;
   if (!body) return excerpt ? html`<pre class=${`text waits ${kind}`}><${Shown} text=${excerpt} /></pre>` : null;
-  return html`${body.content ? html`<${Text} text=${body.content} kind=${kind} rest=${body.rest} place=${place} />` : null}
+  return html`${body.content ? html`<${Text} text=${body.content} kind=${kind} rest=${body.rest} place=${place} most=${most} />` : null}
     ${(body.calls ?? []).map((call, at) => html`<${Call} key=${at} call=${call} />`)}`;
 }

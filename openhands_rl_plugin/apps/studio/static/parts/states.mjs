@@ -1,6 +1,7 @@
 // What is shown instead of what was wanted: nothing there, an error, or not there yet.
 import {html} from 'studio/base/html';
 import {Shown} from 'studio/base/text';
+import data from 'studio/data';
 
 export const Empty = ({title, children}) => html`<section class="empty"><h2>${title}</h2>${children && html`<div>${children}</div>`}</section>`;
 
@@ -21,4 +22,7 @@ export function Answer({answer, rows, children}) {
 
 /** Terms with their values; what is unknown is left out. */
 export const Facts = ({rows}) => html`<dl class="facts">${rows.filter(([, value]) => value !== null && value !== undefined && value !== '')
-  .map(([name, value, hint]) => html`<div key=${name} title=${hint}><dt>${name}</dt><dd>${typeof value === 'string' ? html`<${Shown} text=${value} />` : value}</dd></div>`)}</dl>`;
+  .map(([name, value, hint]) => html`<div key=${name} title=${hint} class=${typeof value === 'string' && value.length > 60 ? 'long' : null}><dt>${name}</dt><dd>${typeof value === 'string' ? html`<${Shown} text=${value} />` : value}</dd></div>`)}</dl>`;
+
+/** What a file of bounded size had no room for. */
+export const LeftOut = () => (data?.export.left_out?.length ? html`<p class="muted">Left out, so that this file stays small: <${Shown} text=${data.export.left_out.join('; ')} />.</p>` : null);
