@@ -17,17 +17,21 @@ from page_session import ROOT
 BUILDER = ROOT / ".venv-docs/bin"
 AGENTS = (ROOT / "openhands_rl_plugin/AGENTS.md").read_text(encoding="utf-8")
 QUESTIONS = re.findall(r"^\| ([^|]+\?) \| `([^`]+)` \| `([^`]+)` \|$", AGENTS, re.MULTILINE)
+# As somebody asks who has not read the pages, and does not know their words.
 NEWCOMERS = {
-    "Which extra do I install for OpenHands V1?": "start/install",
-    "Where are token ids recorded, and from which servers?": "tutorials/record",
-    "How do I judge an episode?": "tutorials/judge",
-    "Which algorithm should I take?": "tutorials/train",
-    "How do I roll back an adapter?": "tutorials/publish",
-    "What does MCTS cost?": "tutorials/search",
-    "How do I compare two runs, with a p-value?": "tutorials/evaluate",
-    "How do I write an environment of my own?": "howto/",
-    "What can a command in the sandbox see?": "howto/secrets-sandboxes",
-    "What is a segment?": "background/",
+    "How much disk space does pip need with CUDA?": "start/install",
+    "Can I use this with Claude Code?": "tutorials/record",
+    "How do I tell it that the agent solved my task?": "tutorials/judge",
+    "Should I use PPO, GRPO or SFT?": "tutorials/train",
+    "The new model is worse, how do I go back?": "tutorials/publish",
+    "How many more tokens does tree search need?": "tutorials/search",
+    "Is my fine-tuned model significantly better than before?": "tutorials/evaluate",
+    "The reward does not go up, what is wrong?": "tutorials/loop",
+    "Can I train on my own gym environment?": "howto/environments",
+    "How do I train on my GitHub repository?": "howto/repository-tasks",
+    "How do I train on several GPUs?": "howto/scale-out",
+    "Is it safe to let the agent run shell commands on my laptop?": "howto/secrets-sandboxes",
+    "Where does it save my data?": "reference/store",
 }
 pytestmark = pytest.mark.skipif(not (BUILDER / "zensical").exists(), reason="`make docs` makes .venv-docs")
 
