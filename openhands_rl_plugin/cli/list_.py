@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
 
-from openhands_rl_plugin.cli.options.stored import add_filters, add_query, add_store, natural, positive, queried
+from openhands_rl_plugin.cli.options.stored import (
+    add_filters,
+    add_query,
+    add_reward,
+    add_store,
+    natural,
+    positive,
+    queried,
+)
 from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.records import TrajectoryOrder
 
 EPILOG = """examples:
   openhands-rl list ~/.openhands/rl_trajectories
   openhands-rl list ~/.openhands/rl_trajectories --run demo --sort reward --desc --limit 10
   openhands-rl list ~/.openhands/rl_trajectories --query 'run:demo reward:<0.5 "No such file" sort:-tokens'
+  openhands-rl list ~/.openhands/rl_trajectories --reward human --sort reward
   openhands-rl list ~/.openhands/rl_trajectories --failure infrastructure --since 2025-01-31
 """
 DEFAULT_LIMIT = 50
@@ -29,11 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=positive, default=DEFAULT_LIMIT, metavar="EPISODES", help="at most so many episodes"
     )
     parser.add_argument("--offset", type=natural, default=0, metavar="EPISODES", help="skip the first ones")
+    add_reward(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per line and episode")
 
 
 async def run(args: argparse.Namespace) -> int:
     """Print the list. Raises ``RLError`` when the store or a filter is wrong."""
+    from openhands_rl_plugin.trajectories.query.named_reward import rewarded_by
     from openhands_rl_plugin.trajectories.view.tables import list_table
     from openhands_rl_plugin.trajectories.view.terminal import console
 
@@ -42,14 +55,22 @@ async def run(args: argparse.Namespace) -> int:
         page |= {"sort": TrajectoryOrder(args.sort or "stored"), "descending": args.desc}
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         chosen = await queried(args, storage)
-        found = [summary async for summary in storage.summaries(chosen.model_copy(update=page))]
-        matching = await storage.count(chosen)
+        shown = chosen.model_copy(update=page)
+        if args.reward is None:
+            found = [summary async for summary in storage.summaries(shown)]
+            matching = await storage.count(chosen)
+        else:
+            every = shown.model_copy(update={"limit": None, "offset": 0})
+            ranked = [summary async for summary in rewarded_by(storage, every, args.reward)]
+            found, matching = ranked[args.offset : args.offset + args.limit], len(ranked)
+        said = await opinions_of(storage, [each.id for each in found])
     if args.json:
         for summary in found:
-            print(summary.model_dump_json(ensure_ascii=True))
+            told = {name: said.get(summary.id, {}).get(name) for name in OPINIONS}
+            print(json.dumps(summary.model_dump(mode="json") | told))
         return 0
     if found:
-        console().print(list_table(found))
-    shown = f"{args.offset + 1} to {args.offset + len(found)} of {matching}" if found else f"none of {matching}"
-    print(f"{shown} episodes" + ("; --offset shows more" if args.offset + len(found) < matching else ""))
+        console().print(list_table(found, said))
+    range_ = f"{args.offset + 1} to {args.offset + len(found)} of {matching}" if found else f"none of {matching}"
+    print(f"{range_} episodes" + ("; --offset shows more" if args.offset + len(found) < matching else ""))
     return 0

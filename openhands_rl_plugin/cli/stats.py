@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from openhands_rl_plugin.cli.options.stored import add_filters, add_query, add_store, finite, queried
+from openhands_rl_plugin.cli.options.stored import add_filters, add_query, add_reward, add_store, finite, queried
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.validation import unknown_name
@@ -14,6 +14,7 @@ from openhands_rl_plugin.core.validation import unknown_name
 EPILOG = """examples:
   openhands-rl stats ~/.openhands/rl_trajectories
   openhands-rl stats ~/.openhands/rl_trajectories --by version --success-at 0.5
+  openhands-rl stats ~/.openhands/rl_trajectories --reward human --by version
   openhands-rl stats ~/.openhands/rl_trajectories --run demo --by task --json
 """
 
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, filters and groups."""
     add_store(parser)
     add_query(parser)
+    add_reward(parser)
     add_filters(parser)
     parser.add_argument(
         "--by",
@@ -41,8 +43,9 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.config.success import success_rule
     from openhands_rl_plugin.config.toml import load_settings
     from openhands_rl_plugin.trajectories.drift import segments
+    from openhands_rl_plugin.trajectories.query.named_reward import rewarded_by, without_rewards
     from openhands_rl_plugin.trajectories.view import gaps
-    from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of
+    from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of, noting_opinions
     from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
@@ -54,13 +57,21 @@ async def run(args: argparse.Namespace) -> int:
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         counted: dict[str, Counter[str]] = {}
         chosen = await queried(args, storage)
-        lacking = await gaps.gaps_by_episode(segments.counting_segments(storage.find(chosen), counted))
+        if args.reward is None:
+            summaries = storage.summaries(chosen)
+        else:
+            summaries = rewarded_by(storage, chosen, args.reward)
+            chosen = without_rewards(chosen)
+        said: dict[str, dict[str, float]] = {}
+        read = noting_opinions(storage.find(chosen), said)
+        lacking = await gaps.gaps_by_episode(segments.counting_segments(read, counted))
         groups = await figures_of(
-            storage.summaries(chosen),
+            summaries,
             by,
             lambda of, paid: success_rule(of.environment, reward, at=args.success_at).holds(paid, of.stop),
             lacking,
             counted,
+            said,
         )
     if args.json:
         print_json(groups)

@@ -18,6 +18,9 @@ from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Task, pays
 Preferences = dict[frozenset[str], str | None]
 """Two episodes' ids -> that of the better one, or ``None`` where somebody found them equally good."""
 
+GOOD, BAD, DISPUTED = "good", "bad", "disputed"
+"""What a query finds labelled episodes by, beside the kind and the text of a label."""
+
 ALIKE = 0.5
 """A preference's value where neither episode is better."""
 _AT_ONCE = 1000
@@ -101,6 +104,28 @@ def standing(labels: Iterable[Label]) -> tuple[Label, ...]:
     return tuple(label for label in known if label.withdraws is None and label.id not in withdrawn)
 
 
+def words_of(labels: Iterable[Label]) -> dict[str, set[str]]:
+    """Episode -> the words by which it is found, of labels that hold: their kinds, their texts, ``good`` and ``bad``
+    for a verdict of at least 1 or at most 0, and ``disputed`` where its labellers contradict each other."""
+    words: dict[str, set[str]] = defaultdict(set)
+    of: dict[str, list[Label]] = defaultdict(list)
+    for label in labels:
+        of[label.trajectory_id].append(label)
+        for about in {label.trajectory_id, label.other or label.trajectory_id}:
+            words[about] |= {label.kind.value, label.text, *([word] if (word := verdict_word(label)) else [])}
+    for identity, own in of.items():
+        if len(set(verdicts(own).values())) > 1:
+            words[identity].add(DISPUTED)
+    return words
+
+
+def verdict_word(label: Label) -> str | None:
+    """``good`` or ``bad`` for a verdict that is one of them."""
+    if label.kind is not LabelKind.VERDICT or label.value is None:
+        return None
+    return GOOD if label.value >= 1 else BAD if label.value <= 0 else None
+
+
 class Consensus(Frozen):
     """What the people who gave a verdict on an episode say together. ``value``: what more than half of them said, else
     ``None``; ``labellers``: how many they are; ``agree``: how many said what most did."""
@@ -163,6 +188,15 @@ async def scores_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -
         else:
             where = TrajectoryFilter(ids=part, finished=None)
             found |= {trajectory.id: scores async for trajectory, scores in storage.find(where) if scores}
+    return found
+
+
+async def opinions_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Id -> its ``opinions``, of those of which there are some. Raises ``StorageError``."""
+    found: dict[str, dict[str, float]] = {}
+    for part in batched(trajectory_ids, _AT_ONCE):
+        scores = await scores_of(storage, part)
+        found |= {identity: said for identity, each in scores.items() if (said := opinions(each))}
     return found
 
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.browsing.listing import ReadsScores
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
@@ -112,6 +113,8 @@ async def _check_scores(storage: TrajectoryStorage) -> None:
         _broken("add_scores() must append, in order; nothing may be replaced")
     if await _scores(storage, "../2") != ():
         _broken("a score showed up at another trajectory")
+    if isinstance(storage, ReadsScores) and await storage.scores(["1", "../2", "nobody"]) != {"1": (first, second)}:
+        _broken("scores() must return the scores of the asked episodes that have some, oldest first")
     await storage.add(sample_episode("too early", run="scored"))
     if await _scores(storage, "too early") != (sample_score("too early", 0.5),):
         _broken("a score that came before its trajectory must be found with it")

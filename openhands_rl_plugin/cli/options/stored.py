@@ -95,6 +95,14 @@ def add_query(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--query", default="", metavar="QUERY", help=f"{about}; filters that are given must hold too")
 
 
+def add_reward(parser: argparse.ArgumentParser) -> None:
+    """``--reward``: which scores stand as rewards."""
+    about = (
+        "take the scores of this reward as the rewards: human, verifier, tests, ... (default: the newest judgement of "
+    )
+    parser.add_argument("--reward", metavar="NAME", help=f"{about}the outcome, or else the return)")
+
+
 async def queried(args: argparse.Namespace, storage: TrajectoryStorage) -> TrajectoryFilter:
     """The filter that ``--query`` and the other options give. Raises what ``resolved_query`` does."""
     return await resolved_query(args.query, args.store, storage, filter_of(args))

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.records import TrajectoryOrder
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.trajectories.drift.causes import Cause
-from openhands_rl_plugin.trajectories.query.query import Note, NoteTerm, Query, TextTerm
+from openhands_rl_plugin.trajectories.query.query import OPINION_NOTES, Note, NoteTerm, Query, TextTerm
 from openhands_rl_plugin.trajectories.query.scanner import Clause, Kind, Piece, alternatives_of, clauses_of
 
 SORT = "sort"
@@ -53,7 +53,8 @@ def parse_query(text: str) -> Query:
             matches = tuple(_match(Column(word), pieces) for pieces in _values(clause))
             terms.append(Term(column=Column(word), any_of=matches, negated=clause.negated))
         elif word in list(Note):
-            matches = tuple(_textual(word, pieces) for pieces in _values(clause))
+            read = _numeric if word in OPINION_NOTES else _textual
+            matches = tuple(read(word, pieces) for pieces in _values(clause))
             notes.append(NoteTerm(note=Note(word), any_of=matches, negated=clause.negated))
         else:
             hint = f'; a text with a colon stands in quotes: "{word}:..."'
@@ -125,7 +126,7 @@ def _adapter(pieces: Sequence[Piece]) -> Match:
     return match.model_copy(update={"first_version": first, "last_version": last})
 
 
-def _numeric(column: Column, pieces: Sequence[Piece]) -> Match:
+def _numeric(column: str, pieces: Sequence[Piece]) -> Match:
     if [piece.kind for piece in pieces] == [Kind.STAR]:
         return Match()
     text = "".join(piece.text for piece in pieces)
@@ -144,7 +145,7 @@ def _numeric(column: Column, pieces: Sequence[Piece]) -> Match:
     return Match.model_validate(bounds)
 
 
-def _number(column: Column, text: str) -> float:
+def _number(column: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from openhands_rl_plugin.core.browsing.terms import TEXTS, Column, Match
-from openhands_rl_plugin.trajectories.query.query import Query
+from openhands_rl_plugin.trajectories.query.query import OPINION_NOTES, Query
 from openhands_rl_plugin.trajectories.query.scanner import quoted
 
 _PLAIN = re.compile(r'[^\s|*"\\@]+')
@@ -24,7 +24,8 @@ def _clauses(query: Query) -> Iterator[str]:
         values = "|".join(_textual(each) if textual else _numeric(each) for each in term.any_of)
         yield f"{_not(term.negated)}{term.column.value}:{values}"
     for note in query.notes:
-        yield f"{_not(note.negated)}{note.note.value}:{'|'.join(map(_textual, note.any_of))}"
+        told = _numeric if note.note in OPINION_NOTES else _textual
+        yield f"{_not(note.negated)}{note.note.value}:{'|'.join(map(told, note.any_of))}"
     for text in query.texts:
         yield _not(text.negated) + (text.text if _WORD.fullmatch(text.text) else quoted(text.text))
     if query.sort is not None:

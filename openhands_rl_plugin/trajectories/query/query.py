@@ -12,14 +12,22 @@ from openhands_rl_plugin.core.types import Frozen
 
 
 class Note(StrEnum):
-    """What is known of an episode beside its columns: the labels that hold, and causes of breaks."""
+    """What is known of an episode beside its columns: the labels that hold, causes of breaks, and opinions: what people
+    labelled and what verifiers say."""
 
     LABEL = "label"
     BREAK = "break"
+    HUMAN = "human"
+    VERIFIER = "verifier"
+
+
+OPINION_NOTES = frozenset({Note.HUMAN, Note.VERIFIER})
+"""Notes that are numbers: the ``OPINIONS`` of ``core.judgements``."""
 
 
 class NoteTerm(Frozen):
-    """One of ``any_of`` names a label (its kind or its text) or a cause, or with ``negated`` none of them does."""
+    """One of ``any_of`` names a label (its kind, its text, or what ``words_of`` says) or a cause, or holds of an
+    opinion; with ``negated`` none of them does."""
 
     note: Note
     any_of: tuple[Match, ...] = Field(min_length=1)

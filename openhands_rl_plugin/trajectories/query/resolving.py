@@ -8,10 +8,10 @@ from typing import Protocol
 from openhands_rl_plugin.core.browsing.listing import Browsable
 from openhands_rl_plugin.core.browsing.terms import Column, Match, Term
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.judgements import standing
+from openhands_rl_plugin.core.judgements import opinions_of, standing, words_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter
-from openhands_rl_plugin.trajectories.query.query import Note, NoteTerm, Query
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.trajectories.query.query import OPINION_NOTES, Note, NoteTerm, Query
 
 _NOTHING = TrajectoryFilter(ids=())
 
@@ -38,7 +38,7 @@ async def resolved(
     where = base or TrajectoryFilter(finished=None)
     terms = [*where.terms, *query.terms]
     for note in query.notes:
-        found = await _noted(note, storage, lookup)
+        found = await _noted(note, storage, lookup, where.model_copy(update={"terms": tuple(terms)}))
         if not found and not note.negated:
             return _NOTHING
         terms += _ids(found, note.negated)
@@ -57,25 +57,26 @@ async def resolved(
     return where.model_copy(update=update)
 
 
-async def _noted(note: NoteTerm, storage: TrajectoryStorage, lookup: TextLookup | None) -> Collection[str]:
+async def _noted(
+    note: NoteTerm, storage: TrajectoryStorage, lookup: TextLookup | None, where: TrajectoryFilter
+) -> Collection[str]:
+    """``where``: what the other conditions find."""
+    if note.note in OPINION_NOTES:
+        found = [each.id async for each in storage.summaries(where)]
+        said = await opinions_of(storage, found)
+        return [each for each in found if _holds(note, said.get(each, {}).get(note.note.value))]
     if note.note is Note.BREAK:
         if lookup is None:
             raise ConfigError("breaks are not looked for here; leave break: out of the query")
         return await lookup.breaking(note.any_of)
     if not isinstance(storage, Browsable):
         raise ConfigError(f"{type(storage).__name__} does not list its labels; leave label: out of the query")
-    found = standing(await storage.all_labels())
-    return {
-        about
-        for label in found
-        if _is_named(label, note.any_of)
-        for about in (label.trajectory_id, label.other)
-        if about
-    }
+    labels = standing(await storage.all_labels())
+    return {about for about, words in words_of(labels).items() if any(_holds(note, word) for word in words)}
 
 
-def _is_named(label: Label, any_of: Iterable[Match]) -> bool:
-    return any(each.holds(label.kind.value) or each.holds(label.text) for each in any_of)
+def _holds(note: NoteTerm, value: str | float | None) -> bool:
+    return any(each.holds(value) for each in note.any_of)
 
 
 def _ids(found: Collection[str], negated: bool) -> list[Term]:

@@ -10,9 +10,10 @@ from itertools import pairwise
 
 from pydantic import Field
 
+from openhands_rl_plugin.core.judgements import opinions
 from openhands_rl_plugin.core.records import TrajectorySummary
 from openhands_rl_plugin.core.statistics import NORMAL_95, Estimate, paired_difference, wilson
-from openhands_rl_plugin.core.types import Frozen, StopReason
+from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Trajectory
 
 GROUPINGS = ("run", "environment", "split", "strategy", "version", "task")
 """The keys that episodes may be grouped by."""
@@ -30,7 +31,8 @@ class GroupFigures(Frozen):
 
     ``success`` is the share of successes, with its Wilson interval. ``curve`` has the mean reward
     of up to 24 stretches of equal length, oldest first. ``gaps``: what answers lack for training, by cause.
-    ``segments``: how many there are, by why they begin.
+    ``segments``: how many there are, by why they begin. ``opinions``: means of what people and verifiers say, which
+    have no say in the reward.
     """
 
     name: tuple[str, ...]
@@ -48,6 +50,7 @@ class GroupFigures(Frozen):
     curve: tuple[float, ...]
     gaps: dict[str, int] = Field(default_factory=dict)
     segments: dict[str, int] = Field(default_factory=dict)
+    opinions: dict[str, Estimate] = Field(default_factory=dict)
 
 
 async def figures_of(
@@ -56,10 +59,12 @@ async def figures_of(
     success: Succeeded,
     gaps: Mapping[str, Mapping[str, int]] | None = None,
     segments: Mapping[str, Mapping[str, int]] | None = None,
+    said: Mapping[str, Mapping[str, float]] | None = None,
 ) -> tuple[GroupFigures, ...]:
     """Figures of every group, in the order in which the groups appear. Keeps a number an episode, no more.
 
-    ``gaps``: of the episodes that lack something, by id; ``segments``: of all that have some.
+    ``gaps``: of the episodes that lack something, by id; ``segments`` and ``said`` (``opinions``): of
+    all that have some.
     """
     groups: dict[tuple[str, ...], _Group] = {}
     async for summary in summaries:
@@ -67,7 +72,19 @@ async def figures_of(
         group.add(summary, success)
         group.gaps.update((gaps or {}).get(summary.id, {}))
         group.segments.update((segments or {}).get(summary.id, {}))
+        for name, value in (said or {}).get(summary.id, {}).items():
+            group.opinions.setdefault(name, []).append(value)
     return tuple(group.figures(name) for name, group in groups.items())
+
+
+async def noting_opinions(
+    found: AsyncIterator[tuple[Trajectory, tuple[Score, ...]]], said: dict[str, dict[str, float]]
+) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
+    """``found`` as it is; ``said`` gets the ``opinions`` of each episode that has some, by its id."""
+    async for trajectory, scores in found:
+        if trajectory.failure is None and (told := opinions(scores)):
+            said[trajectory.id] = told
+        yield trajectory, scores
 
 
 def reward_of(summary: TrajectorySummary) -> float | None:
@@ -101,6 +118,7 @@ class _Group:
     failures: Counter[str] = field(default_factory=Counter)
     gaps: Counter[str] = field(default_factory=Counter)
     segments: Counter[str] = field(default_factory=Counter)
+    opinions: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, summary: TrajectorySummary, success: Succeeded) -> None:
         self.episodes += 1
@@ -134,6 +152,7 @@ class _Group:
             curve=_curve(self.rewards),
             gaps=dict(self.gaps.most_common()),
             segments=dict(self.segments.most_common()),
+            opinions={name: mean_of(values) for name, values in self.opinions.items()},
         )
 
 

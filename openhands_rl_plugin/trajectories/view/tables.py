@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from rich.table import Table
 
+from openhands_rl_plugin.core.judgements import OPINIONS
 from openhands_rl_plugin.core.records import TrajectorySummary
 from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.transcript import one_line
@@ -17,8 +18,11 @@ SHORTEST_ID = 8
 _LONGEST_NAME = 40
 
 
-def list_table(summaries: Sequence[TrajectorySummary]) -> Table:
-    """An episode in a row; the ids are cut to their shortest distinct prefixes."""
+def list_table(summaries: Sequence[TrajectorySummary], said: Mapping[str, Mapping[str, float]] | None = None) -> Table:
+    """An episode in a row; the ids are cut to their shortest distinct prefixes. ``said``: their ``opinions``, in
+    columns of their own where there are some."""
+    known = said or {}
+    opinions = [name for name in OPINIONS if any(name in each for each in known.values())]
     ids = short_ids([summary.id for summary in summaries])
     rows = [
         (
@@ -26,17 +30,19 @@ def list_table(summaries: Sequence[TrajectorySummary]) -> Table:
             one_line(each.policy.served_name, _LONGEST_NAME),
             str(each.turns),
             number(reward_of(each)),
+            *(number(known.get(each.id, {}).get(name)) for name in opinions),
             each.stop.value if each.failure is None else f"{each.stop.value} ({each.failure.value})",
             _when(each.times.finished),
         )
         for short, each in zip(ids, summaries, strict=True)
     ]
-    columns = ("id", "run", "task", "strategy", "version", "turns", "reward", "stop", "when")
-    return table(columns, rows, numbers=("turns", "reward"))
+    columns = ("id", "run", "task", "strategy", "version", "turns", "reward", *opinions, "stop", "when")
+    return table(columns, rows, numbers=("turns", "reward", *opinions))
 
 
 def stats_table(groups: Sequence[GroupFigures], by: Sequence[str]) -> Table:
-    """A group in a row."""
+    """A group in a row. Means of opinions have columns of their own where there are some."""
+    opinions = [name for name in OPINIONS if any(name in group.opinions for group in groups)]
     rows = [
         (
             *(one_line(part, _LONGEST_NAME) for part in group.name),
@@ -44,6 +50,7 @@ def stats_table(groups: Sequence[GroupFigures], by: Sequence[str]) -> Table:
             str(group.valid),
             _with_interval(group.success),
             _with_interval(group.reward),
+            *(_with_interval(group.opinions[name]) if name in group.opinions else "-" for name in opinions),
             number(group.turns),
             f"{group.prompt_tokens:,}",
             f"{group.sampled_tokens:,}",
@@ -53,7 +60,7 @@ def stats_table(groups: Sequence[GroupFigures], by: Sequence[str]) -> Table:
         )
         for group in groups
     ]
-    figures = ("episodes", "judged", "success", "reward", "turns", "prompt tokens", "sampled tokens")
+    figures = ("episodes", "judged", "success", "reward", *opinions, "turns", "prompt tokens", "sampled tokens")
     return table((*by, *figures, "stops", "failures", "reward over time"), rows, numbers=figures)
 
 

@@ -44,13 +44,16 @@ def test_a_verdict_is_no_reward_until_somebody_asks_and_is_withdrawn(opener: Ope
     browser = client(opener(), author="me")
     made = browser.post("/api/labels", json={"episode": "one", "kind": "verdict", "value": 1, "text": "all tests pass"})
     assert made.status_code == 201 and made.json()["label"]["author"] == "me"
-    assert browser.get("/api/episodes?q=label:verdict").json()["total"] == 1
+    for query in ("label:verdict", "label:good", "-label:bad label:*"):
+        assert browser.get("/api/episodes", params={"q": query}).json()["total"] == 1
     assert browser.get("/api/episodes?q=-label:*").json()["rows"]["id"] == ["two"]
     assert browser.get("/api/episodes?q=reward:1").json()["total"] == 0
     assert stored(opener, "one")[0] == ()
     scored(opener)
     scores, _ = stored(opener, "one")
     assert newest_outcome(scores) is None and opinions(scores) == {"human": 1.0}
+    rows = browser.get("/api/episodes?q=human:>=1&sort=stored").json()["rows"]
+    assert (rows["id"], rows["human"], rows["labels"]) == (["one"], [1.0], [["good"]]) and "reward" not in rows
     assert browser.get("/api/episodes?q=reward:1").json()["total"] == 0
     gone = browser.post("/api/labels", json={"episode": "one", "withdraws": made.json()["label"]["id"]})
     assert gone.json()["labels"] == []

@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryOrder
 from openhands_rl_plugin.trajectories.query.language import _CLOSED, WORDS, parse_query
 from openhands_rl_plugin.trajectories.query.printing import query_text
-from openhands_rl_plugin.trajectories.query.query import Note, NoteTerm, Query, TextTerm
+from openhands_rl_plugin.trajectories.query.query import OPINION_NOTES, Note, NoteTerm, Query, TextTerm
 
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 BOUNDS = st.fixed_dictionaries({}, optional={name: NUMBER for name in ("at_least", "at_most", "above", "below")})
@@ -40,7 +40,8 @@ def terms(draw: st.DrawFn) -> Term:
 @st.composite
 def notes(draw: st.DrawFn) -> NoteTerm:
     note = draw(st.sampled_from(list(Note)))
-    found = draw(st.lists(textual(note), min_size=1, max_size=2))
+    match = BOUNDS.map(Match.model_validate) if note in OPINION_NOTES else textual(note)
+    found = draw(st.lists(match, min_size=1, max_size=2))
     return NoteTerm(note=note, any_of=tuple(found), negated=draw(st.booleans()))
 
 

@@ -19,6 +19,7 @@ from openhands_rl_plugin.apps.studio.resources.listing import rows_of
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf, Opened
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.apps.studio.token_text import TokenText
+from openhands_rl_plugin.core.judgements import opinions
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject
@@ -77,7 +78,8 @@ class ExportResource:
     async def listed(found: Sequence[Opened]) -> JsonObject:
         """The list of these episodes. Raises ``HTTPException`` 404."""
         labels = [label for each in found for label in each.labels]
-        rows = rows_of([await _summary(each.storage, each.trajectory.id) for each in found], labels)
+        said = {each.trajectory.id: opinions(each.scores) for each in found}
+        rows = rows_of([await _summary(each.storage, each.trajectory.id) for each in found], labels, said)
         return {"revision": "", "total": len(found), "offset": 0, "next": None, "rows": dict(rows)}
 
     def answers(self, opened: Opened) -> Iterator[tuple[str, JsonObject]]:

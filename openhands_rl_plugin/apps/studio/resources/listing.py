@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 from starlette.exceptions import HTTPException
@@ -15,7 +15,7 @@ from openhands_rl_plugin.apps.studio.searching import SearchIndexes, progress_of
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.core.browsing.listing import Browsable, FacetCount, RewardHistogram
 from openhands_rl_plugin.core.browsing.terms import Column, Match, Term
-from openhands_rl_plugin.core.judgements import labels_of, standing
+from openhands_rl_plugin.core.judgements import OPINIONS, labels_of, opinions_of, standing, verdict_word, words_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject
@@ -54,7 +54,8 @@ class ListResource:
         where = (await resolved(query, storage, index)).model_copy(update=page)
         total = await storage.count(where)
         found = [each async for each in storage.summaries(where)]
-        labels = await labels_of(storage, [each.id for each in found])
+        ids = [each.id for each in found]
+        labels, said = await labels_of(storage, ids), await opinions_of(storage, ids)
         more = len(found) == limit and total > limit
         body: JsonObject = {
             "revision": revision,
@@ -62,7 +63,7 @@ class ListResource:
             "offset": offset,
             "next": found[-1].id if found and more else None,
             "indexed": progress_of(index),
-            "rows": dict(rows_of(found, labels)),
+            "rows": dict(rows_of(found, labels, said)),
         }
         settled = f"{revision} {request.url.query}" if revision and index is None else None
         return reply(request, body, revision=settled)
@@ -99,12 +100,16 @@ class ListResource:
 
 
 async def _label_facet(storage: TrajectoryStorage, where: TrajectoryFilter, most: int) -> list[JsonValue]:
-    """The kinds of the labels that hold, and the tags, each with how many of the matches have it."""
+    """The kinds of the labels that hold, ``good``, ``bad`` and ``disputed``, and the tags, each with how many of the
+    matches have it."""
     assert isinstance(storage, Browsable), "it was asked for its columns too"
     about: dict[str, set[str]] = {}
-    for label in standing(await storage.all_labels()):
-        for value in {label.kind.value, label.text if label.kind is LabelKind.TAG else ""} - {""}:
-            about.setdefault(value, set()).update({label.trajectory_id, label.other or label.trajectory_id})
+    labels = standing(await storage.all_labels())
+    for identity, words in words_of(
+        label if label.kind is LabelKind.TAG else _wordless(label) for label in labels
+    ).items():
+        for value in words - {""}:
+            about.setdefault(value, set()).add(identity)
     frequent = sorted(about, key=lambda value: (-len(about[value]), value))[:most]
     found: list[JsonValue] = []
     for value in frequent:
@@ -114,6 +119,11 @@ async def _label_facet(storage: TrajectoryStorage, where: TrajectoryFilter, most
         if count:
             found.append({"value": value, "count": count, "query": clause})
     return found
+
+
+def _wordless(label: Label) -> Label:
+    """Remarks and notes are too many to choose from."""
+    return label.model_copy(update={"text": ""})
 
 
 async def _revision(storage: TrajectoryStorage) -> str:
@@ -134,12 +144,14 @@ def _facet(column: Column, found: FacetCount) -> JsonObject:
     return {"value": found.value, "count": found.count, "query": column_clause(column, found.value)}
 
 
-def rows_of(found: Sequence[TrajectorySummary], labels: Sequence[Label] = ()) -> Columns:
-    """Summaries by columns; ``labels`` are the kinds of those that hold."""
+def rows_of(
+    found: Sequence[TrajectorySummary], labels: Sequence[Label], said: Mapping[str, Mapping[str, float]]
+) -> Columns:
+    """Summaries by columns; ``labels``: those that hold, by kind or as ``good`` and ``bad``; ``said``: ``opinions``."""
     kinds: dict[str, list[JsonValue]] = {}
     for label in standing(labels):
         for about in {label.trajectory_id, label.other} - {None}:
-            kinds.setdefault(str(about), []).append(label.kind.value)
+            kinds.setdefault(str(about), []).append(verdict_word(label) or label.kind.value)
     rows: dict[str, list[JsonValue]] = {
         "id": [each.id for each in found],
         "run": [each.run_id for each in found],
@@ -155,6 +167,7 @@ def rows_of(found: Sequence[TrajectorySummary], labels: Sequence[Label] = ()) ->
         "failed": [None if each.failure is None else each.failure.value for each in found],
         "reward": [number(each.reward) for each in found],
         "return": [number(each.episode_return) for each in found],
+        **{name: [number(said.get(each.id, {}).get(name)) for each in found] for name in OPINIONS},
         "nodes": [each.nodes for each in found],
         "turns": [each.turns for each in found],
         "tokens": [each.usage.prompt_tokens + each.usage.completion_tokens for each in found],

@@ -24,6 +24,11 @@ class Listing {
     return rows && at < rowsOf(rows) ? row(rows, at) : null;
   }
 
+  /** Whether a row that has come has something in a column. */
+  has(column) {
+    return [...this.pages.values()].some((rows) => rows[column]?.some((each) => each !== null));
+  }
+
   load(page, {fresh = false} = {}) {
     if (page < 0 || (!fresh && this.asked.has(page))) return this.asked.get(page);
     const path = `episodes${query({...this.params, offset: page * PAGE, limit: PAGE})}`;

@@ -7,7 +7,7 @@ import {PAGE, listing, mark, marked} from 'studio/base/listing';
 import {exported, query} from 'studio/base/api';
 import {count, plural} from 'studio/base/format';
 import {go, link, param, put} from 'studio/base/route';
-import {EpisodeRow, HEAD} from 'studio/parts/episode_row';
+import {EpisodeRow, HEAD, OPINIONS} from 'studio/parts/episode_row';
 import {Narrow} from 'studio/parts/narrow';
 import {Rows} from 'studio/parts/rows';
 import {Empty, Problem, Waiting} from 'studio/parts/states';
@@ -35,6 +35,7 @@ export function Episodes() {
       changed(news.current.size);
     }
   });
+  const said = Object.keys(OPINIONS).filter((name) => list.has(name));
   const move = (by) => put({n: Math.min(Math.max(0, (at ?? (by > 0 ? -1 : 0)) + by), Math.max(0, (total ?? 1) - 1))});
   const open = async () => {
     const id = await list.idAt(at ?? 0);
@@ -68,10 +69,10 @@ export function Episodes() {
             : html`<${Problem} error=${list.error.value} again=${() => list.refresh()} />`
           : total === null ? html`<${Waiting} rows=${14} />`
           : total === 0 ? html`<${Nothing} q=${params.q} />`
-          : html`<${Rows} total=${total} height=${HEIGHT} at=${at} label="Episodes" head=${HEAD(params.sort)}
+          : html`<${Rows} total=${total} height=${HEIGHT} at=${at} label="Episodes" more=${said.length} head=${HEAD(params.sort, said)}
               shown=${(first, last) => { for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) list.load(page); }}>
               ${(number, style) => html`<${EpisodeRow} key=${number} number=${number} row=${list.row(number)} style=${style} params=${params}
-                here=${number === at} chosen=${marked.value.includes(list.row(number)?.id)} />`}
+                said=${said} here=${number === at} chosen=${marked.value.includes(list.row(number)?.id)} />`}
             </${Rows}>`}
       </section>
     </div>

@@ -5,8 +5,11 @@ import {count, policy, reward, seconds, short, when} from 'studio/base/format';
 import {mark} from 'studio/base/listing';
 import {link, put} from 'studio/base/route';
 
-const COLUMNS = [
-  ['mark', '', null], ['outcome', 'Reward', 'reward'], ['task', 'Task', null], ['policy', 'Policy', null], ['strategy', 'Strategy', null],
+/** What people labelled and what verifiers say: columns that are there where somebody said something. */
+export const OPINIONS = {human: 'Human', verifier: 'Verifier'};
+
+const columns = (said) => [
+  ['mark', '', null], ['outcome', 'Reward', 'reward'], ...said.map((name) => [`number said ${name}`, OPINIONS[name], null]), ['task', 'Task', null], ['policy', 'Policy', null], ['strategy', 'Strategy', null],
   ['stop', 'Stop', null], ['number turns', 'Turns', 'turns'], ['number tokens', 'Tokens', 'tokens'], ['number seconds', 'Time', 'seconds'], ['number when', 'Finished', 'finished'],
 ];
 
@@ -23,20 +26,21 @@ export function Outcome({failure, stop, value}) {
 }
 
 /** Heads sort, where the server can. */
-export function HEAD(sort) {
+export function HEAD(sort, said = []) {
   const [by, up] = sort.startsWith('-') ? [sort.slice(1), false] : [sort, true];
   const next = (name) => put({sort: by === name ? (up ? '' : name) : `-${name}`, n: ''});
-  return html`<div class="row head" role="row">${COLUMNS.map(([kind, words, name]) => html`
+  return html`<div class="row head" role="row">${columns(said).map(([kind, words, name]) => html`
     <span key=${kind} class=${kind} role="columnheader" aria-sort=${name && by === name ? (up ? 'ascending' : 'descending') : null}>
       ${name ? html`<button class="plain" onClick=${() => next(name)}>${words}${by === name ? (up ? ' ↑' : ' ↓') : ''}</button>` : words || html`<span class="sr">Marked</span>`}</span>`)}</div>`;
 }
 
-export function EpisodeRow({number, row, style, params, here, chosen}) {
+export function EpisodeRow({number, row, style, params, here, chosen, said = []}) {
   if (!row) return html`<div class="row" role="row" aria-rowindex=${number + 1} style=${style}><span role="cell" class="bone w1"></span></div>`;
   const address = link('e', row.id, {...params, n: number});
   return html`<div class=${`row${here ? ' here' : ''}${chosen ? ' chosen' : ''}`} role="row" aria-rowindex=${number + 1} aria-current=${here ? 'true' : null} style=${style}>
     <span class="mark" role="cell"><input type="checkbox" checked=${chosen} aria-label=${`mark ${row.id}`} onChange=${() => mark(row.id)} /></span>
     <span class="outcome" role="cell"><${Outcome} failure=${row.failed} stop=${row.stop} value=${earned(row)} /></span>
+    ${said.map((name) => html`<span key=${name} class="number said" role="cell" title=${name === 'human' ? 'what labellers said, no reward' : 'what a verifier thinks, no reward'}>${reward(row[name])}</span>`)}
     <span class="task" role="cell"><a href=${address}><${Shown} text=${row.task} most=${200} /></a> <small class="muted"><${Shown} text=${row.id} most=${80} /></small>${row.labels && html`<small class="tag">${row.labels.join(', ')}</small>`}</span>
     <span class="policy" role="cell"><${Shown} text=${policy(row.adapter, row.version, row.model)} most=${80} /></span>
     <span class="strategy muted" role="cell"><${Shown} text=${row.strategy} most=${60} /></span>

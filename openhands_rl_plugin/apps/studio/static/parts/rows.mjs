@@ -4,8 +4,8 @@ import {html} from 'studio/base/html';
 
 const SPARE = 12;
 
-/** `children(number)` draws a row. `shown(first, last)` hears what is in view. `at`: the row that must be in view. */
-export function Rows({total, height, at = null, shown, label, head, children}) {
+/** `children(number)` draws a row, with `more` columns than usual. `shown(first, last)` hears what is in view. `at`: the row that must be in view. */
+export function Rows({total, height, at = null, shown, label, head, more = 0, children}) {
   const place = useRef(null);
   const [view, set] = useState({top: 0, size: 600});
   const look = () => place.current && set({top: place.current.scrollTop, size: place.current.clientHeight});
@@ -24,7 +24,7 @@ export function Rows({total, height, at = null, shown, label, head, children}) {
   const first = Math.max(0, Math.floor(view.top / height) - SPARE);
   const last = Math.min(total, Math.ceil((view.top + view.size) / height) + SPARE);
   useLayoutEffect(() => { shown?.(first, last); }, [first, last, total]);
-  return html`<div class="table" role="table" aria-label=${label} aria-rowcount=${total}>
+  return html`<div class=${`table more${more}`} role="table" aria-label=${label} aria-rowcount=${total}>
     ${head}
     <div class="scroll" ref=${place} onScroll=${look} tabindex="0" role="rowgroup">
       <div class="tall" role="presentation" style=${{height: `${total * height}px`}}>
