@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
 from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.cli.options.foreground import silence_libraries, typed
 from openhands_rl_plugin.models.generator.threads import prepare_threads
@@ -24,7 +25,8 @@ EPILOG = """examples:
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
 
-You can interrupt the demo at any time: the same command continues where it stopped.
+The first line has a link to the studio, where you see episodes, stages and curves while they come; --no-studio leaves
+it out. You can interrupt the demo at any time: the same command continues where it stopped.
 """
 _TINY = "few goals and one iteration: a quick check of all parts, too small to learn anything"
 _TOO_SMALL = "--tiny checks that all parts work; it is too small to learn: expect the success to stay near zero"
@@ -48,17 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     partial = "async: running episodes finish on their version, or continue on the newest"
     parser.add_argument("--partial-rollouts", choices=["finish", "continue"], default="finish", help=partial)
     parser.add_argument("--model", type=Path, metavar="DIR", help="another Hugging Face chat model to start from")
+    add_studio(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the results and the path of the report."""
-    from openhands_rl_plugin.apps.demo.model import check_extras
+    from openhands_rl_plugin.apps.demo.model import check_extras, default_model_directory
 
     check_extras()
     silence_libraries()
     prepare_threads()
     from openhands_rl_plugin.apps.demo.options import DemoOptions
     from openhands_rl_plugin.apps.loop.claim import check_alone, forget, held
+    from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
     check_alone()
     if args.model is not None:
@@ -78,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
                 shutil.rmtree(directory / name, ignore_errors=True)
         if args.tiny:
             print(_TOO_SMALL, flush=True)
-        return _play(options, typed(args), tiny=args.tiny)
+        model = args.model or default_model_directory()
+        store = directory / "trajectories"
+        with studio_beside(args, directory, lambda: FileTrajectoryStorage(store), directory / "adapters", model):
+            return _play(options, typed(args), tiny=args.tiny)
 
 
 def _play(options: DemoOptions, command: str, *, tiny: bool) -> int:

@@ -12,10 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
 from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fields, settings_from
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries, typed
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
 from openhands_rl_plugin.cli.options.versions import BASE, starting_point
+from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
@@ -65,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="start", default=BASE, metavar="VERSION", help=start)
     parser.add_argument("--fresh", action="store_true", help="delete the state of an earlier run in the folder")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, play nothing")
+    add_studio(parser)
     loop = parser.add_argument_group("loop", "The keys of [rl.loop]; config.toml.example explains them.")
     add_fields(loop, LoopSettings, lists="commas")
     tasks = parser.add_argument_group("tasks")
@@ -100,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(sayable("\n".join(_describe(args, settings, tasks, start))))
         return 0
-    with held(args.run_dir.absolute()):
+    directory, adapters = args.run_dir.absolute(), settings.serving.adapters_directory.resolve()
+    with held(directory), studio_beside(args, directory, lambda: open_storage(settings), adapters, args.model):
         return _play(args, settings, tasks, start)
 
 

@@ -13,7 +13,7 @@ from openhands_rl_plugin.apps.studio.config import StudioConfig
 from openhands_rl_plugin.apps.studio.sources import StudioSources
 from openhands_rl_plugin.apps.studio.tickets import Tickets
 from openhands_rl_plugin.core.servers.connections import ConnectionLimits
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers.listening import STOP_SECONDS, listening, serving
 
 
 class RunningStudio(NamedTuple):
@@ -30,10 +30,15 @@ class RunningStudio(NamedTuple):
 
 @contextmanager
 def running_studio(
-    config: StudioConfig, sources: StudioSources, *, limits: ConnectionLimits | None = None
+    config: StudioConfig,
+    sources: StudioSources,
+    *,
+    limits: ConnectionLimits | None = None,
+    ends_in: int = STOP_SECONDS,
 ) -> Iterator[RunningStudio]:
     """A server in a background thread, which closes ``sources`` at the end.
 
+    ``ends_in``: seconds that requests under way have then.
     Raises ``ConfigError`` for a public host without a key and for a tokenizer that cannot be read,
     ``PortUnavailableError`` when the port is taken.
     """
@@ -53,6 +58,7 @@ def running_studio(
             limits=limits,
             log_level="critical",
             lifespan="on",
+            timeout_graceful_shutdown=ends_in,
         ) as url,
     ):
         try:

@@ -24,7 +24,7 @@ BACKLOG = 1024
 _HIGHEST_PORT = 65_535
 _START_SECONDS = 30.0
 """Far more than a start takes; until then a lifespan may open its store."""
-_STOP_SECONDS = 5
+STOP_SECONDS = 5
 """What requests under way have to end in, when the server is stopped."""
 
 
@@ -120,7 +120,7 @@ def _server(app: Any, connections: Connections, options: dict[str, Any]) -> uvic
     common: dict[str, Any] = {
         "log_level": "warning",
         "access_log": False,
-        "timeout_graceful_shutdown": _STOP_SECONDS,
+        "timeout_graceful_shutdown": STOP_SECONDS,
         "timeout_keep_alive": round(connections.limits.idle),
         "http": connections.bounded(H11Protocol),
         "ws": "none",

@@ -105,7 +105,7 @@ def test_a_stream_that_fails_is_cut_off_without_a_traceback(
 def test_a_server_that_stops_answers_half_requests_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("openhands_rl_plugin.core.servers.listening._STOP_SECONDS", 0.3)
+    monkeypatch.setattr("openhands_rl_plugin.core.servers.listening.STOP_SECONDS", 0.3)
     with ExitStack() as clients:
         with server() as url:
             client = clients.enter_context(connect(url))
@@ -143,7 +143,7 @@ DEAR = {
 def test_health_is_answered_while_eight_clients_send_what_is_dear_to_read(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openhands_rl_plugin.core.servers.listening._STOP_SECONDS", 0.2)
+    monkeypatch.setattr("openhands_rl_plugin.core.servers.listening.STOP_SECONDS", 0.2)
     until = time.monotonic() + 1.8
 
     def send(url: str) -> None:
