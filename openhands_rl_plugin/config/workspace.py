@@ -11,6 +11,8 @@ from openhands_rl_plugin.config.fields import Settings
 from openhands_rl_plugin.config.host_paths import checked_path
 from openhands_rl_plugin.config.network import check_host
 
+PromptName = Literal["standard", "compact"]
+
 
 class WorkspaceSettings(Settings):
     """``[rl.workspace]``: the sandbox of an agent that works on files. Sizes are in MiB, and of a whole session."""
@@ -18,6 +20,10 @@ class WorkspaceSettings(Settings):
     isolation: Literal["bubblewrap", "none"] = Field(
         default="bubblewrap",
         description="none: commands run with all rights of this user, where there is no bubblewrap",
+    )
+    prompt: PromptName = Field(
+        default="standard",
+        description="compact: RLAgent's own short instructions and tools (under 700 tokens), for small models",
     )
     whole_home: bool = Field(default=False, description="allow a whole home in visible and writable, with its keys")
     visible: tuple[str, ...] = Field(
@@ -36,6 +42,11 @@ class WorkspaceSettings(Settings):
     processes: int = Field(default=4096, ge=16, description="processes of a session at a time")
     temporary: int = Field(default=2048, ge=1, description="MiB of /tmp, and of /dev/shm")
     disk: int = Field(default=32_768, ge=1, description="MiB that a session may add to its workspace")
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the agent gets the short instructions."""
+        return self.prompt == "compact"
 
     @property
     def visible_paths(self) -> tuple[Path, ...]:

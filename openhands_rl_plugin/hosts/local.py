@@ -9,7 +9,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.environment_sessions import EnvironmentSessions
-from openhands_rl_plugin.hosts.shared.options import HostOptions, check_isolation
+from openhands_rl_plugin.hosts.shared.options import HostOptions, check_isolation, check_prompt
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 
@@ -35,6 +35,7 @@ def local_runner(
     """
     options = options or HostOptions()
     check_isolation(settings, options)
+    check_prompt(settings, options)
     if host_of(settings) == "v0":
         from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 

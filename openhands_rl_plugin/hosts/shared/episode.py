@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.clipping import clip
 from openhands_rl_plugin.core.concurrency import background, bound
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
-from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
+from openhands_rl_plugin.core.records import PROMPT, EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -146,6 +146,7 @@ class HostEpisode:
         if self._journal is None:
             return
         self._drop_wrong_tokens()
+        self._note_prompt()
         try:
             await self._journal.keep(self.tree)
         except StorageError as error:
@@ -217,6 +218,7 @@ class HostEpisode:
         """The episode as a trajectory. With a failure it ends as an error; the agent's own failure takes precedence,
         because it came first and says more. ``stop`` and ``evidence`` take precedence over the agent's."""
         failure = self.failure = self.failure or failure or self._drop_wrong_tokens()
+        self._note_prompt()
         return self.tree.freeze(
             self.request,
             trajectory_id=trajectory_id(self.request),
@@ -227,6 +229,10 @@ class HostEpisode:
             evidence=self.evidence if evidence is None else evidence,
             failure=failure,
         )
+
+    def _note_prompt(self) -> None:
+        if self.tree.nodes and not self.environment_mode and self.settings.workspace.is_compact:
+            self.tree.nodes[0].metadata[PROMPT] = self.settings.workspace.prompt
 
     def _drop_wrong_tokens(self) -> Failure | None:
         """Drop all token ids if any is not a whole number: no turn of the episode can be trained on without the others.

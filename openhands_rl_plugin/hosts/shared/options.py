@@ -67,6 +67,15 @@ def check_isolation(settings: RLSettings, options: HostOptions) -> None:
         )
 
 
+def check_prompt(settings: RLSettings, options: HostOptions) -> None:
+    """Raises ``ConfigError`` where ``prompt = "compact"`` would be left unheeded."""
+    if settings.workspace.is_compact and not options.environment_mode and options.agent != RL_AGENT:
+        raise ConfigError(
+            f"[rl.workspace] prompt: \"compact\" is RLAgent's, and {options.agent} has OpenHands' own instructions; "
+            "choose RLAgent (evaluate: --agent RLAgent), or remove the line"
+        )
+
+
 def check_engine_setting(settings: RLSettings) -> None:
     """OpenHands' controller asks its model server itself. Raises ``ConfigError`` for another engine."""
     if settings.engine not in (AUTO, "openai"):

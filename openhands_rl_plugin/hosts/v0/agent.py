@@ -30,6 +30,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError,
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, system_prompt
 from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, current_episode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
@@ -42,6 +43,7 @@ from openhands_rl_plugin.hosts.shared.sessions import (
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
 from openhands_rl_plugin.hosts.v0.condensation import record_condenser, recorded_condensations
+from openhands_rl_plugin.hosts.v0.described_tools import described_tools
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.environment_actions import EnvironmentActions
 from openhands_rl_plugin.hosts.v0.first_prompt import FirstPrompt, check_reward, refuse, too_long
@@ -89,18 +91,20 @@ class RLAgent(CodeActAgent):
         bound = current_episode()
         self._runtime = (config.runtime or "").rpartition(".")[2]
         self._environment_mode = bound.environment_mode if bound else self._runtime == ENVIRONMENT_RUNTIME
+        try:
+            self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
+        except RLError as error:
+            refuse(error)
         super().__init__(config, llm_registry)
         if isinstance(self.llm, RouterLLM):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
         self._served_model: str | None = None
         record_condenser(self.condenser)
         if bound is not None:
-            self._settings = bound.settings
             check_reward(self._settings.reward, config.runtime)
             self._active = self._begin(bound)
             return
         try:
-            self._settings = host_settings(config, llm_registry.config)
             check_reward(self._settings.reward, config.runtime)
             self._served_model = self._check_first_prompt()
         except RLError as error:
@@ -142,11 +146,24 @@ class RLAgent(CodeActAgent):
             self._store(self._active, *controller_end(self._state.agent_state.value, self._state.last_error))
 
     def get_system_message(self) -> SystemMessageAction | None:
-        """CodeAct's message; ``None`` in environment mode, where the environment begins the conversation."""
-        return None if self._environment_mode else super().get_system_message()
+        """CodeAct's message, or the compact one; ``None`` in environment mode, where the environment begins the
+        conversation."""
+        if self._environment_mode:
+            return None
+        message = super().get_system_message()
+        if message is not None and self._compact:
+            own = self.config.system_prompt_filename != AgentConfig().system_prompt_filename
+            message.content = system_prompt(summary=False, instructions=message.content if own else SYSTEM)
+        return message
+
+    @property
+    def _compact(self) -> bool:
+        return self._settings.workspace.is_compact and not self._environment_mode
 
     def _get_tools(self) -> list[Any]:
         tools = super()._get_tools()
+        if self._compact:
+            tools = compact_tools(tools)
         if self._runtime != WORKSPACE_RUNTIME:
             return tools
         return [tool for tool in tools if tool["function"]["name"] not in _TOOLS_OF_OTHER_RUNTIMES]
@@ -169,7 +186,9 @@ class RLAgent(CodeActAgent):
             config.max_message_chars = min(config.max_message_chars, longest * CHARACTERS_PER_TOKEN)
         return _ActiveEpisode(
             episode=episode,
-            engine=ControllerEngine(self.llm, episode, None if self._environment_mode else self._read_actions),
+            engine=ControllerEngine(
+                self.llm, episode, None if self._environment_mode else self._read_actions, compact=self._compact
+            ),
             conversation=WorkspaceConversation(episode.tree),
             environment=EnvironmentActions(),
             standalone=standalone,
@@ -226,7 +245,9 @@ class RLAgent(CodeActAgent):
         )
 
     def _described_in_prompt(self, prompt: list[Any], tools: list[Any]) -> Sequence[WireMessage]:
-        """The prompt as OpenHands sends it to a model without native tool calls."""
+        """The prompt as it is sent to a model without native tool calls."""
+        if self._compact:
+            return described_tools(prompt, tools)
         example = not any(name in self.llm.config.model for name in _WITHOUT_EXAMPLE)
         return convert_fncall_messages_to_non_fncall_messages(prompt, tools, add_in_context_learning_example=example)
 

@@ -31,6 +31,7 @@ from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
 from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
+from openhands_rl_plugin.hosts.v0.described_tools import describe_in_prompt, read_described_call
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 
@@ -84,8 +85,12 @@ class ControllerEngine:
     Every completion is recorded, including answers that OpenHands cannot parse: ``answers`` has their outcomes.
     """
 
-    def __init__(self, llm: LLM, episode: HostEpisode, read_actions: ReadActions | None = None) -> None:
+    def __init__(
+        self, llm: LLM, episode: HostEpisode, read_actions: ReadActions | None = None, *, compact: bool = False
+    ) -> None:
+        """``compact``: tools are described in the prompt by our own text, not by OpenHands'."""
         self._llm = llm
+        self._compact = compact
         self._episode = episode
         self._read_actions = read_actions
         self._calls = itertools.count()
@@ -157,8 +162,9 @@ class ControllerEngine:
             after=after,
             altering=altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS}),
         )
+        described = self._compact and not self._llm.is_function_calling_active()
         with recording(log):
-            outcome = self._outcome(arguments, log)
+            outcome = self._outcome(arguments, log, tools if described else ())
         attempt = log.attempts[-1]
         if (completion := attempt.completion) is None:
             raise ModelError("OpenHands cannot parse the model's answer") from outcome.error
@@ -178,9 +184,13 @@ class ControllerEngine:
             metadata["wire_messages"] = [dict(message) for message in attempt.messages]
         return completion.model_copy(update={"metadata": metadata})
 
-    def _outcome(self, arguments: dict[str, Any], log: CallLog) -> HostOutcome:
+    def _outcome(self, arguments: dict[str, Any], log: CallLog, described: Sequence[JsonObject]) -> HostOutcome:
         try:
+            if described:
+                describe_in_prompt(arguments, self._llm.config)
             response = self._llm.completion(**arguments)
+            if described:
+                read_described_call(response, described)
             return HostOutcome(actions=tuple(self._read_actions(response)) if self._read_actions else ())
         except MALFORMED as error:
             if not log.attempts:

@@ -171,5 +171,5 @@ def too_long(prompt: str, answer: int, context: str) -> ConfigError:
     return ConfigError(
         f"OpenHands' first prompt has {prompt} and [rl] max_response_length leaves {answer:,} for the answer: more "
         f"than the {context} of the model's context; serve a model with a context of {_WANTED_CONTEXT:,} or more "
-        "(vLLM: --max-model-len)"
+        '(vLLM: --max-model-len), or set [rl.workspace] prompt = "compact"'
     )

@@ -29,6 +29,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, EpisodeOver
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
@@ -71,6 +72,16 @@ class RLAgent(Agent):
     def prompt_dir(self) -> str:
         """The stock agent's prompts; by default the SDK looks beside the module of a subclass."""
         return os.path.join(os.path.dirname(stock.__file__), "prompts")
+
+    @property
+    def static_system_message(self) -> str:
+        """The stock agent's, or the compact one."""
+        if not self._settings().workspace.is_compact:
+            return super().static_system_message
+        stock_prompt = getattr(self, "system_prompt", None) is None and (
+            self.system_prompt_filename == Agent.model_fields["system_prompt_filename"].default
+        )
+        return system_prompt(summary=True, instructions=SYSTEM if stock_prompt else super().static_system_message)
 
     def step(
         self,

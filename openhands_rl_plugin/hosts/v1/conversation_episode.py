@@ -92,7 +92,7 @@ class ConversationEpisode:
         self._engine = ConversationEngine(episode, own)
         self._calls = calls
         self._writer = PromptWriter()
-        self._offered = OfferedTools()
+        self._offered = OfferedTools(compact=episode.settings.workspace.is_compact)
         self._exact = exact
         self._standalone = standalone
         self._job: Job[int] | None = None
@@ -271,6 +271,7 @@ class ConversationEpisode:
         tree = self.episode.tree
         written = self._writer.write(llm, prompt)
         rewritten = self._followed.follow(written)
+        tools = self._offered.selected(tools)
         offered = self._offered.of(tools, arguments)
         tree.tools = tree.tools or offered
         return ConversationTurn(llm, tree.messages(), prompt, written, tools, offered, arguments, rewritten)

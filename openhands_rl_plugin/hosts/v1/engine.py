@@ -35,7 +35,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
 from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
-from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM, WrittenTool
+from openhands_rl_plugin.hosts.v1.written_prompts import CompactLLM, WrittenLLM, WrittenTool
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     TOKEN_IDS,
@@ -94,6 +94,7 @@ class ConversationEngine:
 
     def __init__(self, episode: HostEpisode, own: LLMEngine | None = None) -> None:
         self._episode = episode
+        self._compact = episode.settings.workspace.is_compact
         self._own = own
         self._numbers = itertools.count()
         self._seeds = ConversationSeeds()
@@ -205,12 +206,15 @@ class ConversationEngine:
         }
         asked = llm.model_copy(update={**settings, "litellm_extra_body": body} if body else settings)
         # Another class of LLM, or another model, may write the prompt in another form.
-        if call.written is not None and type(llm) is LLM and llm.model == call.llm.model:
-            asked = WrittenLLM.over(asked, call.written)
+        written = call.written if type(llm) is LLM and llm.model == call.llm.model else None
+        if self._compact:
+            asked = CompactLLM.over(asked, written)
+        elif written is not None:
+            asked = WrittenLLM.over(asked, written)
         arguments = dict(call.turn.arguments) if call.turn else {}
         if wanted.stop:
             arguments["stop"] = list(wanted.stop)
-        tools = _tools_of(call.turn) if call.turn else None
+        tools = _tools_of(call.turn, self._compact) if call.turn else None
         with self._counting:
             self._under_way += 1
             alone = self._under_way == 1
@@ -282,9 +286,9 @@ class ConversationEngine:
             metadata["failed_attempts"] = [*(earlier or ()), failed]
 
 
-def _tools_of(turn: ConversationTurn) -> list[Any] | None:
-    # A log of completions shows the tools' own fields.
-    if turn.llm.log_completions or len(turn.offered) != len(turn.tools):
+def _tools_of(turn: ConversationTurn, compact: bool) -> list[Any] | None:
+    # A log of completions shows the tools' own fields, which are not what is sent of compact ones.
+    if (turn.llm.log_completions and not compact) or len(turn.offered) != len(turn.tools):
         return list(turn.tools) or None
     written = zip(turn.tools, turn.offered, strict=True)
     return [WrittenTool(tool, offered, turn.arguments) for tool, offered in written] or None

@@ -12,6 +12,7 @@ from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.terminal import TerminalTool
 
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.options import HostOptions
@@ -23,17 +24,20 @@ class SessionTools:
     """``folder`` is what the SDK takes for its workspace; ``private``: it is removed with the session.
 
     ``workspace`` is the sandbox of the tools; ``None`` where they are the SDK's own, with the rights of this process.
+    ``prompt`` is that of ``[rl.workspace]``.
     """
 
     tools: Sequence[Tool]
     folder: Path
     private: bool
     workspace: ConversationWorkspace | None
+    prompt: PromptName
 
     @property
     def rl(self) -> dict[str, object]:
         """What the agent says of its tools."""
-        return {"workspace": {"isolation": "none"}} if self.workspace is None else {}
+        isolation = {"isolation": "none"} if self.workspace is None else {}
+        return {"workspace": {**isolation, "prompt": self.prompt}}
 
     def close(self) -> None:
         """End the sandbox, and remove the folder if nobody else has it. Blocks."""
@@ -52,7 +56,8 @@ def session_tools(settings: RLSettings, options: HostOptions, episode: HostEpiso
         workspace = ConversationWorkspace.open(folder, settings.workspace, task=given)
     terminal = Tool(name=TerminalTool.name, params={"no_change_timeout_seconds": options.command_timeout})
     tools = (terminal, Tool(name=FileEditorTool.name))
-    return SessionTools(tools, folder.resolve(), private=given is None, workspace=workspace)
+    prompt = settings.workspace.prompt
+    return SessionTools(tools, folder.resolve(), private=given is None, workspace=workspace, prompt=prompt)
 
 
 def is_isolated(settings: RLSettings, options: HostOptions) -> bool:

@@ -13,6 +13,7 @@ from pydantic import PrivateAttr
 
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described, is_offered
 from openhands_rl_plugin.hosts.v1.values import has_images
 
 _RISK = "add_security_risk_prediction"
@@ -53,17 +54,25 @@ class PromptWriter:
 class OfferedTools:
     """The tools as the SDK sends them, written once for the same tools: their schemas take milliseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compact: bool = False) -> None:
+        """``compact``: fewer tools, with short texts."""
+        self._compact = compact
         self._tools: tuple[ToolDefinition, ...] = ()
         self._risk = False
         self._offered: tuple[JsonObject, ...] = ()
 
+    def selected(self, tools: Sequence[ToolDefinition]) -> Sequence[ToolDefinition]:
+        """Those of the agent's tools that its model is told of."""
+        return [tool for tool in tools if is_offered(tool.name)] if self._compact else tools
+
     def of(self, tools: Sequence[ToolDefinition], arguments: Mapping[str, Any]) -> tuple[JsonObject, ...]:
-        """``arguments``: what the agent gives its LLM beside messages and tools."""
+        """``tools``: the selected ones; ``arguments``: what the agent gives its LLM beside messages and tools."""
         risk = bool(arguments.get(_RISK))
         same = len(tools) == len(self._tools) and all(map(operator.is_, tools, self._tools))
         if not same or risk != self._risk:
             offered: list[Any] = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
+            if self._compact:
+                offered = compact_tools(offered)
             self._tools, self._risk, self._offered = tuple(tools), risk, tuple(offered)
         return self._offered
 
@@ -90,16 +99,31 @@ class WrittenTool:
 class WrittenLLM(LLM):
     """``plain`` with one prompt that is written already. Never stored."""
 
-    _prompt: Sequence[WireMessage] = PrivateAttr(default=())
+    _prompt: Sequence[WireMessage] | None = PrivateAttr(default=None)
 
     @classmethod
-    def over(cls, plain: LLM, prompt: Sequence[WireMessage]) -> Self:
+    def over(cls, plain: LLM, prompt: Sequence[WireMessage] | None) -> Self:
         """Metrics and telemetry are shared with ``plain``."""
         return sharing(cls, plain, _prompt=prompt)
 
     def format_messages_for_llm(self, messages: list[SdkMessage]) -> Written:
-        """The prompt, whatever the messages. A copy, in which the SDK and litellm may write."""
+        """The prompt, if there is one, whatever the messages. A copy, in which the SDK and litellm may write."""
+        if self._prompt is None:
+            return super().format_messages_for_llm(messages)
         return [_copied(message) for message in self._prompt]
+
+
+class CompactLLM(WrittenLLM):
+    """A ``WrittenLLM`` that describes its tools to a model without tool calling by the text of ``compact_prompt``."""
+
+    def pre_request_prompt_mock(
+        self, messages: list[dict[str, Any]], tools: list[Any], kwargs: dict[str, Any], *more: Any, **named: Any
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """As the SDK's, which adds a text of 1,500 tokens where there are tools and a system message."""
+        system = [message for message in messages if message["role"] == "system"]
+        rest = [message for message in messages if message["role"] != "system"]
+        converted, arguments = super().pre_request_prompt_mock(rest, [], kwargs, *more, **named)
+        return described([*system, *converted], tools), arguments
 
 
 def sharing[Kind: LLM](kind: type[Kind], plain: LLM, **private: object) -> Kind:

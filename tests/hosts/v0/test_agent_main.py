@@ -354,7 +354,7 @@ def test_a_context_that_is_too_short_is_refused_before_the_run_in_one_line(runs)
     last = run.output.splitlines()[-1]
     assert last.startswith("error: OpenHands' first prompt has ")
     assert "more than the 8,192 of the model's context" in last
-    assert "serve a model with a context of 16,384 or more (vLLM: --max-model-len)" in last
+    assert "serve a model with a context of 16,384 or more (vLLM: --max-model-len), or set " in last
 
 
 def test_the_last_line_says_what_was_recorded(runs):

@@ -1,0 +1,137 @@
+"""The same small repair under both prompts of ``[rl.workspace]``, on whichever OpenHands is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scripted_model import ScriptedModel, call, says
+from tokenizers import Tokenizer
+
+from openhands_rl_plugin.apps.demo.model import default_model_directory
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.config.workspace import PromptName
+from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
+
+MOST_TOKENS = 700
+_WRONG, _RIGHT = "return a - b", "return a + b"
+_TEST = "from calc import add\n\n\nassert add(2, 3) == 5\n"
+# What the templates of Qwen2.5 and Hermes models add where there are tools.
+_BEFORE_TOOLS = (
+    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with "
+    "function signatures within <tools></tools> XML tags:\n<tools>\n"
+)
+_AFTER_TOOLS = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>"
+)
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode, what the model was sent, and whether the test passes afterwards."""
+
+    episode: Trajectory
+    requests: list[dict[str, Any]]
+    repaired: bool
+
+    @property
+    def before_the_task(self) -> str:
+        """The first prompt, as a ChatML template of a model with tools renders it, up to the task's text."""
+        first = self.requests[0]
+        system, task = (text_of(message["content"]) or "" for message in first["messages"][:2])
+        lines = "\n".join(json.dumps(tool) for tool in first.get("tools") or ())
+        tools = f"{_BEFORE_TOOLS}{lines}{_AFTER_TOOLS}" if lines else ""
+        said = task[: task.index("Make the test pass.")]
+        return f"<|im_start|>system\n{system}{tools}<|im_end|>\n<|im_start|>user\n{said}"
+
+
+async def repair(
+    server: ScriptedModel, folder: Path, prompt: PromptName, *, native: bool, editor: str, shell: str
+) -> Played:
+    """Look, run the test, err in the edit, correct it, run the test, finish."""
+    repository = folder / "repository"
+    repository.mkdir(parents=True)
+    (repository / "calc.py").write_text(f"def add(a, b):\n    {_WRONG}\n")
+    (repository / "test_calc.py").write_text(_TEST)
+    file = "/workspace/repository/calc.py"
+    edit = {"command": "str_replace", "path": file, "old_str": _WRONG, "new_str": _RIGHT, "security_risk": "MEDIUM"}
+    # Without -B an edit of the same length in the same second would leave the compiled file in use.
+    check = {"command": "cd /workspace/repository && python3 -B test_calc.py", "security_risk": "MEDIUM"}
+    calls: list[tuple[str, Mapping[str, str]]] = [
+        (editor, {"command": "view", "path": file, "security_risk": "LOW"}),
+        (shell, check),
+        (editor, {**edit, "old_str": "return a * b"}),
+        (editor, edit),
+        (shell, check),
+        ("finish", {"message": "It passes."}),
+    ]
+    model = f"{folder.name}-{prompt}-{native}"
+    answers = (says("So.", call(name, given, f"call-{number}")) for number, (name, given) in enumerate(calls))
+    server.script(model, answers if native else (says(_written(name, given)) for name, given in calls))
+    settings = RLSettings(
+        serving=ServingSettings(base_url=server.url, model=model, request_timeout=20.0),
+        workspace=WorkspaceSettings(prompt=prompt),
+    )
+    limits = Limits(max_turns=10)
+    task = Task(id="repair", environment="workspace", instruction="Make the test pass.", limits=limits)
+    options = HostOptions(environment_mode=False, native_tool_calling=native)
+    async with open_runner(settings, options) as runner:
+        request = EpisodeRequest(task=task, run_id="r", group_id="g")
+        episode = await runner.run(request, TaskWorkspace(root=folder, repository="repository"))
+    repaired = (repository / "calc.py").read_text() == f"def add(a, b):\n    {_RIGHT}\n"
+    return Played(episode, server.requests[model], repaired)
+
+
+def _written(name: str, given: Mapping[str, str]) -> str:
+    """As a model without tool calling writes it; the stop word has cut the end."""
+    lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in given.items())
+    return f"So.\n<function={name}>\n{lines}</function>"
+
+
+def schema_of(tool: dict[str, Any]) -> Any:
+    """A tool's schema without its texts."""
+
+    def bare(value: Any, *, of_names: bool = False) -> Any:
+        if isinstance(value, list):
+            return [bare(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {name: each for name, each in value.items() if of_names or name != "description"}
+        return {name: bare(each, of_names=name == "properties") for name, each in kept.items()}
+
+    return bare(tool)
+
+
+def undescribed(request: dict[str, Any]) -> list[str]:
+    """Arguments that neither their own description, nor the tool's or the system prompt mentions."""
+    system = text_of(request["messages"][0]["content"]) or ""
+    return [
+        f"{function['name']}.{name}"
+        for function in (tool["function"] for tool in request["tools"])
+        for name, schema in function["parameters"]["properties"].items()
+        if not schema.get("description") and not re.search(rf"\b{name}\b", f"{function['description']} {system}")
+    ]
+
+
+@cache
+def smollm2() -> Tokenizer | None:
+    """SmolLM2's tokenizer; ``None`` where the demo's model was never fetched."""
+    file = default_model_directory() / "tokenizer.json"
+    return Tokenizer.from_file(str(file)) if file.is_file() else None
+
+
+def count_tokens(text: str) -> int:
+    """Tokens of SmolLM2; without its tokenizer characters by 4.2, of which it needs fewer for these prompts."""
+    tokenizer = smollm2()
+    return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else round(len(text) / 4.2)

@@ -1,0 +1,92 @@
+"""``[rl.workspace] prompt = "compact"`` in conversations of the SDK: a runner's, and a user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from compact_play import MOST_TOKENS, count_tokens, repair, schema_of, undescribed
+from needs import needs_bubblewrap
+from scripted_model import ScriptedModel, call, says
+from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
+
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.records import prompt_of
+from openhands_rl_plugin.core.types import StopReason
+from openhands_rl_plugin.hosts.local import local_runner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.v1 import RLAgent
+
+TOOLS = {"editor": EDITOR, "shell": TERMINAL}
+COMPACT = {"workspace": {"isolation": "none", "prompt": "compact"}}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
+async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_path: Path, native: bool) -> None:
+    standard = await repair(server, tmp_path / "a", "standard", native=native, **TOOLS)
+    compact = await repair(server, tmp_path / "b", "compact", native=native, **TOOLS)
+    for played in (standard, compact):
+        assert played.repaired and played.episode.failure is None and len(played.episode.acted()) == 6
+    assert [prompt_of(played.episode) for played in (standard, compact)] == ["standard", "compact"]
+    assert count_tokens(compact.before_the_task) <= MOST_TOKENS < 3000 < count_tokens(standard.before_the_task)
+
+
+@needs_bubblewrap
+async def test_the_tools_are_the_standard_ones_and_all_is_described(server: ScriptedModel, tmp_path: Path) -> None:
+    standard = (await repair(server, tmp_path / "a", "standard", native=True, **TOOLS)).requests[0]["tools"]
+    compact = await repair(server, tmp_path / "b", "compact", native=True, **TOOLS)
+    offered = compact.requests[0]["tools"]
+    names = {tool["function"]["name"] for tool in offered}
+    assert names == {TERMINAL, EDITOR, "finish"}
+    assert [schema_of(tool) for tool in standard if tool["function"]["name"] in names] == [*map(schema_of, offered)]
+    assert undescribed(compact.requests[0]) == []
+    assert list(compact.episode.tools) == offered, "recorded as they were sent"
+    [editor] = [tool["function"]["description"] for tool in offered if tool["function"]["name"] == EDITOR]
+    assert editor.endswith("Project: /workspace/repository")
+
+
+@pytest.mark.parametrize("logged", [False, True], ids=["", "with a log of completions"])
+async def test_a_users_own_conversation(server: ScriptedModel, workspace: Path, tmp_path: Path, logged: bool) -> None:
+    model = f"own-compact-{logged}"
+    view = call(EDITOR, {"command": "view", "path": str(workspace / "calc.py")}, "call-1")
+    # It is not told of ``think``, and may use it all the same.
+    server.script(model, [says("I look.", view), think("Well.", "call-2"), finish()])
+    llm = make_llm(server, model, log_completions=logged, log_completions_folder=str(tmp_path / "log"))
+    agent = make_agent(llm, tmp_path / "store", rl=COMPACT)
+    again = RLAgent.model_validate(agent.model_dump(context={"expose_secrets": True}))
+    conversation = converse(again, workspace)
+    conversation.send_message("Look.")
+    conversation.run()
+    conversation.close()
+    [episode] = await stored(tmp_path / "store")
+    assert episode.stop is StopReason.TERMINATED and prompt_of(episode) == "compact"
+    for request in server.requests[model]:
+        assert {tool["function"]["name"] for tool in request["tools"]} == {TERMINAL, EDITOR, "finish"}
+        assert "OpenHands agent" in (text_of(request["messages"][0]["content"]) or "")
+        assert not undescribed(request)
+    assert list(tmp_path.glob("log/*.json")) or not logged
+
+
+async def test_a_prompt_of_the_users_own_stays(server: ScriptedModel, workspace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.j2"
+    file.write_text("Speak like a pirate.")
+    server.script("pirate", [finish()])
+    agent = make_agent(make_llm(server, "pirate"), tmp_path / "store", rl=COMPACT, system_prompt_filename=str(file))
+    conversation = converse(agent, workspace)
+    conversation.send_message("Ahoy.")
+    conversation.run()
+    conversation.close()
+    [request] = server.requests["pirate"]
+    said = text_of(request["messages"][0]["content"]) or ""
+    assert said.startswith("Speak like a pirate.\nsecurity_risk: ") and not undescribed(request)
+
+
+def test_other_agents_have_their_own_prompt() -> None:
+    settings = RLSettings(
+        serving=ServingSettings(base_url="http://127.0.0.1:1", model="m"), workspace=WorkspaceSettings(prompt="compact")
+    )
+    with pytest.raises(ConfigError, match=r"\[rl.workspace\] prompt: .* --agent RLAgent"):
+        local_runner(settings, HostOptions(environment_mode=False, agent="Agent"))
