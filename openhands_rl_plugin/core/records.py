@@ -242,7 +242,22 @@ class TrajectoryOrder(StrEnum):
 
 
 SUB_AGENT = "sub_agent"
-"""In a task's ``data``: the episode is a sub-agent's, with the id of its ``parent`` and its ``kind``."""
+"""In a task's ``data``: the fields of a ``SubAgentOf``."""
+
+
+class SubAgentOf(Frozen):
+    """What a sub-agent's episode says of itself: the id of its ``parent``, and the registered ``kind`` of the agent."""
+
+    parent: str
+    kind: str
+
+
+def sub_agent_of(task: Task) -> SubAgentOf | None:
+    """``None`` for an episode that is no sub-agent's."""
+    link = task.data.get(SUB_AGENT)
+    if not isinstance(link, dict):
+        return None
+    return SubAgentOf(parent=str(link.get("parent")), kind=str(link.get("kind")))
 
 
 def sub_agents_run(run_id: str) -> str:

@@ -12,7 +12,7 @@ from itertools import batched
 
 from openhands_rl_plugin.core.judgements import labels_of, scores_of
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Trajectory
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, ScoreReport, judge_all, known_score
 
@@ -39,10 +39,12 @@ async def rescore(
     *,
     on_progress: Callable[[ScoreProgress], None] | None = None,
     dry_run: bool = False,
+    sub_agents: bool = True,
 ) -> ScoreReport:
     """Judge every matching episode that has ended and of which ``reward`` knows no score yet, and append the scores.
 
-    ``dry_run``: only count. What is added to the store meanwhile is left for the next call.
+    ``dry_run``: only count. ``sub_agents``: those of sub-agents, too, whose task is not that of a run. What is added to
+    the store meanwhile is left for the next call.
     """
     if isinstance(reward, JudgesLabels):
         return await _follow_labels(storage, reward, where or TrajectoryFilter(), on_progress, dry_run=dry_run)
@@ -52,6 +54,8 @@ async def rescore(
     for start in range(0, len(ids), AT_ONCE):
         some = ids[start : start + AT_ONCE]
         open_ones, known = await _without_score(storage, some, reward)
+        if not sub_agents:
+            open_ones = [each for each in open_ones if not sub_agent_of(each.task)]
         already += known
         outcomes = await judge_all(reward, open_ones) if open_ones and not dry_run else []
         scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]

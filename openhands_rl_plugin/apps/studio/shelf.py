@@ -14,6 +14,7 @@ from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
+from openhands_rl_plugin.trajectories.view.episode import SubAgent, sub_agents_of
 
 _KEPT = 4
 
@@ -26,6 +27,7 @@ class Opened(NamedTuple):
     trajectory: Trajectory
     scores: tuple[Score, ...]
     labels: tuple[Label, ...]
+    sub_agents: tuple[SubAgent, ...]
 
 
 class EpisodeShelf:
@@ -54,5 +56,6 @@ class EpisodeShelf:
 async def read_episode(storage: TrajectoryStorage, identity: str, revision: str = "") -> Opened:
     """An episode of a store. Raises ``HTTPException`` 404 and ``StorageError``."""
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,), finished=None)):
-        return Opened(storage, revision, trajectory, scores, await labels_of(storage, [identity]))
+        labels, begun = await labels_of(storage, [identity]), await sub_agents_of(storage, trajectory)
+        return Opened(storage, revision, trajectory, scores, labels, begun)
     raise HTTPException(404, f"no store has the episode {identity[:80]!r}")

@@ -166,7 +166,7 @@ class PolicyTraining(TrainingRun):
             )
             reward = make_reward(self._reward_settings)
             if not self._args.dry_run:
-                await rescore(storage, reward, self._where)
+                await rescore(storage, reward, self._where, sub_agents=False)
             episodes = await load_episodes(
                 storage,
                 self._where,

@@ -13,7 +13,7 @@ from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, asked_in_common, labels_of, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import (
     Adapter,
     Failure,
@@ -39,7 +39,8 @@ class ExcludedEpisodes(Frozen):
     """Counts of the stored episodes that are excluded from training, by reason.
 
     ``held_out``: of an evaluation split (``HELD_OUT_SPLITS``) that is not in the filter; ``other_policy``: sampled from
-    another model or another agent's adapter; ``no_reward``: no failure, and no judgement of the outcome;
+    another model or another agent's adapter; ``sub_agents``: a sub-agent's that nobody scored, because a reward is made
+    for the task of its parent; ``no_reward``: no failure, and no judgement of the outcome;
     ``unjudged``: why, for most of them; ``failed``, and ``failures`` by kind; ``no_tokens``: the token ids (or, for
     reinforcement learning, logprobs) were not recorded; ``unfinished``: ended by a timeout or with the process, so the
     reward is not a result of the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
@@ -52,6 +53,7 @@ class ExcludedEpisodes(Frozen):
 
     held_out: int = 0
     other_policy: int = 0
+    sub_agents: int = 0
     no_reward: int = 0
     unjudged: str = ""
     failed: int = 0
@@ -86,6 +88,8 @@ class ExcludedEpisodes(Frozen):
 _CAUSES = {
     "held_out": "held out (of evaluation splits: name one with --split)",
     "other_policy": "by other models or adapters (choose with --base-model and --adapter)",
+    "sub_agents": "of sub-agents (a reward of the parent's task is none of theirs; say one: openhands-rl score STORE "
+    "--id ID --value 1)",
     "no_tokens": "without token ids (serve with `openhands-rl serve`, or vLLM, and record again)",
     "unfinished": "unfinished (a timeout or the end of the process cut them short; give them more time)",
     "overlong": 'overlong (a limit cut them short; overlong = "keep" uses them)',
@@ -168,7 +172,8 @@ async def load_episodes(
     ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0. What people said of two of
     them comes with them, and those two also without a reward.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
-    reward is scored here; the score is not stored. A reward that ``JudgesLabels`` goes by the labels as they are now.
+    reward is scored here, unless it is a sub-agent's; the score is not stored. A reward that ``JudgesLabels`` goes by
+    the labels as they are now.
     """
     own: list[Trajectory] = []
     known: dict[str, Score | Failure] = {}
@@ -181,7 +186,7 @@ async def load_episodes(
             if isinstance(reward, JudgesLabels):
                 continue
             value = demonstration_reward(trajectory, scores, reward.version)
-            if value is None and presume and not scores and trajectory.failure is None:
+            if value is None and presume and not (scores or trajectory.failure or sub_agent_of(trajectory.task)):
                 value, presumed = 1.0, presumed + 1
             if value is not None:
                 known[trajectory.id] = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
@@ -198,7 +203,8 @@ async def load_episodes(
     labels = await labels_of(storage, [trajectory.id for trajectory in own])
     if isinstance(reward, JudgesLabels):
         known |= _by_labels(reward, [trajectory for trajectory in own if trajectory.failure is None], labels)
-    known |= await _judged(reward, [trajectory for trajectory in own if trajectory.id not in known])
+    open_ones = [each for each in own if each.id not in known and not sub_agent_of(each.task)]
+    known |= await _judged(reward, open_ones)
     said = _said_of(labels, own)
     valid, failed, reasons = _told(own, known, {each for both in said for each in both})
     return Episodes(
@@ -209,6 +215,7 @@ async def load_episodes(
             held_out=held_out,
             presumed=presumed,
             other_policy=others,
+            sub_agents=len(own) - len(valid) - failed.total() - len(reasons),
             failed=failed.total(),
             failures=dict(failed),
             no_reward=len(reasons),
@@ -220,19 +227,22 @@ async def load_episodes(
 def _told(
     own: Sequence[Trajectory], known: Mapping[str, Score | Failure], named: Collection[str]
 ) -> tuple[list[tuple[Trajectory, float | None]], Counter[str], list[str]]:
-    """Those that can be used with their rewards, how many failed of which kind, and why others have no reward."""
+    """Those that can be used with their rewards, how many failed of which kind, and why others have no reward.
+
+    Sub-agents' that nothing scored are none of these.
+    """
     valid: list[tuple[Trajectory, float | None]] = []
     failed: Counter[str] = Counter()
     reasons: list[str] = []
     for trajectory in own:
-        outcome = known[trajectory.id]
+        outcome = known.get(trajectory.id)
         if isinstance(outcome, Score) and outcome.reward is not None:
             valid.append((trajectory, outcome.reward))
         elif trajectory.failure is not None:
             failed[trajectory.failure.kind.value] += 1
         elif trajectory.id in named:
             valid.append((trajectory, None))
-        else:
+        elif outcome is not None:
             told = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
             reasons.append(told.removeprefix("GraderError: "))
     return valid, failed, reasons

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.judgements import standing
-from openhands_rl_plugin.core.records import SUB_AGENT
+from openhands_rl_plugin.core.records import sub_agent_of
 from openhands_rl_plugin.core.transcript import one_line, visible
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
@@ -54,8 +54,8 @@ def _print_head(console: Console, episode: Episode) -> None:
     task = f"{episode.task.environment}/{episode.task.id}"
     console.print(Text(visible(f"{episode.id}  run {episode.run_id}  task {task}"), "bold"), soft_wrap=True)
     console.print(Text(visible(f"{episode.strategy}  {episode.policy.served_name}")), soft_wrap=True)
-    if isinstance(link := episode.task.data.get(SUB_AGENT), dict):
-        console.print(Text(visible(f"sub-agent {link.get('kind')} of {link.get('parent')}")), soft_wrap=True)
+    if (link := sub_agent_of(episode.task)) is not None:
+        console.print(Text(visible(f"sub-agent {link.kind} of {link.parent}")), soft_wrap=True)
     for each in episode.sub_agents:
         console.print(Text(visible(f"its sub-agent {each.kind}: {each.id}")), soft_wrap=True)
     console.print()

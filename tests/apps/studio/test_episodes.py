@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from studio_client import Client, Opener, fill
 
+from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run
 from openhands_rl_plugin.core.types import Message, Node
 from openhands_rl_plugin.testing.samples import sample_episode
 
@@ -65,6 +66,19 @@ def test_an_episode_comes_as_a_skeleton_and_its_bodies_by_the_page(opener: Opene
     rest = browser.get(f"/api/episodes/one/nodes?from=106&skip={part['rest'][0]}").json()["nodes"]
     assert part["content"][0] + rest["content"][0] == long and "rest" not in rest
     assert browser.get("/api/episodes/other").status_code == 404
+
+
+def test_a_sub_agents_episode_and_its_parent_name_each_other(opener: Opener, client: Client) -> None:
+    parent = sample_episode("one")
+    link = {"parent": "one", "kind": "researcher"}
+    changes = {"task": parent.task.model_copy(update={"data": {SUB_AGENT: link}}), "run_id": sub_agents_run("r")}
+    parent = parent.model_copy(update={"run_id": "r"})
+    fill(opener, [parent, sample_episode("two").model_copy(update=changes), sample_episode("three")])
+    browser = client(opener())
+    above, below, other = (browser.get(f"/api/episodes/{name}").json() for name in ("one", "two", "three"))
+    assert (above["sub_agent"], above["sub_agents"]) == (None, [{"id": "two", "kind": "researcher"}])
+    assert (below["sub_agent"], below["sub_agents"]) == (link, [])
+    assert (other["sub_agent"], other["sub_agents"]) == (None, [])
 
 
 def test_tokens_come_as_columns_of_ids_and_logprobs(opener: Opener, client: Client) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import SUB_AGENT, TrajectoryFilter, sub_agents_run
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import (
     Message,
@@ -22,6 +23,7 @@ from openhands_rl_plugin.core.types import (
     Tokens,
     Trajectory,
 )
+from openhands_rl_plugin.rollout.rescoring import rescore
 from openhands_rl_plugin.training.credit.advantages import group_advantages
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
@@ -30,6 +32,7 @@ from openhands_rl_plugin.training.data.dataset import (
     build_dataset,
     load_episodes,
 )
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 POLICY = PolicyRef(base_model="m")
 REWRITTEN = {"history_rewritten": True}
@@ -108,6 +111,24 @@ async def test_an_import_is_worth_what_was_said_of_it(
     )
     assert (loaded.returns, loaded.excluded.presumed) == (returns, presumed)
     assert bool(presumed) == any("judged by nobody" in cause for cause in loaded.excluded.causes())
+
+
+async def test_a_sub_agent_is_trained_on_only_where_somebody_scored_it(tmp_path: Path) -> None:
+    """A reward that is made for the parent's task does not judge the sub-agent's, and that is said."""
+    nodes = [said(None, "q"), answer(0, "x"), said(1, "o")]
+    task = Task(id="s", environment="swe", data={SUB_AGENT: {"parent": "a", "kind": "researcher"}})
+    begun = [episode(nodes, id=name, task=task, run_id=sub_agents_run("r"), group_id=name) for name in ("b", "c")]
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        for each in (episode(nodes), *begun):
+            await storage.add(each)
+        await storage.add_scores([score("verifier-1@abc", 0.7).model_copy(update={"trajectory_id": "c"})])
+        report = await rescore(storage, Opinion(), sub_agents=False)
+        assert (report.scored, report.already_scored) == (1, 1)
+        loaded = await load_episodes(storage, TrajectoryFilter(), base_model="m", adapter="z", reward=Opinion())
+        assert [each.id for each in loaded.trajectories] == ["a", "c"] and loaded.returns == (0.02, 0.7)
+        assert loaded.excluded == ExcludedEpisodes(sub_agents=1)
+        assert loaded.excluded.in_words().startswith("1 of sub-agents (")
+        assert (await rescore(storage, Opinion())).scored == 1, "who asks for all of them gets them"
 
 
 def test_answers_without_ids_before_a_rewritten_history_are_counted() -> None:

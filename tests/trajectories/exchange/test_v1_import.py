@@ -14,6 +14,7 @@ from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, StopReason, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.v1 import events as v1_events
 from openhands_rl_plugin.trajectories.exchange.v1.read import read_log
+from openhands_rl_plugin.trajectories.exchange.v1.write import SUB_AGENT_STATE
 
 VERSIONS = ["1.15", "1.58"]
 
@@ -83,6 +84,24 @@ def test_the_conversations_of_sub_agents_name_their_parent(tmp_path: Path) -> No
     parent, child = (unit.read().trajectory for unit in v1_events.source(tmp_path / "parent").units)
     assert child.task.data == {"sub_agent": {"parent": parent.id, "kind": "unknown"}} and not parent.task.data
     assert child.run_id == f"{parent.run_id}/sub-agents" and child.messages() == parent.messages()
+
+
+def test_an_exported_sub_agent_names_a_parent_wherever_that_is(tmp_path: Path) -> None:
+    """Without its parent it keeps the name of it; two that are parents of each other are refused, not followed."""
+
+    def begun_in(parent: str, name: str) -> Path:
+        folder = persisted("1.58", tmp_path / f"of-{name}")
+        state = json.loads((folder / "base_state.json").read_text())
+        link = {"parent": parent, "kind": "researcher"}
+        state |= {"id": name, "agent_state": {SUB_AGENT_STATE: link}}
+        (folder / "base_state.json").write_text(json.dumps(state))
+        return folder
+
+    alone = only(begun_in("p", "c"))
+    assert alone.task.data == {"sub_agent": {"parent": "p", "kind": "researcher"}}
+    begun_in("c", "p")
+    with pytest.raises(RLError, match="sub-agents of each other"):
+        [unit.read() for unit in v1_events.source(tmp_path).units]
 
 
 def test_events_of_newer_versions_are_passed_over() -> None:

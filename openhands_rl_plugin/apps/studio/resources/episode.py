@@ -14,6 +14,7 @@ from openhands_rl_plugin.apps.studio.noted import Noted, NoteShelf
 from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, reply, whole
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf, Opened
 from openhands_rl_plugin.apps.studio.token_text import TokenText
+from openhands_rl_plugin.core.records import sub_agent_of
 from openhands_rl_plugin.core.types import JsonObject, Node, Score, Trajectory
 from openhands_rl_plugin.trajectories.view.episode import Turn, view_of
 
@@ -68,6 +69,7 @@ class EpisodeResource:
 def header_of(opened: Opened) -> JsonObject:
     """Header, scores, labels, and the skeleton: every node with the first characters of its text."""
     trajectory = opened.trajectory
+    parent = sub_agent_of(trajectory.task)
     view = view_of(trajectory, opened.scores, opened.labels)
     functions = [tool.get("function") for tool in trajectory.tools]
     tools: list[JsonValue] = [each.get("name") for each in functions if isinstance(each, dict)]
@@ -81,6 +83,8 @@ def header_of(opened: Opened) -> JsonObject:
             "split": view.task.split,
             "instruction": view.task.instruction[:_LONGEST_DATA],
         },
+        "sub_agent": None if parent is None else parent.model_dump(),
+        "sub_agents": [each.model_dump() for each in opened.sub_agents],
         "strategy": {"name": trajectory.strategy.name, "options": trajectory.strategy.options},
         "policy": trajectory.policy.model_dump(),
         "stop": view.stop.value,

@@ -15,11 +15,15 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.records import sub_agent_of
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, StopReason, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.dates import date_of
 from openhands_rl_plugin.trajectories.exchange.episodes import named_identity
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.writing import safe_name
+
+SUB_AGENT_STATE = "openhands_rl_sub_agent"
+"""In the ``agent_state`` of a sub-agent's conversation: a ``SubAgentOf`` with the id of the parent's conversation."""
 
 _STATUS = {StopReason.TERMINATED: "finished", StopReason.ERROR: "error"}
 
@@ -37,6 +41,8 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str,
         "agent": {"kind": "Agent", "llm": {"model": trajectory.policy.served_name}},
         "execution_status": _STATUS.get(trajectory.stop, "paused"),
     }
+    if (link := sub_agent_of(trajectory.task)) is not None:
+        state["agent_state"] = {SUB_AGENT_STATE: {"parent": named_identity(link.parent), "kind": link.kind}}
     yield f"{name}/base_state.json", state
     for number, event in enumerate(_dated(trajectory, _Writer(trajectory).events())):
         yield f"{name}/events/event-{number:05d}-{event['id']}.json", event
