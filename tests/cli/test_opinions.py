@@ -97,7 +97,11 @@ def test_statistics_go_by_outcomes_unless_another_reward_is_named(
     (figures,) = json.loads(capsys.readouterr().out)
     assert (figures["valid"], figures["reward"]["mean"]) == (2, 0.5)
     assert cli.main(["stats", str(store), "--by", "run"]) == 0
-    assert "human" in capsys.readouterr().out.splitlines()[0]
+    said = capsys.readouterr().out
+    assert "human" in said.splitlines()[0]
+    assert "3 labellers agree on 0 of 1 episodes that more than one of them judged (0%; mean of Cohen's kappa" in said
+    assert cli.main(["stats", str(store), "--query", "id:e* -label:disputed"]) == 0
+    assert "labellers" not in capsys.readouterr().out
 
 
 def test_a_wrong_bound_of_an_opinion_is_said_in_a_line(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

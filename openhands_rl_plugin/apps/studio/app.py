@@ -24,6 +24,7 @@ from openhands_rl_plugin.apps.studio.door import SIGN_IN
 from openhands_rl_plugin.apps.studio.noted import NoteShelf
 from openhands_rl_plugin.apps.studio.replies import ERROR_HANDLERS, reply
 from openhands_rl_plugin.apps.studio.resources.adapters import AdapterResource
+from openhands_rl_plugin.apps.studio.resources.agreement import AgreementResource
 from openhands_rl_plugin.apps.studio.resources.breaks import BreakResource
 from openhands_rl_plugin.apps.studio.resources.comparison import CompareResource
 from openhands_rl_plugin.apps.studio.resources.episode import EpisodeResource
@@ -115,6 +116,7 @@ def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) 
         "/api/episodes/{id:path}": episodes.header,
         "/api/groups/{id:path}": groups.get,
         "/api/compare": compared.get,
+        "/api/agreement": AgreementResource(sources, indexes).get,
         "/api/search": SearchResource(sources, indexes).get,
         "/api/export": ExportResource(shelf, text).get,
         "/api/runs": runs.all,

@@ -72,6 +72,25 @@ def scored(opener: Opener) -> ScoreReport:
     return asyncio.run(score())
 
 
+def test_how_far_labellers_agree(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode(f"e{at}", run="odd" if at % 2 else "even") for at in range(4)])
+    browser = client(opener(), author="ann")
+    nobody = browser.get("/api/agreement").json()
+    assert (nobody["episodes"], nobody["share"], nobody["kappa"], nobody["total"]) == (0, None, None, 0)
+    for author, verdicts in {"ann": (1, 1, 0, 0), "bob": (1, 0, 0, 0)}.items():
+        browser = client(opener(), author=author)
+        for at, value in enumerate(verdicts):
+            browser.post("/api/labels", json={"episode": f"e{at}", "kind": "verdict", "value": value})
+    found = browser.get("/api/agreement").json()
+    assert (found["episodes"], found["agree"], found["share"], found["kappa"]) == (4, 3, 0.75, 0.5)
+    assert found["labellers"] == {"name": ["ann", "bob"], "episodes": [4, 4]}
+    assert found["pairs"] == {"first": ["ann"], "second": ["bob"], "episodes": [4], "agree": [3], "kappa": [0.5]}
+    assert (found["total"], found["disputed"]) == (1, {"id": ["e1"], "said": [{"ann": 1.0, "bob": 0.0}]})
+    assert browser.get("/api/agreement?q=run:even").json()["episodes"] == 2
+    assert browser.get("/api/episodes?q=label:disputed").json()["rows"]["id"] == ["e1"]
+    assert "runn" in browser.get("/api/agreement?q=runn:x").json()["error"]["message"]
+
+
 def test_labels_are_a_facet(opener: Opener, client: Client) -> None:
     fill(opener, [sample_episode("one"), sample_episode("two"), sample_episode("three", run="other")])
     browser = client(opener())
