@@ -315,6 +315,7 @@ def _describe(
     plan: EvaluationPlan, suite: Suite, settings: RLSettings, by: AgentStrategy | None, args: argparse.Namespace
 ) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
+    from openhands_rl_plugin.evals.runs.evaluate import access_of
     from openhands_rl_plugin.evals.runs.resume import check_same_settings
     from openhands_rl_plugin.evals.runs.run_files import finished_instances
 
@@ -325,6 +326,7 @@ def _describe(
         f"{len(known)} instances" if known is not None else f"instances of {suite.dataset} ({suite.split}), on the hub"
     )
     adapts = f" on {plan.base_model}" if plan.base_model else ""
+    access = access_of(suite, settings)
     lines = [
         f"{suite.name}: {count}, {plan.runs} runs, {plan.workers} at a time",
         f"  agent: {agent}, at most {plan.max_iterations} iterations and {plan.timeout:g} s",
@@ -333,7 +335,7 @@ def _describe(
         *([] if suite.software else [f"  resolved by {plan.success}"]),
     ]
     for run in plan.each_run():
-        check_same_settings(plan, run, by)
+        check_same_settings(plan, run, by, access)
         directory = plan.run_directory(run)
         done = len(finished_instances(directory))
         temperature = run.temperature if own is None else own

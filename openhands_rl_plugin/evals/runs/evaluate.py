@@ -56,7 +56,7 @@ async def evaluate(
         raise ConfigError(f"{suite.name} needs a back end for its instances")
     if backend is not None:
         await backend.check()
-    by, access = agent_strategy(plan, settings), _access(suite, settings)
+    by, access = agent_strategy(plan, settings), access_of(suite, settings)
     evaluation = Evaluation(plan, eval_tasks, by=by, access=access, retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
@@ -173,12 +173,14 @@ def agent_strategy(plan: EvaluationPlan, settings: RLSettings) -> AgentStrategy 
     )
 
 
-def _access(suite: Suite, settings: RLSettings) -> SessionAccess | None:
+def access_of(suite: Suite, settings: RLSettings) -> SessionAccess | None:
     """What commands of a suite may reach; ``None`` where it has none."""
     own = settings.workspace
     if not suite.software:
         return None
-    return SessionAccess(isolation=_ISOLATION, network=own.network, visible=own.visible, writable=own.writable)
+    return SessionAccess(
+        isolation=_ISOLATION, prompt=own.prompt, network=own.network, visible=own.visible, writable=own.writable
+    )
 
 
 def process_count(workers: int) -> int:

@@ -56,7 +56,7 @@ class Evaluation:
         self.eval_tasks = tuple(eval_tasks)
         self.work: tuple[Work, ...] = ()
         for run in plan.each_run():
-            check_same_settings(plan, run, by)
+            check_same_settings(plan, run, by, access)
         for run in plan.each_run():
             files = RunFiles(plan.run_directory(run))
             if retry_failed:

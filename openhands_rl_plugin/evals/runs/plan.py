@@ -38,6 +38,7 @@ class SessionAccess(Frozen):
     """What commands of an evaluation's sessions may reach: the sandbox, and ``[rl.workspace]`` of the settings."""
 
     isolation: str
+    prompt: str = "standard"
     network: tuple[str, ...] = ()
     visible: tuple[str, ...] = ()
     writable: tuple[str, ...] = ()

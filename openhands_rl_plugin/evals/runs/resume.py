@@ -13,26 +13,30 @@ from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.report.run_records import json_object, read_metadata
 from openhands_rl_plugin.evals.runs.output_rows import metadata_of
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec
+from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec, SessionAccess
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
 
 _MODEL = ("model", "top_p", "max_output_tokens", "max_message_chars", "native_tool_calling")
 _DETAILS = (
     *("host", "temperature", "seed", "timeout", "test_timeout"),
-    *("strategy", "strategy_options", "limits", "success", "environment"),
+    *("strategy", "strategy_options", "limits", "success", "environment", "workspace"),
 )
 _LONGEST = 60
 
 
-def check_same_settings(plan: EvaluationPlan, run: RunSpec, by: AgentStrategy | None) -> None:
+def check_same_settings(
+    plan: EvaluationPlan, run: RunSpec, by: AgentStrategy | None, access: SessionAccess | None = None
+) -> None:
     """Raise ``ConfigError`` when the run's folder holds results of other settings.
 
     Settings that its metadata lacks, as in runs of older versions, are not compared.
     """
     directory = plan.run_directory(run)
-    held, now = _deciding(_held(directory)), _deciding(metadata_of(plan, run, 0.0, by))
+    held, now = _deciding(_held(directory)), _deciding(metadata_of(plan, run, 0.0, by, access))
     if by is not None:
         _forgive(held, now, plan, by)
+    if isinstance(was := held.get("workspace"), dict):
+        now["workspace"] = {name: value for name, value in json_object(now.get("workspace")).items() if name in was}
     said = [line for name, was in held.items() if was is not None for line in _differences(name, was, now[name])]
     if said:
         raise ConfigError(

@@ -13,6 +13,7 @@ from needs import needs_bubblewrap
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.host import agent_named, host_of
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
@@ -72,11 +73,10 @@ async def played(
             plan,
             suite,
             entries,
-            settings=settings_of(plan, None),
             storage=storage,
             backend=backend,
             started=lambda _: outcomes.append,
-            **more,
+            **{"settings": settings_of(plan, None), **more},
         )
     return outcomes
 
@@ -106,10 +106,14 @@ async def test_a_run_is_only_gone_on_with_by_the_strategy_that_played_it(model: 
     details = run.metadata["details"]
     assert isinstance(details, dict) and details["strategy"] == "BestOfN" and details["temperature"] == 1.0
     assert details["strategy_options"] == {"n": 2, "value": "model"}
-    assert details["workspace"] == {"isolation": "bubblewrap", "network": [], "visible": [], "writable": []}
+    closed = {"isolation": "bubblewrap", "prompt": "standard", "network": [], "visible": [], "writable": []}
+    assert details["workspace"] == closed
     warmer = noted.model_copy(update={"strategy_options": {"n": 2, "value": "model", "temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"strategy_options.temperature: null, now 0.5"):
         await played(warmer, entries, GitBackend(tmp_path / "grade"))
+    compact = settings_of(noted, None).model_copy(update={"workspace": WorkspaceSettings(prompt="compact")})
+    with pytest.raises(ConfigError, match=r'workspace\.prompt: "standard", now "compact"'):
+        await played(noted, entries, GitBackend(tmp_path / "grade"), settings=compact)
 
 
 async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path):
