@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import check_plugins
@@ -66,8 +67,6 @@ def _init(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{args.file} cannot be written: {error.strerror}") from error
     load_settings(args.file)
-    print(
-        f"wrote {args.file}; start the model's server, then:\n"
-        f"  python -m openhands.core.main --config-file {args.file} -t 'What is to be done'"
-    )
+    options = shlex.join(["--config", str(args.file), "--workspace", args.workspace])
+    print(f"wrote {args.file}; start the model's server, then:\n  openhands-rl run {options} -t 'What is to be done'")
     return 0

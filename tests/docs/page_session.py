@@ -49,7 +49,8 @@ NEEDS = {
 _TITLE = re.compile(r'title="([^"]+)"')
 _BLOCK = re.compile(r"(?P<language>[\w-]*)[ \t]*(?P<info>[^\n]*)\n")
 _HEX = re.compile(r"(?<![\w-])[0-9a-f]{8}(?![\w-])")
-_NUMBER = re.compile(r"(?<![\w-])\d[\d,]*(?:\\?\.\d+)?")
+# In a text that `re.escape` has gone over.
+_NUMBER = re.compile(r"(?<![\w-])(?:\\[+-])?\d[\d,]*(?:\\?\.\d+)?")
 _EXPORT = re.compile(r"export (\w+)=(\S+)")
 _SECONDS = 1800
 
@@ -260,7 +261,7 @@ class Session:
                 names += [] if part in names else [part]
             else:
                 exact = re.escape(self._known.get(part, part))
-                pattern += _NUMBER.sub(r"\\d[\\d,.]*", exact) if any_number else exact
+                pattern += _NUMBER.sub(r"[+-]?\\d[\\d,.]*", exact) if any_number else exact
         came = came.strip()
         for port, free in self.ports.items():
             came = came.replace(str(free), port)

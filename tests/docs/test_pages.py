@@ -80,6 +80,13 @@ def learnt(session: Session) -> None:
     assert (session.folder / "capitals/trajectories").is_dir()
 
 
+def searched(session: Session) -> None:
+    """What the page says of its table: a search spends more."""
+    rows = re.findall(r"^(StandardReAct|BestOfN|MCTS) .*?([\d,]+) +[\w_]+ \d", "".join(session.printed), re.MULTILINE)
+    spent = {strategy: int(sampled.replace(",", "")) for strategy, sampled in rows}
+    assert 0 < spent["StandardReAct"] < spent["BestOfN"] < spent["MCTS"], spent
+
+
 def nothing(_: Path | Session) -> None:
     """No model, and no more than what the page shows."""
 
@@ -99,7 +106,7 @@ STORIES = {
     "v0": Story(("openhands-v0.md",), fixer),
     "quickstart": Story(("start/quickstart.md",), check=learnt),
     "tutorials": Story(tuple(f"tutorials/{name}.md" for name in ("record", "judge", "train", "publish")), fixer),
-    "worlds": Story(tuple(f"tutorials/{name}.md" for name in ("search", "evaluate", "loop"))),
+    "worlds": Story(tuple(f"tutorials/{name}.md" for name in ("search", "evaluate", "loop")), check=searched),
     "http": Story(("reference/http.md",), fixer),
     "tools": Story(("howto/tools.md",), seller),
     "repository tasks": Story(("howto/repository-tasks.md",), repository),
