@@ -1,15 +1,13 @@
-"""Filters, orders and pages in SQL."""
+"""Filters in SQL."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Sequence
 
 from openhands_rl_plugin.core.browsing.terms import TEXTS, Column, Match, Term
-from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.trajectories.storages.documents import page_lost
 
 # Written out, because an index that leaves out unfinished episodes is only used for a query that says so, too.
 FINISHED = f"stop <> '{StopReason.UNFINISHED.value}'"
@@ -21,14 +19,7 @@ NO_RETURN = "none"
 Condition = tuple[str, list[object]]
 """SQL and the values of its parameters."""
 
-_TOKENS, _SECONDS = "(prompt_tokens + completion_tokens)", "(finished - started)"
-_KEYS = {
-    TrajectoryOrder.FINISHED: "finished",
-    TrajectoryOrder.REWARD: "reward",
-    TrajectoryOrder.TURNS: "turns",
-    TrajectoryOrder.TOKENS: _TOKENS,
-    TrajectoryOrder.SECONDS: _SECONDS,
-}
+TOKENS, SECONDS = "(prompt_tokens + completion_tokens)", "(finished - started)"
 COLUMNS: dict[Column, str] = {
     Column.ID: "id",
     Column.RUN: "run_id",
@@ -46,10 +37,10 @@ COLUMNS: dict[Column, str] = {
     Column.RETURN: "iif(typeof(episode_return) = 'text', NULL, episode_return)",
     Column.NODES: "nodes",
     Column.TURNS: "turns",
-    Column.TOKENS: _TOKENS,
+    Column.TOKENS: TOKENS,
     Column.CALLS: "calls",
     Column.STEPS: "steps",
-    Column.SECONDS: _SECONDS,
+    Column.SECONDS: SECONDS,
     Column.STARTED: "started",
     Column.FINISHED: "finished",
 }
@@ -89,36 +80,6 @@ def condition_of(where: TrajectoryFilter) -> Condition:
         terms.append(condition)
         values += more
     return " AND ".join(terms) or "TRUE", values
-
-
-def order_of(where: TrajectoryFilter) -> str:
-    """What to sort by; equal ones are in the order in which they were stored."""
-    direction = "DESC" if where.descending else "ASC"
-    if where.sort is TrajectoryOrder.STORED:
-        return f"row {direction}"
-    # Downwards what is unknown comes last by itself.
-    first = "reward IS NULL, " if where.sort is TrajectoryOrder.REWARD and not where.descending else ""
-    return f"{first}{_KEYS[where.sort]} {direction}, row"
-
-
-def after_of(connection: sqlite3.Connection, where: TrajectoryFilter) -> Condition:
-    """The condition of what comes after an episode in that order. Raises ``StorageError`` when that one is gone."""
-    if where.after is None:
-        return "TRUE", []
-    key = _KEYS.get(where.sort, "row")
-    found = connection.execute(f"SELECT row, {key} FROM episodes WHERE id = ?", (where.after,)).fetchone()
-    if found is None:
-        raise page_lost(where.after)
-    row, value = found
-    sign = "<" if where.descending else ">"
-    if where.sort is TrajectoryOrder.STORED:
-        return f"row {sign} ?", [row]
-    if value is None:
-        return f"{key} IS NULL AND row > ?", [row]
-    # The first comparison is what an index finds.
-    condition = f"({key} {sign}= ? AND ({key} {sign} ? OR row > ?))"
-    unknown = f" OR {key} IS NULL" if where.sort is TrajectoryOrder.REWARD else ""
-    return f"({condition}{unknown})", [value, value, row]
 
 
 def one_value(ids: Sequence[str]) -> str:

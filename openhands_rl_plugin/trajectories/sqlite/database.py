@@ -20,6 +20,7 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.files import locked_folder, sync
 from openhands_rl_plugin.core.types import SCHEMA_VERSION
+from openhands_rl_plugin.trajectories.sqlite.ordering import INDICES
 from openhands_rl_plugin.trajectories.sqlite.upgrade import LABELS, upgrade
 
 FILE_NAME = "trajectories.sqlite"
@@ -73,8 +74,7 @@ CREATE INDEX episodes_version ON episodes (policy_version);
 CREATE INDEX episodes_stop ON episodes (stop);
 CREATE INDEX episodes_failure ON episodes (failure_kind) WHERE failure_kind IS NOT NULL;
 CREATE INDEX episodes_finished ON episodes (finished) WHERE stop <> 'unfinished';
-CREATE INDEX episodes_reward ON episodes (reward) WHERE stop <> 'unfinished';
-CREATE TABLE documents (episode INTEGER PRIMARY KEY, start BLOB NOT NULL, end BLOB);
+{INDICES}CREATE TABLE documents (episode INTEGER PRIMARY KEY, start BLOB NOT NULL, end BLOB);
 CREATE TABLE chunks (episode INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL, nodes BLOB NOT NULL);
 CREATE UNIQUE INDEX chunks_episode ON chunks (episode, first);
 CREATE TABLE marks (

@@ -19,7 +19,8 @@ from openhands_rl_plugin.core.records import (
     TrajectorySummary,
 )
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
-from openhands_rl_plugin.trajectories.sqlite.conditions import NO_RETURN, after_of, condition_of, one_value, order_of
+from openhands_rl_plugin.trajectories.sqlite.conditions import NO_RETURN, condition_of, one_value
+from openhands_rl_plugin.trajectories.sqlite.ordering import after_of, is_of_all, is_reversed, order_of, query_of_all
 from openhands_rl_plugin.trajectories.storages.documents import parsed_end, parsed_json
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, mark_fresh, so_far, whole
 from openhands_rl_plugin.trajectories.storages.packing import unpack_nodes
@@ -43,9 +44,15 @@ class _Episode(NamedTuple):
 def row_numbers(connection: sqlite3.Connection, where: TrajectoryFilter) -> array[int]:
     """The rows of the matches, in the requested order: 8 bytes each, however many there are."""
     condition, values = condition_of(where)
-    at, more = after_of(connection, where)
+    with one_state(connection):
+        after = after_of(connection, where)
+        if is_of_all(where, condition):
+            total = count(connection, where)
+            found = array("q", (row for row, _ in connection.execute(*query_of_all(where, after, total))))
+            return found[::-1] if is_reversed(where, total) else found
+    at, more = " OR ".join(condition for condition, _ in after), [value for _, each in after for value in each]
     limit = -1 if where.limit is None else where.limit
-    query = f"SELECT row FROM episodes WHERE {condition} AND {at} ORDER BY {order_of(where)} LIMIT ? OFFSET ?"
+    query = f"SELECT row FROM episodes WHERE {condition} AND ({at}) ORDER BY {order_of(where)} LIMIT ? OFFSET ?"
     found = connection.execute(query, (*values, *more, limit, where.offset))
     return array("q", (row for (row,) in found))
 

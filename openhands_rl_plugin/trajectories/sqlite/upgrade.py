@@ -1,5 +1,5 @@
 """What a store lacks that an earlier release made: the table of labels, rewards by the newest judgement, and
-turns and returns of all segments."""
+turns and returns of all segments, indices of orders."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import EpisodeEnd
 from openhands_rl_plugin.core.types import Score, pays_rewards
 from openhands_rl_plugin.trajectories.sqlite.conditions import FINISHED, NO_RETURN
+from openhands_rl_plugin.trajectories.sqlite.ordering import INDICES
 from openhands_rl_plugin.trajectories.sqlite.reading import has_labels, read_nodes
 from openhands_rl_plugin.trajectories.storages.documents import parsed_json
 from openhands_rl_plugin.trajectories.storages.header import Spine
@@ -36,7 +37,7 @@ _COUNT = (
 
 def upgrade(connection: sqlite3.Connection) -> None:
     """Bring an older store up to date, once. One that may only be read stays as it is."""
-    if has_labels(connection):
+    if has_labels(connection) and _has_indices(connection):
         return
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -51,10 +52,18 @@ def upgrade(connection: sqlite3.Connection) -> None:
             _judge_again(connection)
             _count_all_segments(connection)
             _forget_unpaid_returns(connection)
+        if not _has_indices(connection):
+            for statement in INDICES.split(";"):
+                connection.execute(statement)
         connection.execute("COMMIT")
     except BaseException:
         connection.execute("ROLLBACK")
         raise
+
+
+def _has_indices(connection: sqlite3.Connection) -> bool:
+    known = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
+    return {"episodes_by_reward", "episodes_by_tokens"} <= known
 
 
 def judged_columns(newest: Score | None) -> tuple[bool, float | str | None, float | None]:

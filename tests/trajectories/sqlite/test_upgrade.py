@@ -104,3 +104,25 @@ async def test_a_condensed_episode_of_before_is_not_taken_for_damaged(tmp_path: 
     async with FileTrajectoryStorage(tmp_path / "new") as copy:
         assert await repair(tmp_path / "old", copy) == ()
         assert [each async for each, _ in copy.find()] == [episode]
+
+
+def indices(folder: Path) -> set[str]:
+    with closing(sqlite3.connect(folder / FILE_NAME)) as connection:
+        return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
+
+
+async def test_an_older_store_gets_the_indices_of_its_orders(tmp_path: Path) -> None:
+    async with FileTrajectoryStorage(tmp_path / "new") as storage:
+        await storage.add(sample_episode("one"))
+    async with FileTrajectoryStorage(tmp_path / "old") as storage:
+        for at in range(5):
+            await storage.add(sample_episode(f"{at}", reward=at / 4))
+    with closing(sqlite3.connect(tmp_path / "old" / FILE_NAME)) as connection, connection:
+        connection.execute("DROP INDEX episodes_by_reward")
+        connection.execute("DROP INDEX episodes_by_tokens")
+        connection.execute("CREATE INDEX episodes_reward ON episodes (reward) WHERE stop <> 'unfinished'")
+    assert indices(tmp_path / "old") != indices(tmp_path / "new")
+    order = TrajectoryFilter(sort=TrajectoryOrder.REWARD, descending=True, finished=None)
+    async with FileTrajectoryStorage(tmp_path / "old") as storage:
+        assert [each.id async for each in storage.summaries(order)] == ["4", "3", "2", "1", "0"]
+    assert indices(tmp_path / "old") == indices(tmp_path / "new")
