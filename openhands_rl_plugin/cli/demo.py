@@ -80,11 +80,11 @@ def run(args: argparse.Namespace) -> int:
             forget(directory)
             for name in ("trajectories", "adapters"):
                 shutil.rmtree(directory / name, ignore_errors=True)
-        if args.tiny:
-            print(_TOO_SMALL, flush=True)
         model = args.model or default_model_directory()
         store = directory / "trajectories"
         with studio_beside(args, directory, lambda: FileTrajectoryStorage(store), directory / "adapters", model):
+            if args.tiny:
+                print(_TOO_SMALL, flush=True)
             return _play(options, typed(args), tiny=args.tiny)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.fields import checked, given_fields
-from openhands_rl_plugin.cli.options.foreground import sayable
+from openhands_rl_plugin.cli.options.foreground import sayable, typed
 from openhands_rl_plugin.cli.options.stored import finite
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
@@ -183,6 +183,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
         "temperatures": _temperatures(args, model),
         "graders": args.graders or os.cpu_count() or 1,
         "completions": not args.no_completions,
+        "command": typed(args),
         "success": success_rule(environment, settings.reward, args.success_at),
         "environment": {} if suite.software else {"env_name": environment, **settings.environment},
     }

@@ -61,7 +61,7 @@ def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[R
 def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
     """Print the report and write its files."""
     from openhands_rl_plugin.evals.report.figures import figures_of
-    from openhands_rl_plugin.evals.report.page import EvaluationReport, write_report
+    from openhands_rl_plugin.evals.report.json_report import EvaluationReport, write_json_report
     from openhands_rl_plugin.trajectories.view.terminal import print_json
 
     groups = figures_of(runs)
@@ -70,7 +70,10 @@ def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], compariso
     else:
         print_report(runs, comparison)
     if args.out is not None:
-        write_report(args.out, groups, comparison)
+        from openhands_rl_plugin.apps.studio.reports.evaluation import write_evaluation_report
+
+        write_json_report(args.out, groups, comparison)
+        write_evaluation_report(args.out, runs, comparison)
 
 
 def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
 from openhands_rl_plugin.apps.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
@@ -42,7 +43,6 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.evals.report.charts import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine

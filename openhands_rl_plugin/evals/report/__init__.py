@@ -1,4 +1,4 @@
-"""Reports of evaluation runs and comparisons of two: ``run_records`` reads runs, ``figures`` computes, ``page`` writes.
+"""Reports of evaluation runs and comparisons of two: ``run_records`` reads runs, ``figures`` computes.
 
 Start with ``figures``.
 """

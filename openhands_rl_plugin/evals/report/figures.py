@@ -7,13 +7,16 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from pydantic import JsonValue
+
 from openhands_rl_plugin.core.statistics import Estimate, best_at_k, over_tasks, pass_at_k
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.report.labels import labels_of
-from openhands_rl_plugin.evals.report.run_records import RunRecord
+from openhands_rl_plugin.evals.report.run_records import RunRecord, json_object
 from openhands_rl_plugin.evals.runs.outcome import Outcome, count_kinds
 
 _MOST_K = 64
+_LONGEST = 2000
 
 
 class Share(Frozen):
@@ -50,7 +53,8 @@ class EvaluationFigures(Frozen):
     with unknown outcomes are excluded from success rates. ``flagged``: attempts whose patch or run a guard flagged;
     ``commands_flagged``: those that searched for the solution elsewhere. ``malformed`` is a share of the model's
     answers, the other rates are shares of the attempts. Tokens and ``cost`` are sums, ``turns`` a mean, ``seconds`` the
-    median of episodes. ``in_force``: the limits and the criterion of success.
+    median of episodes. ``in_force``: the limits and the criterion of success; ``started``: date and time of
+    the first run.
     """
 
     name: str
@@ -60,6 +64,10 @@ class EvaluationFigures(Frozen):
     dataset: str = ""
     split: str = ""
     in_force: str = ""
+    started: str = ""
+    seed: int | None = None
+    machine: str = ""
+    command: str = ""
     tasks: int
     attempts: int
     kinds: dict[str, int]
@@ -84,11 +92,17 @@ class EvaluationFigures(Frozen):
 
 def figures_of(runs: Sequence[RunRecord]) -> tuple[EvaluationFigures, ...]:
     """Figures of every group of runs, in order of first appearance."""
+    groups = grouped(runs)
+    labels = labels_of([members[0] for members in groups])
+    return tuple(_group(members, label) for members, label in zip(groups, labels, strict=True))
+
+
+def grouped(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """The runs of each group: their folders differ in the number only."""
     groups: dict[str, list[RunRecord]] = defaultdict(list)
     for run in runs:
         groups[str(run.directory.with_name(run.name))].append(run)
-    labels = labels_of([members[0] for members in groups.values()])
-    return tuple(_group(members, label) for members, label in zip(groups.values(), labels, strict=True))
+    return [*groups.values()]
 
 
 def attempts_by_task(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
@@ -109,7 +123,7 @@ def success_rates(outcomes: Iterable[Outcome]) -> dict[str, float]:
 def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     metadata = runs[0].metadata
-    llm = metadata.get("llm_config")
+    details, llm = json_object(metadata.get("details")), metadata.get("llm_config")
     tasks = attempts_by_task(outcomes)
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
     costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
@@ -122,6 +136,10 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
         dataset=str(metadata.get("dataset") or ""),
         split=str(metadata.get("data_split") or ""),
         in_force=_in_force(metadata),
+        started=_said(metadata.get("start_time")),
+        seed=seed if isinstance(seed := details.get("seed"), int) else None,
+        machine=_said(details.get("machine")),
+        command=_said(details.get("command")),
         tasks=len({outcome.instance_id for outcome in outcomes}),
         attempts=len(outcomes),
         kinds=count_kinds(outcomes),
@@ -147,11 +165,15 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
     )
 
 
+def _said(value: JsonValue) -> str:
+    return value[:_LONGEST] if isinstance(value, str) else ""
+
+
 def _in_force(metadata: JsonObject) -> str:
     """The limits and the criterion of success that a run was made with; empty for runs that do not say them."""
-    details = metadata.get("details")
-    limits = details.get("limits") if isinstance(details, dict) else None
-    if not isinstance(details, dict) or not isinstance(limits, dict):
+    details = json_object(metadata.get("details"))
+    limits = details.get("limits")
+    if not isinstance(limits, dict):
         return ""
     parts = [f"{name.removeprefix('max_').replace('_', ' ')} {value}" for name, value in limits.items() if value]
     return ", ".join([*parts, f"workers {details.get('workers')}", f"resolved by {details.get('success')}"])

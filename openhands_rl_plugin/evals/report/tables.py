@@ -37,6 +37,21 @@ def figure_row(group: EvaluationFigures) -> tuple[str, ...]:
     )
 
 
+def about_row(group: EvaluationFigures) -> tuple[tuple[str, str], ...]:
+    """What a group is, beside its figures; the parts that are known."""
+    rows = (
+        ("agent", group.agent),
+        ("model", group.model),
+        ("data", "-".join(filter(None, (group.dataset, group.split)))),
+        ("began", group.started),
+        ("seed", "" if group.seed is None else str(group.seed)),
+        ("in force", group.in_force),
+        ("machine", group.machine),
+        ("command", group.command),
+    )
+    return tuple(row for row in rows if row[1])
+
+
 def comparison_rows(comparison: Comparison) -> tuple[tuple[str, str], ...]:
     """The comparison, a line each."""
     change = comparison.difference

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from openhands_rl_plugin.core.files import PRIVATE, write_file
+from openhands_rl_plugin.core.machine import machine
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.evals.report.run_records import outcome_of_row
@@ -43,6 +44,8 @@ def metadata_of(
         "timeout": plan.timeout,
         "test_timeout": plan.test_timeout,
         "workers": plan.workers,
+        "machine": machine(),
+        "command": plan.command,
         "limits": plan.limits().model_dump(exclude={"timeout"}),
         "success": str(plan.success),
         "environment": redact_json(plan.environment),

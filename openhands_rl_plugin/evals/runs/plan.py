@@ -52,6 +52,7 @@ class EvaluationPlan(Frozen):
     grading, after infrastructure failures. ``max_prompt_length`` and ``max_obs_length`` are in tokens; without the
     latter the model's ``max_message_chars`` bounds observations. ``success``: what resolves a task of an environment,
     ``environment``: its name and options. ``host``: of OpenHands, V0 or V1 (default: what ``[rl]`` says).
+    ``command``: as it was typed, for reports.
     """
 
     suite: str
@@ -80,6 +81,7 @@ class EvaluationPlan(Frozen):
     command_timeout: int = Field(default=300, ge=1)
     retries: int = Field(default=2, ge=0)
     completions: bool = True
+    command: str = ""
 
     def each_run(self) -> tuple[RunSpec, ...]:
         """The runs with their temperatures."""

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import httpx
@@ -22,7 +21,6 @@ from openhands_rl_plugin.apps.demo.progress import ProgressListener
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.report.charts import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -59,16 +57,6 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
         running_command(["env", "webshop", "--products", "0"], free_port(), tmp_path / "log"),
     ):
         pytest.fail("it came up")
-
-
-def test_charts_are_well_formed_and_draw_every_point() -> None:
-    points = tuple(Point(slot=slot, value=slot / 4, low=0.0, high=1.0) for slot in range(4))
-    chart = line_chart([Series(name="a < b", colour="#123456", points=points)], ["1", "2", "3", "<4>"], "success")
-    root = ElementTree.fromstring(chart)
-    assert len(root.findall(".//{*}circle")) == 4
-    assert "a < b" in "".join(root.itertext())
-    alone = ElementTree.fromstring(svg_file(chart))
-    assert len(alone.findall(".//{*}circle")) == 4 and ".grid{" in (alone.findtext("{*}style") or "")
 
 
 def test_goals_of_demonstrations_training_and_evaluation_are_disjoint(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from report_data import data_of
 
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError
@@ -200,15 +201,19 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "0.333" in said and "pass@1" in said and "4 unresolved" in said
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert (
-        page.startswith("<!doctype html>") and "<svg" in page and "http:" not in page.replace("http://www.w3.org", "")
-    )
+    page = data_of(tmp_path / "out" / "report.html")
+    (group,) = page["evaluations"]["groups"]
+    assert dict(group["rows"])["pass@1"] == "0.333" and dict(group["rows"])["model"] == "m"
+    assert [each["k"] for each in group["pass_at_k"]] == [1, 2] and group["kinds"]["unresolved"] == 4
+    names = [each["name"] for each in page["evaluations"]["evaluations"]]
+    assert page[f"evaluations/{names[0]}"]["instances"]["kind"] == ["unresolved", "unresolved", "resolved"]
+    assert page[f"evaluations/{names[0]}?<t0>"]["patch"] == "x" and page["export"]["left_out"] == []
     assert json.loads((tmp_path / "out" / "report.json").read_text())["groups"][0]["pass_at_1"]["n"] == 3
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json", "--out", str(tmp_path / "both")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"]["gained"] == ["<t0>", "<t1>"] and found["comparison"]["test"] == "paired permutation"
-    assert "&lt;t0&gt;" in (tmp_path / "both" / "report.html").read_text()
+    said = dict(data_of(tmp_path / "both" / "report.html")["evaluations"]["comparison"])
+    assert said["solved more often"] == "2: <t0>, <t1>" and "paired permutation" in said["p-value"]
 
 
 @pytest.mark.parametrize(

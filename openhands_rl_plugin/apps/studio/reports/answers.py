@@ -24,10 +24,11 @@ class Answers:
         self._room = most - len(single_file(self._all(), title)) - _SPARE
 
     def add(self, what: str, answers: Mapping[str, JsonObject]) -> bool:
-        """All of ``answers``, or none where they do not fit: then ``what`` is named as left out."""
+        """All of ``answers``, or none where they do not fit: then ``what`` is named as left out, if it has a name."""
         weight = sum(_weight(address, body) for address, body in answers.items())
         if weight > self._room:
-            self.leave_out(what)
+            if what:
+                self.leave_out(what)
             return False
         self._room -= weight
         self._data.update(answers)

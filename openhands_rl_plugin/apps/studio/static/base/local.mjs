@@ -8,7 +8,7 @@ export function localAnswer(data, path) {
   const params = new URLSearchParams(asked);
   const parts = where.split('/').map(decodeURIComponent);
   const chosen = CHOOSING.map((name) => params.get(name)).filter(Boolean).join('&');
-  const found = parts[0] === 'episodes' && parts.length > 2 ? ofEpisode(data, parts, params) : data[where] ?? data[parts.join('/') + (chosen && `?${chosen}`)];
+  const found = parts[0] === 'episodes' && parts.length > 2 ? ofEpisode(data, parts, params) : chosen ? data[`${parts.join('/')}?${chosen}`] : data[where] ?? data[parts.join('/')];
   if (where === 'episodes' && found) return page(found, params);
   if (found === undefined || found === null) throw new Error('This is not in the exported file.');
   return found;
