@@ -15,6 +15,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.judgements import opinions, preferences
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, Task, Trajectory
+from openhands_rl_plugin.rollout.verdicts import add_label
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SESSION = Task(id="session", environment="workspace", instruction="Mend the parser.")
@@ -272,6 +273,17 @@ def test_a_wrong_preference_leaves_nothing(
     assert cli.main(["label", str(store), *words]) == 1
     assert said in capsys.readouterr().err
     assert read(store)[1] == ()
+
+
+def test_where_a_comment_stands_is_shown(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def comment() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            said = {"node": 1, "tokens": (2, 4), "author": "ann", "text": "not this"}
+            await add_label(storage, "run-0", LabelKind.COMMENT, **said)
+
+    asyncio.run(comment())
+    assert cli.main(["show", str(store), "run-0"]) == 0
+    assert "comment on node 1, sampled tokens 2 to 3 by ann: not this" in capsys.readouterr().out
 
 
 def test_what_was_said_moves_with_the_episodes(store: Path, tmp_path: Path) -> None:

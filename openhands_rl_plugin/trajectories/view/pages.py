@@ -89,7 +89,9 @@ def _print_totals(console: Console, episode: Episode) -> None:
     for label in standing(episode.labels):
         value = "" if label.value is None else f" {number(label.value)}"
         other = f" over {label.other}" if label.other else ""
-        said = f"{label.kind.value}{value}{other}{f' by {label.author}' if label.author else ''}: {label.text}"
+        at = "" if label.node is None else f" on node {label.node}"
+        at += "" if label.tokens is None else f", sampled tokens {label.tokens[0]} to {label.tokens[1] - 1}"
+        said = f"{label.kind.value}{value}{other}{at}{f' by {label.author}' if label.author else ''}: {label.text}"
         console.print(Text(visible(said.removesuffix(": "))), soft_wrap=True)
     if (failure := episode.failure) is not None:
         told = f"failed ({failure.kind.value}, {failure.boundary}): {failure.message}"

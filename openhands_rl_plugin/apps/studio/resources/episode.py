@@ -14,6 +14,7 @@ from openhands_rl_plugin.apps.studio.noted import Noted, NoteShelf
 from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, reply, whole
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf, Opened
 from openhands_rl_plugin.apps.studio.token_text import TokenText
+from openhands_rl_plugin.core.judgements import standing
 from openhands_rl_plugin.core.records import sub_agent_of
 from openhands_rl_plugin.core.types import JsonObject, Node, Score, Trajectory
 from openhands_rl_plugin.trajectories.view.episode import Turn, view_of
@@ -92,7 +93,7 @@ def header_of(opened: Opened) -> JsonObject:
         "head": trajectory.head,
         "tools": tools,
         "scores": [_score(score) for score in view.scores],
-        "labels": [label.model_dump(mode="json") for label in view.labels],
+        "labels": [label.model_dump(mode="json") for label in standing(view.labels)],
         "usage": view.usage.model_dump(),
         "totals": {**view.totals.model_dump(), "episode_return": number(view.totals.episode_return)},
         "started": trajectory.times.started,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from studio_pages import Pages
 
+from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.records import Label
+from openhands_rl_plugin.rollout.verdicts import give_verdict
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
@@ -52,6 +55,72 @@ def test_a_pair_becomes_a_preference(pages: Pages, seeded: Path) -> None:
     mine = page.locator(".text.said").all_inner_texts() == left
     assert label.kind == "preference" and (label.other or "").startswith("fix-parser-v2-")
     assert label.value == (1.0 if mine else 0.0)
+
+
+def test_a_comment_on_tokens_is_stored_shown_and_exported(pages: Pages, seeded: Path, tmp_path: Path) -> None:
+    page = pages.open("/e/fix-config-v1-1?view=tokens&node=2", wait=".t:not(.prompt)")
+    first = page.locator('[data-t^="2."]:not(.prompt)').first.get_attribute("data-t") or ""
+    start = int(first.split(".")[1])
+    page.locator(f'[data-t="2.{start + 3}"]').click()
+    page.locator(f'[data-t="2.{start + 7}"]').click(modifiers=["Shift"])
+    page.wait_for_function(f"() => location.search.includes('tokens=2.{start + 3}-{start + 7}')")
+    pages.keys(">", "<", "<", "m")
+    assert page.locator("#remark").get_attribute("placeholder") == "Comment on 4 tokens"
+    page.keyboard.type("here it goes wrong")
+    pages.keys("Enter")
+    page.wait_for_selector(".t.noted")
+    (label,) = stored(seeded, "fix-config-v1-1")
+    assert (label.kind, label.node, label.tokens, label.text) == ("comment", 2, (3, 7), "here it goes wrong")
+    assert page.locator(".t.noted").count() == 4
+    page.locator(f'[data-t="2.{start}"]').click()
+    page.get_by_role("button", name="4 tokens of node 2").click()
+    page.wait_for_function(f"() => location.search.includes('tokens=2.{start + 3}-{start + 6}')")
+    assert "here it goes wrong" in page.locator(".hover").inner_text()
+    # A selection that is drawn with the mouse, and one of the prompt, about which nothing can be said.
+    boxes = [page.locator(f'[data-t="2.{start + at}"]').bounding_box() for at in (8, 9)]
+    assert boxes[0] is not None and boxes[1] is not None
+    page.mouse.move(boxes[0]["x"] + 1, boxes[0]["y"] + 4)
+    page.mouse.down()
+    page.mouse.move(boxes[1]["x"] + boxes[1]["width"] - 1, boxes[1]["y"] + 4, steps=4)
+    page.mouse.up()
+    page.wait_for_function(f"() => location.search.includes('tokens=2.{start + 8}-{start + 9}')")
+    page.locator('[data-t="2.0"]').click()
+    page.wait_for_function("() => document.querySelector('#remark').placeholder === 'Comment, or #tag'")
+    out = tmp_path / "all.jsonl"
+    exported = ["export", str(seeded / "store"), "--format", "trajectories", "--query", "id:fix-config-v1-1"]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(cli.main, [*exported, "--out", str(out)]).result() == 0
+    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert [(each["text"], each["node"], each["tokens"]) for each in row["labels"]] == [(label.text, 2, [3, 7])]
+
+
+def test_what_was_withdrawn_is_gone_after_a_reload(pages: Pages, seeded: Path) -> None:
+    page = pages.open("/e/fix-config-v1-2", wait=".line button")
+    page.get_by_role("button", name="Good", exact=True).click()
+    page.wait_for_selector(".labels li")
+    page.get_by_role("button", name="withdraw verdict").click()
+    page.wait_for_function("() => !document.querySelector('.labels li')")
+    page.reload()
+    page.wait_for_selector(".line button")
+    assert not page.query_selector(".labels li")
+    assert len(stored(seeded, "fix-config-v1-2")) == 2, "both are kept"
+
+
+def test_who_disagrees_is_named(pages: Pages, seeded: Path) -> None:
+    async def label() -> None:
+        async with FileTrajectoryStorage(seeded / "store") as storage:
+            for author, at, value in (("ann", 0, 1.0), ("bob", 0, 0.0), ("ann", 1, 1.0), ("bob", 1, 1.0)):
+                await give_verdict(storage, f"fix-config-v2-{at}", value, author=author)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, label()).result()
+    page = pages.open("/q?query=task:fix-config+version:2", wait=".verdicts")
+    page.get_by_role("button", name="Agreement").click()
+    page.wait_for_selector(".disputed tbody tr")
+    said = page.locator(".agreement").inner_text()
+    assert "1 (50 %)" in said and "ann: 1, bob: 0" in said
+    page.get_by_role("link", name="fix-config-v2-0").click()
+    page.wait_for_selector(".item.assistant")
 
 
 def test_a_group_forks_and_two_of_it_are_compared(pages: Pages) -> None:

@@ -6,6 +6,30 @@ export const PAGE = 4096;
 /** A page of the tokens of a node: `{node, from, total, prompt, next, extends, tokenizer, tokens, notes, noted}`. */
 export const tokensOf = (id, node, from, store, notes) => ask(`episodes/${encodeURIComponent(id)}/nodes/${node}/tokens${query({from, store, notes})}`);
 
+/** `NODE.PLACE` or `NODE.FIRST-LAST` of an address, or null. Places count from the first token of the prompt. */
+export function spanOf(text) {
+  const found = /^(\d+)\.(\d+)(?:-(\d+))?$/.exec(text ?? '');
+  if (!found) return null;
+  const [node, first, last] = found.slice(1).map((each) => (each === undefined ? null : Number(each)));
+  return {node, first: Math.min(first, last ?? first), last: Math.max(first, last ?? first)};
+}
+
+export const spanText = ({node, first, last}) => `${node}.${first}${last > first ? `-${last}` : ''}`;
+
+/** What was sampled of a span, as labels name it: `{node, tokens: [first, end]}` of the node's sampled tokens, or null. */
+export function sampledIn(span, model) {
+  const prompt = span && model.of('prompt_tokens')(span.node);
+  if (prompt === null || prompt === undefined) return null;
+  const tokens = [Math.max(span.first - prompt, 0), Math.min(span.last + 1 - prompt, model.of('sampled_tokens')(span.node))];
+  return tokens[0] < tokens[1] ? {node: span.node, tokens} : null;
+}
+
+/** The labels that are about a token of a page, by its place in the page. */
+export const labelsAt = (labels, page, at) => labels.filter(({node, tokens}) => {
+  const place = page.from + at - page.prompt;
+  return tokens && node === page.node && place >= tokens[0] && place < tokens[1];
+});
+
 /** The measures that a page may have; a column that nobody recorded is not offered. */
 export const COLOURS = {
   logprob: {name: 'logprob', columns: ['logprob'], of: (t, at) => cell(t, 'logprob', at), span: [-4, 0], scale: 'low', unit: 'nats'},

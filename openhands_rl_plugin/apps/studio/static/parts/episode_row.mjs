@@ -40,8 +40,8 @@ export function EpisodeRow({number, row, style, params, here, chosen, said = []}
   return html`<div class=${`row${here ? ' here' : ''}${chosen ? ' chosen' : ''}`} role="row" aria-rowindex=${number + 1} aria-current=${here ? 'true' : null} style=${style}>
     <span class="mark" role="cell"><input type="checkbox" checked=${chosen} aria-label=${`mark ${row.id}`} onChange=${() => mark(row.id)} /></span>
     <span class="outcome" role="cell"><${Outcome} failure=${row.failed} stop=${row.stop} value=${earned(row)} /></span>
-    ${said.map((name) => html`<span key=${name} class="number said" role="cell" title=${name === 'human' ? 'what labellers said, no reward' : 'what a verifier thinks, no reward'}>${reward(row[name])}</span>`)}
-    <span class="task" role="cell"><a href=${address}><${Shown} text=${row.task} most=${200} /></a> <small class="muted"><${Shown} text=${row.id} most=${80} /></small>${row.labels && html`<small class="tag">${row.labels.join(', ')}</small>`}</span>
+    ${said.map((name) => html`<span key=${name} class=${`number said ${name}`} role="cell" title=${name === 'human' ? 'what labellers said, no reward' : 'what a verifier thinks, no reward'}>${reward(row[name])}</span>`)}
+    <span class="task" role="cell"><a href=${address}><${Shown} text=${row.task} most=${200} /></a> <small class="muted"><${Shown} text=${row.id} most=${80} /></small>${row.labels && html`<small class="tag">${[...new Set(row.labels)].join(', ')}</small>`}</span>
     <span class="policy" role="cell"><${Shown} text=${policy(row.adapter, row.version, row.model)} most=${80} /></span>
     <span class="strategy muted" role="cell"><${Shown} text=${row.strategy} most=${60} /></span>
     <span class="stop muted" role="cell">${row.stop === 'terminated' ? 'ended' : (row.stop ?? '').replaceAll('_', ' ')}</span>

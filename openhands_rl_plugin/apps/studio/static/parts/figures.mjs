@@ -12,7 +12,7 @@ export function Figures({model, node, store}) {
   return html`<aside class="right" aria-label="Figures" tabindex="0">
     <details open><summary>Episode</summary><${OfEpisode} header=${header} store=${store} /></details>
     <details open><summary>Judged</summary><${Scores} header=${header} /></details>
-    <details open><summary>Labels</summary><${Labels} header=${header} node=${node} store=${store} /></details>
+    <details open><summary>Labels</summary><${Labels} model=${model} node=${node} store=${store} /></details>
     ${node !== null && html`<details open><summary>Node ${node}</summary><${OfNode} model=${model} at=${node} /></details>`}
     ${Object.keys(header.evidence).length > 0 && html`<details><summary>Evidence</summary><${Evidence} evidence=${header.evidence} /></details>`}
     ${header.task.instruction && html`<details><summary>Task</summary><${Text} text=${header.task.instruction} /></details>`}

@@ -5,8 +5,9 @@ import {cell, exported, query, rowsOf, useAnswer} from 'studio/base/api';
 import {count, fixed, known, plural} from 'studio/base/format';
 import {useKeys} from 'studio/base/keys';
 import {param, put} from 'studio/base/route';
-import {plain} from 'studio/base/text';
-import {COLOURS, PAGE, offered, outliers, shade, tokensOf} from 'studio/base/tokens';
+import {Shown, plain} from 'studio/base/text';
+import {COLOURS, PAGE, labelsAt, offered, outliers, sampledIn, shade, spanOf, spanText, tokensOf} from 'studio/base/tokens';
+import {toRemark} from 'studio/parts/labelling';
 import {Empty, Problem, Waiting} from 'studio/parts/states';
 
 export function Tokens({model, node, choose, store}) {
@@ -20,6 +21,12 @@ export function Tokens({model, node, choose, store}) {
   const names = useMemo(() => offered(pages), [pages]);
   const colour = names.includes(param('colour')) ? param('colour') : names[0] ?? 'mask';
   const marked = param('tokens');
+  const span = spanOf(marked);
+  const labels = useMemo(() => model.header.labels.filter((each) => each.tokens), [model]);
+  const lengthen = (by) => {
+    const total = span && pages.find((page) => page.node === span.node)?.total;
+    if (total) put({tokens: spanText({...span, last: Math.min(Math.max(span.first, span.last + by), total - 1)})});
+  };
   const found = useMemo(() => outliers(pages, colour), [pages, colour]);
   const jump = (by) => {
     if (!found.length) return;
@@ -29,15 +36,20 @@ export function Tokens({model, node, choose, store}) {
   };
   useKeys('Tokens', {
     n: ['next outlier', () => jump(1)], N: ['previous outlier', () => jump(-1)],
+    '>': ['select one token more', () => lengthen(1)], '<': ['select one token less', () => lengthen(-1)],
     v: ['next colour', () => put({colour: names[(names.indexOf(colour) + 1) % names.length]})],
   });
   useEffect(() => {
-    place.current?.querySelector('.t.at')?.classList.remove('at');
-    const token = marked ? place.current?.querySelector(`[data-t="${CSS.escape(marked)}"]`) : null;
-    token?.classList.add('at');
+    for (const token of place.current?.querySelectorAll('.t.at') ?? []) token.classList.remove('at', 'part');
+    const last = Math.min(span?.last, pages.find((page) => page.node === span?.node)?.total ?? -1);
+    let token = null;
+    for (let at = span?.first; at <= last; at += 1) {
+      token = place.current?.querySelector(`[data-t="${span.node}.${at}"]`) ?? token;
+      token?.classList.add('at', ...(span.last > span.first ? ['part'] : []));
+    }
     token?.scrollIntoView({block: 'nearest'});
     if (token) point(token.dataset.t);
-  }, [marked, pages, colour]);
+  }, [marked, pages, colour, labels]);
   if (start === null) return html`<${Empty} title="No tokens">Nothing was sampled in this episode.</${Empty}>`;
   if (error) return html`<${Problem} error=${error} />`;
   if (!pages.length) return html`<${Waiting} rows=${8} />`;
@@ -52,10 +64,10 @@ export function Tokens({model, node, choose, store}) {
     <${Passes} pages=${pages} />
     ${group.note && html`<p class="note">${group.note}</p>`}
     ${pages[0].tokenizer && !pages.some((page) => page.tokens.text) && html`<p class="note">Ids are shown: ${pages[0].tokenizer}.</p>`}
-    <${Hover} pages=${pages} name=${hover} />
+    <${Hover} pages=${pages} name=${hover} labels=${labels} chosen=${sampledIn(span, model)} />
     <div class="stream" ref=${place} onPointerOver=${(event) => event.target.dataset?.t && point(event.target.dataset.t)}
-      onClick=${(event) => event.target.dataset?.t && put({tokens: event.target.dataset.t})}>
-      ${pages.map((page) => html`<${Page} key=${`${page.node}-${page.from}`} page=${page} colour=${colour} turn=${model.of('turn')(page.node)} choose=${choose} />`)}
+      onClick=${(event) => { const chosen = chosenBy(event, span); if (chosen) put({tokens: spanText(chosen)}); }}>
+      ${pages.map((page) => html`<${Page} key=${`${page.node}-${page.from}`} page=${page} colour=${colour} labels=${labels} turn=${model.of('turn')(page.node)} choose=${choose} />`)}
     </div>
     ${next && html`<p class="strip"><button onClick=${next}>More tokens</button></p>`}
   </div>`;
@@ -69,6 +81,16 @@ function Passes({pages}) {
   const chosen = notes.find((each) => each.key === noted);
   return html`<p class="note">Numbers of training: ${notes.length === 1 ? said(chosen) : html`<select aria-label="Training" value=${noted} onChange=${(event) => put({notes: event.target.value}, {push: true})}>
     ${notes.map((each) => html`<option key=${each.key} value=${each.key}>${said(each)}</option>`)}</select>`}</p>`;
+}
+
+/** A token that was clicked; with shift, or after drawing over a text, all of the same turn in between. */
+function chosenBy(event, span) {
+  const drawn = getSelection();
+  const ends = [drawn.anchorNode, drawn.focusNode].map((each) => spanOf(each?.parentElement?.closest('[data-t]')?.dataset.t));
+  const clicked = spanOf(event.target.dataset?.t);
+  const [one, other] = event.shiftKey && span && clicked ? [span, clicked] : drawn.isCollapsed ? [clicked, clicked] : ends;
+  if (!one || one.node !== other?.node) return clicked;
+  return {node: one.node, first: Math.min(one.first, other.first), last: Math.max(one.last, other.last)};
 }
 
 const name = (page, at) => `${page.node}.${page.from + at}`;
@@ -109,7 +131,7 @@ function useStream(model, start, store, notes) {
 }
 
 /** Thousands of tokens are made by hand, as text only, and are coloured anew without being made anew. */
-function Page({page, colour, turn, choose}) {
+function Page({page, colour, labels, turn, choose}) {
   const place = useRef(null);
   const {tokens, prompt, from} = page;
   const size = rowsOf(tokens);
@@ -126,10 +148,11 @@ function Page({page, colour, turn, choose}) {
   }, [page]);
   useLayoutEffect(() => {
     const measure = COLOURS[colour];
+    const own = labels.filter((each) => each.node === page.node);
     for (let at = 0; at < size; at += 1) {
-      place.current.children[at].className = `t${from + at < prompt ? ' prompt' : ''} ${shade(measure.of(tokens, at, page), measure)}`;
+      place.current.children[at].className = `t${from + at < prompt ? ' prompt' : ''} ${shade(measure.of(tokens, at, page), measure)}${labelsAt(own, page, at).length ? ' noted' : ''}`;
     }
-  }, [page, colour]);
+  }, [page, colour, labels]);
   return html`<section class="turn"><h2 class="small"><button class="plain" onClick=${() => choose(page.node)}>Turn ${turn ?? '–'}</button>
     <span>${plural(prompt, 'prompt token')} ${page.extends ? 'new' : 'in full'}, ${count(page.total - prompt)} sampled</span></h2><p class="said" ref=${place}></p></section>`;
 }
@@ -137,7 +160,7 @@ function Page({page, colour, turn, choose}) {
 /** A line feed has no width of its own, and a colour needs one. */
 const seen = (text) => plain(text).replaceAll('\n', '⏎\n').replaceAll('\t', '⇥\t') || '·';
 
-function Hover({pages, name: wanted}) {
+function Hover({pages, name: wanted, labels, chosen}) {
   const [node, place] = (wanted ?? '').split('.').map(Number);
   const page = pages.find((each) => each.node === node && place >= each.from && place < each.from + rowsOf(each.tokens));
   if (!page) return html`<p class="hover muted">Point at a token, or press n.</p>`;
@@ -150,5 +173,7 @@ function Hover({pages, name: wanted}) {
     ${known(trainer) && html`<span>trainer ${fixed(trainer, 4)}</span><span>ratio ${fixed(Math.exp(trainer - server), 3)}</span>`}
     ${known(of('entropy')) && html`<span>entropy ${fixed(of('entropy'), 3)}</span>`}
     ${known(COLOURS.advantage.of(page.tokens, at, page)) && html`<span>advantage ${fixed(COLOURS.advantage.of(page.tokens, at, page), 3)}</span>`}
-    ${known(of('clipped')) && html`<span>${of('clipped') ? 'clipped' : 'not clipped'}</span>`}</p>`;
+    ${known(of('clipped')) && html`<span>${of('clipped') ? 'clipped' : 'not clipped'}</span>`}
+    ${labelsAt(labels, page, at).map((each) => html`<span key=${each.id} class="remark">“<${Shown} text=${each.text} most=${300} />” <small class="muted"><${Shown} text=${each.author} most=${60} /></small></span>`)}
+    ${chosen && !exported && html`<button class="plain" onClick=${toRemark}>comment on ${plural(chosen.tokens[1] - chosen.tokens[0], 'token')}</button>`}</p>`;
 }
