@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from openhands_rl_plugin.cli.doctor_checks.disk import check_adapters, check_episodes, check_storage
@@ -11,7 +12,13 @@ from openhands_rl_plugin.cli.doctor_checks.services import check_environment_ser
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
+
+_INSTRUCTIONS: Mapping[PromptName, str] = {
+    "standard": "OpenHands' own ([rl.workspace] prompt): a model needs a context of 16,384 tokens or more",
+    "compact": "RLAgent's short ones ([rl.workspace] prompt), under 700 tokens",
+}
 
 
 async def check_all(config: Path | None, *, probe: bool = False, registration: bool = True) -> list[Finding]:
@@ -23,7 +30,7 @@ async def check_all(config: Path | None, *, probe: bool = False, registration: b
             settings = load_settings(config)
         except ConfigError as error:
             return [*findings, *(fail("configuration", line, "") for line in str(error).splitlines())]
-        findings.append(ok("configuration", str(config)))
+        findings += [ok("configuration", str(config)), ok("instructions", _INSTRUCTIONS[settings.workspace.prompt])]
     findings += await _storage(settings)
     findings += check_adapters(settings.serving.adapters_directory, settings.serving.adapter)
     if config is None:

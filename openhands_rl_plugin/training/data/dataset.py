@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +10,9 @@ from pydantic import Field
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, asked_in_common, labels_of, preferences
+from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, labels_of, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter, prompt_of, sub_agent_of
 from openhands_rl_plugin.core.types import (
     Adapter,
     Failure,
@@ -25,12 +24,18 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, judge_all, known_score
-from openhands_rl_plugin.training.algorithms import Kind, algorithm_of, needs_logprobs
+from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.credit.proposals import is_searched
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of, trained_nodes
 from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
-from openhands_rl_plugin.training.data.eligibility import is_interrupted, is_overlong, off_policy_sampling, samplings
+from openhands_rl_plugin.training.data.eligibility import (
+    is_interrupted,
+    is_overlong,
+    mixed_prompts,
+    off_policy_sampling,
+    regrouped,
+)
 from openhands_rl_plugin.training.data.imitation import PreferencePair, preference_pairs, select_for_sft
 from openhands_rl_plugin.training.data.shortened import may_be_shortened, until_secret
 
@@ -135,7 +140,7 @@ class TrainingDataset:
     """Training sequences with advantages, or preference pairs; ``used``: the number of their episodes.
 
     For DPO ``samples`` are those of the ``pairs``. ``searched``: how many of the episodes are reinforced as if the
-    policy had sampled what a search chose.
+    policy had sampled what a search chose. ``prompts``: how many had which ``[rl.workspace] prompt``.
     """
 
     algorithm: AlgorithmName
@@ -144,15 +149,18 @@ class TrainingDataset:
     excluded: ExcludedEpisodes
     pairs: tuple[PreferencePair, ...] = ()
     searched: int = 0
+    prompts: Mapping[str, int] = field(default_factory=dict)
 
     def warnings(self) -> list[str]:
         """What is wrong with the data, and what to do about it, a line each."""
+        told = mixed_prompts(self.prompts)
         if not self.searched:
-            return []
+            return told
         return [
+            *told,
             f"a search chose the answers of {self.searched} of {self.used} episodes, and they are trained as if the "
             'policy had sampled them: train what was sampled with tree = "proposals" (or "branches"), or imitate what '
-            'was chosen with algorithm = "sft"'
+            'was chosen with algorithm = "sft"',
         ]
 
 
@@ -323,6 +331,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDat
         used=used,
         excluded=usable.excluded.model_copy(update={"no_signal": len(trajectories) - used}),
         pairs=tuple(pairs),
+        prompts=Counter(prompt_of(each) for each in trajectories if each.id in trained),
         searched=sum(is_searched(each) for each in trajectories if each.id in trained) if as_sampled else 0,
     )
 
@@ -366,20 +375,6 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
         ),
         said=episodes.said,
     )
-
-
-def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
-    """The episode, with a group id for all episodes of one task and one policy version, across runs.
-
-    A baseline estimates the expected return of one policy on one task, and a preference pair must differ in quality,
-    not in the way of sampling. So episodes that are compared also have the same strategy and sampling parameters; for
-    SFT the best episodes of a task may have different ones.
-    """
-    key = [*asked_in_common(trajectory.task), trajectory.policy.served_name]
-    if kind != "imitation":
-        options = {name: value for name, value in trajectory.strategy.options.items() if name != "seed"}
-        key += [trajectory.strategy.name, json.dumps(options, sort_keys=True), str(samplings(trajectory))]
-    return trajectory.model_copy(update={"group_id": "\0".join(key)})
 
 
 def off_temperature_message(excluded: ExcludedEpisodes) -> str:

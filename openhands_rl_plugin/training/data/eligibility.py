@@ -8,9 +8,15 @@ step, and neither clipping nor importance correction detects that.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
+from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.types import SamplingParams, StopReason, Trajectory
+from openhands_rl_plugin.training.algorithms import Kind
 
 _INTERRUPTED = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
 _LIMIT_REACHED = frozenset({StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS})
@@ -56,3 +62,33 @@ def _in_words(params: SamplingParams | None) -> str:
 
 def _altering(params: SamplingParams) -> dict[str, float]:
     return altering_parameters({name: getattr(params, name, None) for name in ("top_p", *NEUTRAL_PARAMETERS)})
+
+
+def mixed_prompts(prompts: Mapping[str, int]) -> list[str]:
+    """A line where episodes had different instructions: of each ``[rl.workspace] prompt`` how many."""
+    if len(prompts) < 2:
+        return []
+    counts = ", ".join(f"{count} {prompt}" for prompt, count in sorted(prompts.items()))
+    return [
+        f"the episodes had different instructions ([rl.workspace] prompt: {counts}): all are trained, and only those "
+        "with the same are compared; a model that will have one of them learns best from that one alone"
+    ]
+
+
+def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
+    """The episode, with a group id for all episodes of one task and one policy version, across runs.
+
+    A baseline estimates the expected return of one policy on one task, and a preference pair must differ in quality,
+    not in the way of sampling. So episodes that are compared also have the same strategy, sampling and prompt; for
+    SFT the best episodes of a task may have different ones.
+    """
+    key = [*asked_in_common(trajectory.task), trajectory.policy.served_name]
+    if kind != "imitation":
+        options = {name: value for name, value in trajectory.strategy.options.items() if name != "seed"}
+        key += [
+            trajectory.strategy.name,
+            json.dumps(options, sort_keys=True),
+            str(samplings(trajectory)),
+            prompt_of(trajectory),
+        ]
+    return trajectory.model_copy(update={"group_id": "\0".join(key)})

@@ -9,7 +9,14 @@ from openhands_rl_plugin.core.acted import TURN, kind_of
 from openhands_rl_plugin.core.browsing.terms import Column, Match, Term, begins
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of, sub_agents_run
+from openhands_rl_plugin.core.records import (
+    STANDARD_PROMPT,
+    Label,
+    TrajectoryFilter,
+    prompt_of,
+    sub_agent_of,
+    sub_agents_run,
+)
 from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import (
     Failure,
@@ -93,7 +100,8 @@ class SubAgent(Frozen):
 class Episode(Frozen):
     """An episode, its scores, its labels and its turns: every node of the tree, in the order of their making.
 
-    ``sub_agents``: the episodes begun in it that the same store has, which are judged by themselves.
+    ``sub_agents``: the episodes begun in it that the same store has, which are judged by themselves. ``prompt``: what
+    ``[rl.workspace] prompt`` gave the agent.
     """
 
     id: str
@@ -101,6 +109,7 @@ class Episode(Frozen):
     group_id: str
     task: Task
     strategy: str
+    prompt: str = STANDARD_PROMPT
     policy: PolicyRef
     stop: StopReason
     failure: Failure | None
@@ -161,6 +170,7 @@ def view_of(trajectory: Trajectory, scores: Sequence[Score] = (), labels: Sequen
         group_id=trajectory.group_id,
         task=trajectory.task,
         strategy=trajectory.strategy.name,
+        prompt=prompt_of(trajectory),
         policy=trajectory.policy,
         stop=trajectory.stop,
         failure=trajectory.failure,

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.judgements import standing
-from openhands_rl_plugin.core.records import sub_agent_of
+from openhands_rl_plugin.core.records import STANDARD_PROMPT, sub_agent_of
 from openhands_rl_plugin.core.transcript import one_line, visible
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
@@ -53,7 +53,8 @@ def print_tree(console: Console, episode: Episode) -> None:
 def _print_head(console: Console, episode: Episode) -> None:
     task = f"{episode.task.environment}/{episode.task.id}"
     console.print(Text(visible(f"{episode.id}  run {episode.run_id}  task {task}"), "bold"), soft_wrap=True)
-    console.print(Text(visible(f"{episode.strategy}  {episode.policy.served_name}")), soft_wrap=True)
+    prompt = "" if episode.prompt == STANDARD_PROMPT else f"  prompt {episode.prompt}"
+    console.print(Text(visible(f"{episode.strategy}  {episode.policy.served_name}{prompt}")), soft_wrap=True)
     if (link := sub_agent_of(episode.task)) is not None:
         console.print(Text(visible(f"sub-agent {link.kind} of {link.parent}")), soft_wrap=True)
     for each in episode.sub_agents:

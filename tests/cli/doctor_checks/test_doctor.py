@@ -171,6 +171,12 @@ async def test_a_wrong_configuration_is_told_line_by_line(tmp_path: Path) -> Non
     assert len(told) == 2 and all(each.level is Level.FAIL for each in told)
 
 
+async def test_the_agents_instructions_are_named(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'[rl]\nstorage = {{ path = "{tmp_path}/store" }}\n[rl.workspace]\nprompt = "compact"\n')
+    assert "under 700 tokens" in of(await check_all(config, registration=False), "instructions").said
+
+
 def test_what_is_installed_is_named() -> None:
     findings = list(check_installation(registration=False))
     assert of(findings, "python").level is Level.OK

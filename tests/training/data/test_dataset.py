@@ -206,6 +206,25 @@ def test_what_was_played_otherwise_is_not_compared(algorithm: str) -> None:
     assert build_dataset(stored(*alike), chosen).used == 2, "a seed is no other policy"
 
 
+def with_prompt(trajectory: Trajectory, prompt: str) -> Trajectory:
+    first = trajectory.nodes[0].model_copy(update={"metadata": {"prompt": prompt}})
+    return trajectory.model_copy(update={"nodes": (first, *trajectory.nodes[1:])})
+
+
+def test_episodes_with_different_instructions_are_trained_side_by_side_and_that_is_said() -> None:
+    mixed = stored(
+        *(with_prompt(played(number, float(number)), "compact") for number in range(2)),
+        *(played(number, float(number - 2)) for number in range(2, 4)),
+    )
+    dataset = build_dataset(mixed, settings(algorithm="grpo"))
+    assert dataset.used == 4
+    [said] = dataset.warnings()
+    assert said.startswith("the episodes had different instructions ([rl.workspace] prompt: 2 compact, 2 standard)")
+    apart = stored(with_prompt(played(0, 1.0), "compact"), played(1, 0.0))
+    assert build_dataset(apart, settings(algorithm="grpo")).excluded == ExcludedEpisodes(no_signal=2)
+    assert not build_dataset(stored(played(0, 0.0), played(1, 1.0)), settings(algorithm="grpo")).warnings()
+
+
 def test_a_greedy_answer_and_another_are_no_preference() -> None:
     greedy = sampled(played(0, 1.0), SamplingParams(temperature=0.0))
     hot = [sampled(played(1, 0.0), HALF), sampled(played(2, 0.5), HALF)]

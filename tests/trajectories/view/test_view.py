@@ -164,6 +164,22 @@ def test_notes_of_any_form_are_no_error() -> None:
     assert {(turn.merged, turn.dropped, turn.search_report) for turn in turns} == {(0, None, None)}
 
 
+def test_the_instructions_of_an_episode_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    standard = example_trajectory(0)
+    first = standard.nodes[0].model_copy(update={"metadata": {"prompt": "compact"}})
+    compact = standard.model_copy(update={"id": "compact-one", "nodes": (first, *standard.nodes[1:])})
+
+    async def fill() -> None:
+        async with FileTrajectoryStorage(tmp_path) as storage:
+            await storage.add(standard)
+            await storage.add(compact)
+
+    asyncio.run(fill())
+    assert "prompt compact" in shown(capsys, "show", tmp_path, "compact-one")
+    assert "prompt compact" not in shown(capsys, "show", tmp_path, standard.id)
+    assert json.loads(shown(capsys, "show", tmp_path, standard.id, "--json"))["prompt"] == "standard"
+
+
 def test_an_episode_as_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(shown(capsys, "show", store, "search", "--json"))
     assert [turn["segment"] for turn in document["turns"]] == [None, 1, 1, None, 2]
