@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import openhands.sdk.agent.agent as stock
-from openhands.sdk.agent import Agent
+from openhands.sdk.agent import Agent, AgentBase
 from openhands.sdk.context.condenser import CondenserBase
 from openhands.sdk.conversation import (
     ConversationCallbackType,
@@ -35,6 +35,7 @@ from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisod
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
+from openhands_rl_plugin.hosts.v1.resumed import settings_that_changed
 from openhands_rl_plugin.hosts.v1.sub_agents import Delegation, adopting
 
 log = logging.getLogger("openhands")
@@ -103,6 +104,19 @@ class RLAgent(Agent):
         with self._playing(conversation) as agent:
             assert _stock_astep is not None
             await _stock_astep(agent, conversation, on_event, on_token)
+
+    def verify(self, persisted: AgentBase, events: Sequence[Any] | None = None) -> AgentBase:
+        """As the stock agent's. A conversation that is resumed with other settings goes on, and that is said."""
+        verified = super().verify(persisted, events)
+        if isinstance(persisted, RLAgent):
+            told = settings_that_changed(persisted.rl, persisted.llm.model, self.rl, self.llm.model)
+            if told:
+                log.warning(
+                    "openhands_rl_plugin: the conversation is resumed with other settings (%s): it goes on, and is "
+                    "recorded with these; give the former ones to go on as before",
+                    told,
+                )
+        return verified
 
     def close(self) -> None:
         """End the episodes of the conversation that is being closed."""

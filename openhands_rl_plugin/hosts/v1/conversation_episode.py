@@ -102,9 +102,10 @@ class ConversationEpisode:
         self._last_status = Status.RUNNING
         self._workspace: StockWorkspace | None = None
         runtime = runtime_of(self.session)
-        if isinstance(runtime, ConversationWorkspace):
+        if isinstance(runtime, ConversationWorkspace) and not runtime.closed:
             runtime.begin()
-        elif runtime is None:
+        elif runtime is None or isinstance(runtime, ConversationWorkspace | StockWorkspace):
+            # What is there is an earlier episode's.
             self._workspace = StockWorkspace(Path(str(conversation.workspace.working_dir)))
             register_runtime(self.session, self._workspace)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
+from needs import needs_bubblewrap
 from openhands.sdk import LLM, Agent, AgentBase
 from openhands.sdk.context.condenser import LLMSummarizingCondenser
 from openhands.sdk.conversation import ConversationExecutionStatus, LocalConversation
@@ -15,7 +16,7 @@ from openhands.sdk.event import Condensation, ObservationEvent
 from openhands.sdk.security.confirmation_policy import AlwaysConfirm
 from pydantic import ValidationError
 from scripted_model import ScriptedModel, call, says
-from sdk_play import TERMINAL, converse, finish, make_agent, make_llm, stored, think
+from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
 
 from openhands_rl_plugin.core.acted import CONDENSATION, TURN, kind_of
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, StopReason, Tokens
@@ -144,6 +145,46 @@ async def test_a_conversation_is_resumed_by_its_agent_and_not_by_another(
     assert one.group_id == two.group_id == str(id) and two.strategy.name == "BestOfN"
     assert [node.message.role for node in two.nodes] == ["system", "user", "assistant", "user", "assistant"]
     assert [node.sampled for node in two.nodes] == [False, False, False, False, True]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("sandboxed", [False, True])
+async def test_a_conversation_is_resumed_with_other_settings_and_that_is_said(
+    sandboxed: bool, server: ScriptedModel, workspace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = "/workspace" if sandboxed else str(workspace)
+    looks = says(None, call(EDITOR, {"command": "view", "path": f"{place}/calc.py"}, "call-1"))
+    server.script("resume-one", [says("Which one?")])
+    answers = iter([looks, finish()])
+    server.policies["resume-two"] = lambda body: next(answers) if body.get("tools") else says("Yes")
+    kept, id = str(tmp_path / "kept"), uuid.uuid4()
+    before, after = ("none", "bubblewrap") if sandboxed else ("bubblewrap", "none")
+
+    def go_on(model: str, text: str, **rl: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="openhands"):
+            agent = make_agent(make_llm(server, model, usage_id="agent"), tmp_path / "store", tools=[EDITOR], rl=rl)
+            conversation = converse(agent, workspace, persistence_dir=kept, conversation_id=id)
+            conversation.send_message(text)
+            conversation.run()
+            conversation.close()
+        return [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
+
+    search = {"rollout_strategy": "BestOfN", "strategy": {"n": 1, "value": "model"}}
+    assert go_on("resume-one", "Do it.", workspace={"isolation": before}) == []
+    [line] = go_on("resume-two", "That one.", workspace={"isolation": after}, **search)
+    for part in (
+        'model: "openai/resume-one", now "openai/resume-two"',
+        '[rl] rollout_strategy: "StandardReAct", now "BestOfN"',
+        '[rl.strategy]: {}, now {"n": 1, "value": "model"}',
+        f'[rl.workspace] isolation: "{before}", now "{after}"',
+    ):
+        assert part in line
+    assert line.count("\n") == 0 and "give the former ones" in line
+    one, two = await stored(tmp_path / "store")
+    assert [one.stop, two.stop] == [StopReason.NO_ACTION, StopReason.TERMINATED] and two.failure is None
+    heard = [message.content or "" for message in two.messages() if message.role == "tool"]
+    assert "return a - b" in heard[0], "the tools work where the settings say"
 
 
 def test_an_agent_survives_serialisation_as_what_it_is(server: ScriptedModel, tmp_path: Path) -> None:

@@ -241,14 +241,16 @@ def test_secrets_reach_commands_and_are_masked(server: ScriptedModel, workspace:
     assert told[0].startswith("HUNTER-TWO-22\n") and "hunter-two-22" not in told[0]
 
 
+@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
 async def test_each_task_of_a_conversation_has_its_own_changes_as_evidence(
-    server: ScriptedModel, workspace: Path
+    isolation: str, server: ScriptedModel, workspace: Path
 ) -> None:
-    conversation = opened(server, "twice", workspace)
-    play(conversation, server, [run("echo one > one.txt")])
-    play(conversation, server, [run("echo two > two.txt")])
+    conversation = opened(server, f"twice-{isolation}", workspace, isolation)
+    folder = "/workspace" if isolation == "bubblewrap" else str(workspace)
+    for name in ("one", "two"):
+        play(conversation, server, [edit("create", f"{folder}/{name}.txt", file_text=f"{name}\n")])
     conversation.close()
-    first, second = await stored(workspace.parent / "store-bubblewrap")
+    first, second = await stored(workspace.parent / f"store-{isolation}")
     assert first.evidence["changed_files"] == {"one.txt": "added"}
     assert second.evidence["changed_files"] == {"two.txt": "added"}
 
