@@ -26,7 +26,9 @@ def play(server: ScriptedModel, workspace: Path, request: pytest.FixtureRequest)
     def begin(answers: list[dict], **changes) -> LocalConversation:
         name = request.node.name
         server.script(name, answers)
-        conversation = converse(make_agent(make_llm(server, name), workspace.parent / "store"), workspace, **changes)
+        conversation = converse(
+            make_agent(make_llm(server, name), workspace.parent / "store", tools=()), workspace, **changes
+        )
         conversation.send_message("Think.")
         return conversation
 
@@ -171,7 +173,7 @@ with serve() as server:
     server.cached = None
     server.script("exit", [finish()])
     folder = Path(sys.argv[1])
-    conversation = converse(make_agent(make_llm(server, "exit"), folder / "store"), folder)
+    conversation = converse(make_agent(make_llm(server, "exit"), folder / "store", tools=()), folder)
     conversation.send_message("Go.")
     conversation.run()
 """
