@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.browsing.terms import Column, Term
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter, TrajectorySummary
-from openhands_rl_plugin.core.types import Frozen, Score
+from openhands_rl_plugin.core.types import Frozen, PolicyRef, Score
 
 
 class FacetCount(Frozen):
@@ -15,6 +15,15 @@ class FacetCount(Frozen):
 
     value: str | None
     count: int
+
+
+class PolicyTokens(Frozen):
+    """What the episodes of one policy took: tokens of prompts (each call's whole one) and of completions."""
+
+    policy: PolicyRef
+    episodes: int
+    prompt_tokens: int
+    completion_tokens: int
 
 
 class RewardHistogram(Frozen):
@@ -100,6 +109,10 @@ class Browsable(Protocol):
 
     async def rewards(self, where: TrajectoryFilter, bins: int) -> RewardHistogram:
         """How the rewards of the matches are distributed."""
+        ...
+
+    async def tokens(self, where: TrajectoryFilter) -> tuple[PolicyTokens, ...]:
+        """What the matches took, by the policy that they were begun with."""
         ...
 
     async def changed_since(self, cursor: str | None) -> StoreChanges:

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 
 from openhands_rl_plugin.config.rl import ServingSettings
-from openhands_rl_plugin.core.errors import PublishError
+from openhands_rl_plugin.core.errors import PublishError, StorageError
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
 from openhands_rl_plugin.models.adapters.compatibility import check_servable
@@ -245,6 +245,11 @@ class AdapterPublisher:
 
         differences = await on_all(servers, probe_server)
         self._served_logprobs = served_logprobs
+        found = {server.url: each for server, each in zip(servers, differences, strict=True)}
+        try:
+            self._store.note_probed(adapter, found)
+        except StorageError as error:
+            log.warning("%s; the version is used all the same", error)
         return differences
 
     def _versions_of(self, adapter: Adapter) -> tuple[Adapter, ...]:

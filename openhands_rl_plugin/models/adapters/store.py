@@ -13,11 +13,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError, describe
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync, write_file
@@ -27,6 +27,7 @@ from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 MANIFEST = "manifest.json"
 PROBE = "probe.json"
 LOADED = "loaded.json"
+PROBED = "probed.json"
 UNFINISHED = (".new-*", ".verifier-*")
 """What is not whole yet, and nobody's but its writer's."""
 
@@ -44,6 +45,13 @@ class LoadedBy(Frozen):
     """The servers that were given a version from its directory."""
 
     urls: tuple[str, ...] = ()
+
+
+class ProbedOn(Frozen):
+    """URL of a server -> how far its logprobs of the probe were from the trainer's when the version was published: the
+    mean absolute difference, in nats."""
+
+    differences: dict[str, float] = Field(default_factory=dict)
 
 
 class AdapterStore:
@@ -171,6 +179,13 @@ class AdapterStore:
         """Note that the server at ``url`` was given these weights. Raises ``StorageError``."""
         path = self.root / adapter.name / LOADED
         write_file(path, LoadedBy(urls=(*sorted({*self._loaded_by(path), url}),)).model_dump_json())
+
+    def note_probed(self, adapter: Adapter, differences: Mapping[str, float]) -> None:
+        """Note what the servers at these URLs answered to the probe. Raises ``StorageError``."""
+        path = self.root / adapter.name / PROBED
+        with suppress(OSError, ValidationError):
+            differences = ProbedOn.model_validate_json(path.read_bytes()).differences | dict(differences)
+        write_file(path, ProbedOn(differences=dict(differences)).model_dump_json())
 
     def was_loaded(self, adapter: Adapter, url: str) -> bool:
         """Whether what the server at ``url`` has by this name are these weights, and not those of a former run.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
-from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE
+from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE, PROBED
 from openhands_rl_plugin.training.distributed.sharding import full_tensor
 from openhands_rl_plugin.training.policies.full_layers import trained_token_logprobs
 from openhands_rl_plugin.training.policies.fused import fuse_layers
@@ -24,7 +24,7 @@ from openhands_rl_plugin.training.policies.packed_model import PackedModel
 _SHARD_BYTES = 4 * 1024**3  # a size per file that every file system and hub accepts
 _INDEX = "model.safetensors.index.json"
 _OWN_FILES = (".safetensors", ".bin", ".index.json")
-_OF_A_VERSION = frozenset({MANIFEST, PROBE, LOADED, "trained.json"})
+_OF_A_VERSION = frozenset({MANIFEST, PROBE, LOADED, PROBED, "trained.json"})
 """What was written beside the weights that training began with, about those."""
 
 

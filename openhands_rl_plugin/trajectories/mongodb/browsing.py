@@ -1,22 +1,18 @@
-"""Counts over many episodes of a MongoDB store, and what has changed, without reading any log."""
+"""Counts over many episodes of a MongoDB store, without reading any log."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from openhands_rl_plugin.core.browsing.listing import FacetCount, RewardHistogram, StoreChanges
+from openhands_rl_plugin.core.browsing.listing import FacetCount, PolicyTokens, RewardHistogram
 from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.trajectories.mongodb.client import Collection, MongoDatabase
+from openhands_rl_plugin.core.types import PolicyRef
+from openhands_rl_plugin.trajectories.mongodb.changes import last_numbers
+from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.mongodb.conditions import Query, field_of
 from openhands_rl_plugin.trajectories.mongodb.headers import query_of
-from openhands_rl_plugin.trajectories.storages.documents import cursor_lost
-
-_MOST = 1000
-_WATCHED = 256
-_CURSOR = re.compile(r"e(\d{1,18})\.s(\d{1,18})\.l(\d{1,18})\.o((?:\d{1,18}:\d{1,18},)*)")
 
 
 async def facet_counts(
@@ -45,30 +41,25 @@ async def reward_histogram(database: MongoDatabase, where: TrajectoryFilter, bin
     return RewardHistogram(low=low, high=high, counts=tuple(counts), unknown=unknown)
 
 
-async def store_changes(database: MongoDatabase, cursor: str | None) -> StoreChanges:
-    """What happened since. A number that is taken and not yet written when it is looked for may be passed over."""
-    following = await _now(database)
-    if cursor is None:
-        return StoreChanges(cursor=following)
-    if (found := _CURSOR.fullmatch(cursor)) is None:
-        raise cursor_lost()
-    pairs = (each.split(":") for each in found[4].split(",") if each)
-    watched = {int(order): int(chunks) for order, chunks in pairs}
-    fields = {"order": 1, "open": 1, "chunks": 1}
-    new = await _later(database.episodes, "order", int(found[1]), fields)
-    open_ones = {"order": {"$in": list(watched)}}
-    known = await database.episodes.find(open_ones, fields).to_list() if watched else []
-    scored = [each["episode"] for each in await _later(database.scores, "_id", int(found[2]), {"episode": 1})]
-    labelled = [each["episode"] for each in await _later(database.labels, "order", int(found[3]), {"episode": 1})]
-    return StoreChanges(
-        cursor=following,
-        began=tuple(each["_id"] for each in new[:_MOST] if each["open"]),
-        grew=tuple(each["_id"] for each in known if each["open"] and each["chunks"] != watched[each["order"]]),
-        ended=tuple(each["_id"] for each in (*known, *new[:_MOST]) if not each["open"]),
-        gone=len(watched) - len(known),
-        scored=tuple(dict.fromkeys(scored[:_MOST])),
-        labelled=tuple(dict.fromkeys(labelled[:_MOST])),
-        more=max(len(new), len(scored), len(labelled)) > _MOST,
+async def policy_tokens(database: MongoDatabase, where: TrajectoryFilter) -> tuple[PolicyTokens, ...]:
+    """What the episodes of each policy took."""
+    policy = {"base_model": "$base_model", "adapter": "$adapter", "version": "$policy_version"}
+    sums = {name: {"$sum": f"${name}"} for name in ("prompt_tokens", "completion_tokens")}
+    stages: list[Query] = [
+        {"$match": query_of(where)},
+        {"$group": {"_id": policy, "episodes": {"$sum": 1}, **sums}},
+        {"$sort": {"_id": 1}},
+    ]
+    return tuple(
+        [
+            PolicyTokens(
+                policy=PolicyRef.model_validate(each["_id"]),
+                episodes=each["episodes"],
+                prompt_tokens=each["prompt_tokens"],
+                completion_tokens=each["completion_tokens"],
+            )
+            async for each in await database.episodes.aggregate(stages)
+        ]
     )
 
 
@@ -77,7 +68,10 @@ async def stored_revision(database: MongoDatabase, trajectory_id: str | None) ->
     if trajectory_id is None:
         total: Query = {"_id": None, "count": {"$sum": 1}, "chunks": {"$sum": "$chunks"}}
         found = await (await database.episodes.aggregate([{"$match": {"open": True}}, {"$group": total}])).to_list()
-        return f"{await _numbers(database)} {[(each['count'], each['chunks']) for each in found]}"
+        # A number is taken before what it numbers is written.
+        collections = (database.episodes, database.scores, database.labels)
+        written = [await each.estimated_document_count() for each in collections]
+        return f"{await last_numbers(database)} {written} {[(each['count'], each['chunks']) for each in found]}"
     fields = {"generation": 1, "chunks": 1, "open": 1, "scored": 1}
     episode = await database.episodes.find_one({"_id": trajectory_id}, fields)
     scores = await database.scores.count_documents({"episode": trajectory_id})
@@ -104,19 +98,3 @@ def _shown(value: object) -> str | None:
         name, version = value.get("name"), value.get("version")
         return name if name is None or version is None else f"{name}@{version}"
     return None if value is None else str(value)
-
-
-async def _now(database: MongoDatabase) -> str:
-    fields = {"order": 1, "chunks": 1}
-    watched = await database.episodes.find({"open": True}, fields).sort("order", -1).limit(_WATCHED).to_list()
-    episodes, scores, labels = await _numbers(database)
-    return f"e{episodes}.s{scores}.l{labels}.o{''.join(f'{each["order"]}:{each["chunks"]},' for each in watched)}"
-
-
-async def _numbers(database: MongoDatabase) -> tuple[int, int, int]:
-    found = {each["_id"]: each.get("value", 0) async for each in database.counters.find()}
-    return found.get("episodes", 0), found.get("scores", 0), found.get("labels", 0)
-
-
-async def _later(collection: Collection, number: str, after: int, fields: Query) -> list[dict[str, Any]]:
-    return await collection.find({number: {"$gt": after}}, fields).sort(number, 1).limit(_MOST + 1).to_list()

@@ -8,7 +8,7 @@ from itertools import batched
 from types import TracebackType
 from typing import Self
 
-from openhands_rl_plugin.core.browsing.listing import FacetCount, RewardHistogram, StoreChanges
+from openhands_rl_plugin.core.browsing.listing import FacetCount, PolicyTokens, RewardHistogram, StoreChanges
 from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.errors import DamagedError, MissingExtraError
 from openhands_rl_plugin.core.records import (
@@ -52,6 +52,7 @@ class MongoDBTrajectoryStorage:
     ) -> None:
         try:
             from openhands_rl_plugin.trajectories.mongodb import browsing as mongodb_browsing
+            from openhands_rl_plugin.trajectories.mongodb import changes as mongodb_changes
             from openhands_rl_plugin.trajectories.mongodb import reading as mongodb_reading
             from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
             from openhands_rl_plugin.trajectories.mongodb.scores import ScoreBook
@@ -65,6 +66,7 @@ class MongoDBTrajectoryStorage:
         self._scores = ScoreBook(self._database)
         self._reading = mongodb_reading
         self._browsing = mongodb_browsing
+        self._changes = mongodb_changes
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
@@ -179,10 +181,15 @@ class MongoDBTrajectoryStorage:
         async with self._settled(where, rewards=True):
             return await self._browsing.reward_histogram(self._database, where, bins)
 
+    async def tokens(self, where: TrajectoryFilter) -> tuple[PolicyTokens, ...]:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        async with self._settled(where):
+            return await self._browsing.policy_tokens(self._database, where)
+
     async def changed_since(self, cursor: str | None) -> StoreChanges:
         """As in ``Browsable``. Raises ``StorageError``."""
         async with self._database.explained():
-            return await self._browsing.store_changes(self._database, cursor)
+            return await self._changes.store_changes(self._database, cursor)
 
     async def all_labels(self) -> tuple[Label, ...]:
         """As in ``Browsable``. Raises ``StorageError``."""

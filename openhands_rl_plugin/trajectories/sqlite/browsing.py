@@ -7,9 +7,10 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from openhands_rl_plugin.core.browsing.listing import FacetCount, RewardHistogram, StoreChanges
+from openhands_rl_plugin.core.browsing.listing import FacetCount, PolicyTokens, RewardHistogram, StoreChanges
 from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.trajectories.sqlite.conditions import COLUMNS, FINISHED, UNFINISHED, condition_of
 from openhands_rl_plugin.trajectories.sqlite.reading import has_labels, one_state
 from openhands_rl_plugin.trajectories.storages.documents import cursor_lost
@@ -50,6 +51,24 @@ def reward_histogram(connection: sqlite3.Connection, where: TrajectoryFilter, bi
             found.update(dict(connection.execute(query, (low, width, bins - 1, *values)).fetchall()))
     counts = tuple(found[at] for at in range(bins))
     return RewardHistogram(low=low, high=high, counts=counts, unknown=unknown)
+
+
+def policy_tokens(connection: sqlite3.Connection, where: TrajectoryFilter) -> tuple[PolicyTokens, ...]:
+    """What the episodes of each policy took."""
+    condition, values = condition_of(where)
+    query = (
+        "SELECT base_model, adapter, policy_version, count(*), sum(prompt_tokens), sum(completion_tokens) "
+        f"FROM episodes WHERE {condition} GROUP BY base_model, adapter, policy_version"
+    )
+    return tuple(
+        PolicyTokens(
+            policy=PolicyRef(base_model=model, adapter=adapter, version=version),
+            episodes=episodes,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+        )
+        for model, adapter, version, episodes, prompt, completion in connection.execute(query, values)
+    )
 
 
 def store_changes(connection: sqlite3.Connection, cursor: str | None) -> StoreChanges:

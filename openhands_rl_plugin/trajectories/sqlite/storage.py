@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from openhands_rl_plugin.core.browsing.listing import FacetCount, RewardHistogram, StoreChanges
+from openhands_rl_plugin.core.browsing.listing import FacetCount, PolicyTokens, RewardHistogram, StoreChanges
 from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import (
@@ -28,6 +28,7 @@ from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.trajectories.sqlite.browsing import (
     EMPTY,
     facet_counts,
+    policy_tokens,
     reward_histogram,
     store_changes,
     stored_revision,
@@ -155,6 +156,10 @@ class FileTrajectoryStorage:
     async def rewards(self, where: TrajectoryFilter, bins: int) -> RewardHistogram:
         """As in ``Browsable``. Raises ``StorageError``."""
         return await self._read(lambda connection: reward_histogram(connection, where, bins), RewardHistogram())
+
+    async def tokens(self, where: TrajectoryFilter) -> tuple[PolicyTokens, ...]:
+        """As in ``Browsable``. Raises ``StorageError``."""
+        return await self._read(lambda connection: policy_tokens(connection, where), ())
 
     async def changed_since(self, cursor: str | None) -> StoreChanges:
         """As in ``Browsable``. Raises ``StorageError``."""

@@ -87,6 +87,18 @@ def test_adapters_have_their_lineage_and_what_they_reach(run: Path, client: Clie
     assert first["current"] is True and first["base_model"] == "m" and "manifest.json" in second["problem"]
     assert first["held_out"]["n"] == 4 and first["held_out"]["mean"] == 0.75
     assert first["held_out"]["low"] < 0.75 < first["held_out"]["high"]
+    usage = sample_episode("one").usage
+    assert first["spent"] == {
+        "episodes": 4,
+        "prompt": 4 * usage.prompt_tokens,
+        "completion": 4 * usage.completion_tokens,
+    }
+    assert first["probed"] == {}
+    store = AdapterStore(run / "adapters")
+    store.note_probed(store.get("shop-v000001"), {"http://a": 0.25})
+    store.note_probed(store.get("shop-v000001"), {"http://b": 0.125})
+    (folder,) = client(sources=sources_at([str(run)])).get("/api/adapters").json()["folders"]
+    assert folder["adapters"][0]["probed"] == {"http://a": 0.25, "http://b": 0.125}
 
 
 def test_an_evaluation_has_its_instances(run: Path, client: Client) -> None:

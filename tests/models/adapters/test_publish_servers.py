@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import ServerKind
-from openhands_rl_plugin.models.adapters.store import PROBE, AdapterStore
+from openhands_rl_plugin.models.adapters.store import PROBE, PROBED, AdapterStore, ProbedOn
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
@@ -128,6 +128,8 @@ async def test_sglang_is_found_proven_and_asked_by_its_own_names(
                 report = await publisher.publish(adapter, canary(reference, adapter))
                 assert report.difference is not None and report.difference < 1e-4
             assert report.unloaded == ("live-v000001",)
+            probed = ProbedOn.model_validate_json((store.root / adapter.name / PROBED).read_bytes())
+            assert probed.differences == {url: report.difference}
             assert sglang.adapters == {"live-v000002": adapter.path}
             assert await publisher.served_model(adapter) == f"{BASE}:live-v000002"
             assert await publisher.loaded() == ((url, frozenset({"live-v000002"})),)

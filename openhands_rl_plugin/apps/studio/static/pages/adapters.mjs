@@ -2,7 +2,7 @@
 import {html} from 'studio/base/html';
 import {Shown} from 'studio/base/text';
 import {useAnswer} from 'studio/base/api';
-import {count, fixed, percent, when} from 'studio/base/format';
+import {count, fixed, percent, plural, when} from 'studio/base/format';
 import {useLive} from 'studio/base/live';
 import {link, param} from 'studio/base/route';
 import {Answer, Empty} from 'studio/parts/states';
@@ -35,17 +35,30 @@ function Folder({folder}) {
   const keys = [...new Set(lines.flatMap((each) => Object.keys(each.metrics ?? {})))].slice(0, 4);
   const before = Object.fromEntries(lines.map((each) => [each.name, each]));
   return html`<section><h2><${Shown} text=${folder.name} most=${100} /></h2><div class="wide" tabindex="0" role="region" aria-label=${folder.name}><table class="plain lineage">
-    <thead><tr><th>Version</th><th>Made from</th><th class="chart">Held-out success, 95 % interval</th><th class="number">Step</th>${keys.map((key) => html`<th key=${key} class="number">${key.replaceAll('_', ' ')}</th>`)}<th>Loaded</th><th class="number">Made</th></tr></thead>
+    <thead><tr><th>Version</th><th>Made from</th><th class="chart">Held-out success, 95 % interval</th><th class="number">Tokens spent</th><th class="number">Step</th>${keys.map((key) => html`<th key=${key} class="number">${key.replaceAll('_', ' ')}</th>`)}<th>Loaded</th><th class="number">Probe difference</th><th class="number">Made</th></tr></thead>
     <tbody>${lines.map((each) => html`<${Version} key=${each.name} each=${each} keys=${keys} parent=${before[each.parent]} />`)}</tbody></table></div></section>`;
 }
 
 function Version({each, keys, parent}) {
   const name = html`<span class="indent" style=${{width: `${each.depth * 16}px`}}></span><a href=${link('', '', {q: `adapter:${each.adapter}@${each.version}`, store: param('store')})}><b><${Shown} text=${each.name} most=${80} /></b></a>${each.current && html` <span class="chip good">current</span>`}`;
-  if (each.problem) return html`<tr><td>${name}</td><td colspan=${keys.length + 5} class="bad"><${Shown} text=${each.problem} /></td></tr>`;
+  if (each.problem) return html`<tr><td>${name}</td><td colspan=${keys.length + 7} class="bad"><${Shown} text=${each.problem} /></td></tr>`;
   return html`<tr><td>${name}</td><td><${Shown} text=${each.parent ?? each.base_model ?? '–'} most=${60} />${parent && html` <a class="also" href=${link('c', '', {of: 'queries', a: `adapter:${parent.adapter}@${parent.version}`, b: `adapter:${each.adapter}@${each.version}`, store: param('store')})}>compare</a>`}</td>
-    <td class="chart"><${Interval} found=${each.held_out} /></td><td class="number">${count(each.step)}</td>
+    <td class="chart"><${Interval} found=${each.held_out} /></td><td class="number"><${Spent} found=${each.spent} /></td><td class="number">${count(each.step)}</td>
     ${keys.map((key) => html`<td key=${key} class="number">${typeof each.metrics?.[key] === 'number' ? fixed(each.metrics[key], 3) : '–'}</td>`)}
-    <td>${each.loaded?.length ? each.loaded.map((url) => html`<small key=${url}><${Shown} text=${url} most=${60} /></small> `) : html`<span class="muted">${each.probe ? 'no, has a probe' : 'no'}</span>`}</td><td class="number">${when(each.made)}</td></tr>`;
+    <td>${each.loaded?.length ? each.loaded.map((url) => html`<small key=${url}><${Shown} text=${url} most=${60} /></small> `) : html`<span class="muted">${each.probe ? 'no, has a probe' : 'no'}</span>`}</td><td class="number"><${Probed} found=${each.probed} /></td><td class="number">${when(each.made)}</td></tr>`;
+}
+
+/** What the version's episodes took in the stores that are open. */
+function Spent({found}) {
+  if (!found) return html`<span class="muted">–</span>`;
+  return html`<span title=${`${plural(found.episodes, 'episode')}: ${count(found.prompt)} tokens of prompts, ${count(found.completion)} sampled`}>${count(found.prompt + found.completion)}</span>`;
+}
+
+/** The largest of the servers' differences from the trainer's logprobs, when the version was published. */
+function Probed({found}) {
+  const worst = Object.entries(found ?? {}).sort((a, b) => b[1] - a[1])[0];
+  if (!worst) return html`<span class="muted">–</span>`;
+  return html`<span title=${`nats on average, at ${worst[0]}`}>${fixed(worst[1], 4)}</span>`;
 }
 
 /** A mean and its interval on a scale from 0 to 1, with the numbers beside it. */
