@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
+from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Frozen, Sample, Score, Trajectory
-from openhands_rl_plugin.rollout.scoring import known_score
+from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score
 from openhands_rl_plugin.training.verifier.card import task_digest
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.trajectories.exchange.judgement import resolved
@@ -73,7 +74,7 @@ _CAUSES = {
     "of_held_out_splits": "held out (of evaluation splits: name one with --split)",
     "failed": "failed (an error of the run, which says nothing about the policy)",
     "unlabelled": "without a label (grade them, or name a reward whose scores are labels with --label; "
-    "openhands-rl label STORE gives verdicts for --label recorded)",
+    "openhands-rl label STORE makes labels for --label human)",
     "balance": "more failures than --negatives wants for each success",
 }
 
@@ -122,7 +123,8 @@ async def verifier_dataset(
         if where.only_measures(trajectory.task.split):
             measuring += 1
             continue
-        success = await label_of(trajectory, scores, settings, reward)
+        said = await labels_of(storage, [trajectory.id]) if isinstance(reward, JudgesLabels) else ()
+        success = await label_of(trajectory, scores, settings, reward, said)
         failed += trajectory.failure is not None
         unlabelled += trajectory.failure is None and success is None
         if success is not None:
@@ -146,18 +148,25 @@ async def verifier_dataset(
 
 
 async def label_of(
-    trajectory: Trajectory, scores: Sequence[Score], settings: VerifierSettings, reward: Reward | None
+    trajectory: Trajectory,
+    scores: Sequence[Score],
+    settings: VerifierSettings,
+    reward: Reward | None,
+    said: Sequence[Label] = (),
 ) -> bool | None:
     """Whether the episode solved its task; ``None`` when it failed or its outcome is unknown.
 
-    With a reward the label is its known score, or, without one, the reward computed now. Scores of verifiers
-    are never labels.
+    With a reward the label is its known score, or, without one, the reward computed now; of one that ``JudgesLabels``
+    what follows from ``said`` now. Scores of verifiers are never labels.
     """
     if trajectory.failure is not None:
         return None
     if reward is None:
         return resolved(trajectory, scores)
-    known = known_score(reward, trajectory, scores)
+    if isinstance(reward, JudgesLabels):
+        known = reward.from_labels(trajectory.id, said)
+    else:
+        known = known_score(reward, trajectory, scores)
     try:
         with boundary(FailureKind.GRADER, f"label {reward.version}"):
             value = (known or await reward(trajectory)).reward

@@ -23,7 +23,7 @@ def score_of(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
 
 
 def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
-    """What a person's verdict says; else the newest score or the grader's report; else whether the score reaches 1.0;
+    """What a score by hand says; else the newest score or the grader's report; else whether the score reaches 1.0;
     else unknown."""
     report = _at(trajectory.evidence, "test_result", "report") or trajectory.evidence.get("report")
     newest = newest_outcome(scores)

@@ -16,6 +16,7 @@ from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.server import running_gateway
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.rollout.verdicts import give_verdict
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 ASKED = {"role": "user", "content": "one two"}
@@ -78,6 +79,35 @@ def test_a_later_verdict_counts_and_an_opinion_does_not(
     assert "nothing to compare" in capsys.readouterr().err
     asyncio.run(judge(None, "verdict-1"))
     assert cli.main(words) == 0, "the verdict was withdrawn"
+
+
+def test_labels_are_trained_on_where_they_are_asked_for_only(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Task(id="s", environment="workspace", instruction="Mend it.")
+    store = store_of(tmp_path / "store", *(episode(at, 0.0, task=task, id=f"run-{at}") for at in range(4)))
+    said = {"ann": (1.0, 0.0, 1.0), "bob": (1.0, 0.0, 0.0)}
+
+    async def label() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            for author, values in said.items():
+                for at, value in enumerate(values):
+                    await give_verdict(storage, f"run-{at}", value, author=author)
+
+    asyncio.run(label())
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY, "--dry-run"]
+    assert cli.main(words) == 1
+    assert "4 have no reward (say one" in capsys.readouterr().out, "a label is no reward"
+    assert cli.main([*words, "--reward", "human"]) == 0
+    asked = capsys.readouterr().out
+    assert "episodes: 2 used" in asked and "2 have no reward (nobody gave a verdict that counts" in asked
+    settings = tmp_path / "config.toml"
+    settings.write_text('[rl.reward]\nname = "human"\n', encoding="utf-8")
+    assert cli.main([*words, "--config", str(settings), "--algorithm", "dpo"]) == 0
+    assert "pairs: 1, of them said by people 0" in capsys.readouterr().out
+    assert cli.main(["label", str(store), "--undo", "--author", "bob"]) == 0
+    assert cli.main([*words, "--reward", "human"]) == 0
+    assert "episodes: 3 used" in capsys.readouterr().out, "labels as they are now, with nothing stored"
 
 
 def test_sessions_that_nobody_judged_are_named_with_the_remedy(

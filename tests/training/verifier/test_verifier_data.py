@@ -9,7 +9,9 @@ from verifier_store import episode
 
 from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.errors import GraderError, TrainingError
+from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Trajectory
+from openhands_rl_plugin.rewards.human import HumanReward
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.training.verifier.card import task_digest
 from openhands_rl_plugin.training.verifier.data import Labelled, balanced, label_of, split_by_task, task_of
@@ -138,3 +140,15 @@ async def test_a_reward_says_it_from_its_threshold_on() -> None:
 def test_the_same_task_in_another_run_is_the_same_task() -> None:
     assert task_of(episode(1, 1, success=True)) == task_of(episode(1, 2, success=False, run_id="other"))
     assert task_of(episode(1, 1, success=True)) != task_of(episode(2, 1, success=True))
+
+
+async def test_what_people_labelled_is_the_label_of_who_asks_for_it() -> None:
+    def says(author: str, value: float) -> Label:
+        return Label(id=author, trajectory_id="e", kind=LabelKind.VERDICT, value=value, author=author, at=1.0)
+
+    one, settings = episode(1, 1, success=False), VerifierSettings(label="human")
+    stale = [Score(trajectory_id=one.id, reward=0.0, reward_version="human-1")]
+    assert await label_of(one, stale, settings, HumanReward(), [says("ann", 1.0)]) is True, "as it is now"
+    assert await label_of(one, stale, settings, HumanReward(), [says("ann", 1.0), says("bob", 0.0)]) is None
+    assert await label_of(one, stale, settings, HumanReward(), []) is None
+    assert await label_of(one, [], SETTINGS, None, [says("ann", 1.0)]) is False, "nobody asked for it"
