@@ -19,6 +19,7 @@ EPILOG = """examples:
   openhands-rl tasks make tinydb==4.8.0..4.9.0 --out tasks.jsonl      (also the changes between the two)
   openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (also fixes in its history)
   openhands-rl tasks make swe-local --out swe_local.jsonl             (the published suite again)
+  openhands-rl tasks make repair --out repair.jsonl                   (the published small repair tasks again)
   openhands-rl tasks check tasks.jsonl --repeats 3
   openhands-rl tasks check tasks.jsonl --results report.json --pass-rate 0.05 0.95
   openhands-rl tasks list swe-local --split heldout
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="{make,check,list}")
     _add_make(what.add_parser("make", help="insert bugs into packages and keep those that make good tasks"))
     check = what.add_parser("check", help="the quality gate: oracle, no-op, flakiness, pass rate, duplicates")
-    what_file = "a .jsonl file of tasks, swe-local, or a folder of tasks in Harbor's format"
+    what_file = "a .jsonl file of tasks, swe-local, repair, or a folder of tasks in Harbor's format"
     check.add_argument("file", metavar="FILE", help=what_file)
     check.add_argument("--repeats", type=positive, default=2, metavar="RUNS", help="test runs of each task")
     check.add_argument("--workers", type=positive, default=2, metavar="TASKS", help="tasks checked at a time")
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_make(make: argparse.ArgumentParser) -> None:
-    source = "name==version, name==old..new, an archive, a git repository (@commit), a plan (.toml), swe-local"
+    source = "name==version, name==old..new, an archive, a git repository (@commit), a plan (.toml), swe-local, repair"
     make.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
     make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     make.add_argument(
@@ -119,12 +120,14 @@ class _Watcher:
 
 def _make(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.tasks.repair.making import RepairPlan, make_repair
     from openhands_rl_plugin.evals.tasks.suite import make_suite
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     plan = _plan(args)
     with progress_bar("making") as bar:
-        made = make_suite(plan, args.out, args.cache or default_cache(), _Watcher(bar))
+        places = args.out, args.cache or default_cache(), _Watcher(bar)
+        made = make_repair(plan, *places) if isinstance(plan, RepairPlan) else make_suite(plan, *places)
     print(f"{args.out}: {made.tasks} tasks of {made.packages} packages")
     for problem in made.problems:
         print(f"  {problem}")
@@ -134,7 +137,10 @@ def _make(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> TaskPlan:
     """The plan that the sources and options give. Raises ``ConfigError``."""
     from openhands_rl_plugin.core.validation import unknown_name
+    from openhands_rl_plugin.evals.tasks.repair.making import RepairPlan
     from openhands_rl_plugin.evals.tasks.sources.packages import (
+        REPAIR,
+        REPAIR_PLAN,
         SUITE,
         SUITE_PLAN,
         TaskPlan,
@@ -143,8 +149,10 @@ def _plan(args: argparse.Namespace) -> TaskPlan:
         suite_file,
     )
 
-    files = [suite_file(SUITE_PLAN) if each == SUITE else Path(each) for each in args.sources]
-    plans = [read_plan(file) for file in files if file.suffix == ".toml"]
+    own = {SUITE: suite_file(SUITE_PLAN), REPAIR: suite_file(REPAIR_PLAN)}
+    files = [own.get(each, Path(each)) for each in args.sources]
+    kinds = [RepairPlan if each == REPAIR else TaskPlan for each in args.sources]
+    plans = [read_plan(file, kind) for file, kind in zip(files, kinds, strict=True) if file.suffix == ".toml"]
     if plans and len(args.sources) > 1:
         raise ConfigError("give one plan, or sources, not both: a plan has settings of its own")
     plan = plans[0] if plans else TaskPlan(packages=tuple(parse_source(each) for each in args.sources))
@@ -157,7 +165,7 @@ def _plan(args: argparse.Namespace) -> TaskPlan:
         if wrong := [name for name in args.only if name not in known]:
             raise ConfigError(f"--only: {unknown_name('package', wrong[0], known)}")
         changes["packages"] = tuple(known[name] for name in args.only)
-    return TaskPlan.model_validate({**dict(plan), **changes})
+    return type(plan).model_validate({**dict(plan), **changes})
 
 
 async def _check(args: argparse.Namespace) -> int:

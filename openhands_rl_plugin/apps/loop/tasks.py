@@ -18,6 +18,7 @@ from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.selection import Selection
 from openhands_rl_plugin.evals.runs.suites import (
     LOCAL,
+    REPAIRS,
     WEBSHOP,
     Suite,
     environment_tasks,
@@ -25,7 +26,7 @@ from openhands_rl_plugin.evals.runs.suites import (
     swe_tasks,
 )
 
-_SPLITS: Mapping[str, tuple[str, str]] = {LOCAL: ("train", HELD_OUT), WEBSHOP: ("train", HELD_OUT)}
+_SPLITS: Mapping[str, tuple[str, str]] = dict.fromkeys((LOCAL, WEBSHOP, *REPAIRS), ("train", HELD_OUT))
 """Suite -> its split for training, and the one that is held out."""
 
 _HELD_OUT_ORDER = 20_240  # an arbitrary constant: runs with any seed are evaluated on the same tasks

@@ -12,6 +12,7 @@ from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
 
 BackendName = Literal["local", "docker"]
@@ -22,7 +23,8 @@ def make_backend(
 ) -> InstanceBackend:
     """The back end of that name. ``mirror``: a folder of git repositories to use instead of clones from GitHub.
 
-    Repositories of ``swe-local`` tasks are made from the packages in their rows. ``network``: tests may use it.
+    Repositories of ``swe-local`` tasks are made from the packages in their rows, those of repair tasks from their
+    files. ``network``: tests may use it.
     The reward-hack guard is always on. Raises ``ConfigError``.
     """
     if mirror is not None and not mirror.is_dir():
@@ -32,4 +34,5 @@ def make_backend(
         return DockerBackend(mirror=mirror, guard=guard, network=network)
     place = cache or default_cache()
     others = CloneSource(Cache(place)) if mirror is None else MirrorSource(mirror)
-    return LocalBackend(cache=place, sources=[TaskRepositories(place), others], guard=guard, network=network)
+    local = LocalBackend(cache=place, sources=[TaskRepositories(place), others], guard=guard, network=network)
+    return RepairBackend(local)

@@ -5,6 +5,7 @@ compare only under the same prompts.
 from __future__ import annotations
 
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, is_repair
 from openhands_rl_plugin.hosts.shared.options import UserReplies
 
 _INSTRUCTION = """\
@@ -48,10 +49,14 @@ REPLIES = UserReplies(
 def instruction_of(instance: Instance) -> str:
     """The first message of the conversation."""
     problem = instance.problem_statement
+    if is_repair(instance):
+        return f"{problem} The repository is /workspace/{DIRECTORY}."
     # Not by str.format: a problem statement holds braces.
     return _INSTRUCTION.replace("{directory}", directory_of(instance)).replace("{problem_statement}", problem)
 
 
 def directory_of(instance: Instance) -> str:
     """The name of the repository's directory below ``/workspace``."""
+    if is_repair(instance):
+        return DIRECTORY
     return f"{instance.repo}__{instance.version}".replace("/", "__")

@@ -16,8 +16,12 @@ from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.repair.rows import LEVELS, Level, repair_instances
+from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 
 LOCAL = "swe-local"
+REPAIRS: Mapping[str, Level] = {f"{REPAIR}-{level}": level for level in LEVELS}
+"""The suites of repair tasks, by what their statements give away."""
 ENDINGS = (".jsonl", ".json", ".parquet")
 
 _KEPT = ("instance_id", "repo", "version", "base_commit", "problem_statement")
@@ -41,6 +45,7 @@ SUITES: Mapping[str, Suite] = {
     suite.name: suite
     for suite in (
         Suite(name=LOCAL, dataset=LOCAL, split="heldout"),
+        *(Suite(name=name, dataset=name, split="heldout") for name in REPAIRS),
         Suite(name="swe-bench-lite", dataset="princeton-nlp/SWE-bench_Lite", split="test", on_hub=True),
         Suite(name="swe-bench-verified", dataset="princeton-nlp/SWE-bench_Verified", split="test", on_hub=True),
         Suite(name="swe-gym", dataset="SWE-Gym/SWE-Gym", split="train", on_hub=True),
@@ -71,6 +76,8 @@ def swe_tasks(suite: Suite, dataset_file: Path | None = None) -> tuple[EvalTask,
         instances = read_instances(dataset_file)
     elif suite.name == LOCAL:
         instances = _of_split(read_instances(local_rows()), suite.split)
+    elif suite.name in REPAIRS:
+        instances = repair_instances(REPAIRS[suite.name], suite.split)
     elif suite.on_hub:
         instances = _from_hub(suite)
     else:

@@ -16,6 +16,7 @@ from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.lineage import Check, TaskLineage, TasksLineage, read_lineage, write_lineage
+from openhands_rl_plugin.evals.tasks.repair.rows import is_repair
 
 NO_OP = """diff --git a/no_op.txt b/no_op.txt
 new file mode 100644
@@ -164,14 +165,19 @@ def _unknown(instance: Instance) -> TaskLineage:
 
 
 def duplicates(instances: Sequence[Instance], lineage: Mapping[str, TaskLineage]) -> dict[str, str]:
-    """Task -> the earlier one that it duplicates: same function, same failing tests, or almost the same statement."""
+    """Task -> the earlier one that it duplicates: same function, same failing tests, or almost the same statement.
+
+    Repair tasks are the same when their fixes are.
+    """
     found: dict[str, str] = {}
     by_repo: dict[str, list[tuple[Instance, frozenset[str]]]] = {}
     for instance in instances:
         words = _shingles(instance.problem_statement)
         earlier = by_repo.setdefault(instance.repo, [])
         for other, their_words in earlier:
-            if _same_task(instance, other, lineage) or _overlap(words, their_words) >= SAME_STATEMENT:
+            alike = _same_task(instance, other, lineage) or _overlap(words, their_words) >= SAME_STATEMENT
+            # Repair tasks have one form of statement, and a function may have several bugs.
+            if instance.patch == other.patch or (alike and not is_repair(instance)):
                 found[instance.instance_id] = other.instance_id
                 break
         earlier.append((instance, words))

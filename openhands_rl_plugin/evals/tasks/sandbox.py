@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, isolate
@@ -112,6 +112,23 @@ class TreeSandbox:
                 return {}
             return {} if timed_out else {str(name): str(value) for name, value in found.items()}
 
+    def run_program(
+        self, tree: SourceTree, program: Path, given: JsonValue, words: Sequence[str] = (), *, hash_seed: int = 0
+    ) -> JsonValue:
+        """What ``program`` (a file of this package) wrote as JSON: it is called with the paths of ``given`` as JSON and
+        of its result, and ``words``. ``None`` when it ran too long or wrote none.
+        """
+        with scratch_folder("openhands-rl-tasks-") as folder:
+            (folder / "out").mkdir()
+            (folder / "out" / "program.py").write_bytes(program.read_bytes())
+            (folder / "out" / "given.json").write_text(json.dumps(given), encoding="utf-8")
+            command = ["python3", "/tmp/out/program.py", "/tmp/out/given.json", "/tmp/out/result.json", *words]
+            _, timed_out = self._run(folder, tree, command, {"PYTHONHASHSEED": str(hash_seed)})
+            try:
+                return None if timed_out else json.loads(_left(folder, "result.json"))
+            except (OSError, ValueError):
+                return None
+
     def _run(self, folder: Path, tree: SourceTree, words: list[str], variables: Mapping[str, str]) -> tuple[str, bool]:
         """The output, and whether it timed out."""
         work, out, tools = folder / "work", folder / "out", folder / "tools"
@@ -125,7 +142,7 @@ class TreeSandbox:
         bound = Bound(
             processes=_LIMITS.processes, memory=_LIMITS.memory, disk=_LIMITS.disk, folder=INSIDE, also="/tmp/out"
         )
-        command += bounded(bound, f"{self._environment}/bin/python", ["/bin/sh", "-c", _RESTRICTED, "sh", *words])
+        command += bounded(bound, f"{self._environment}/bin/python3", ["/bin/sh", "-c", _RESTRICTED, "sh", *words])
         with open(folder / "printed", "wb") as printed:
             try:
                 subprocess.run(
@@ -175,6 +192,6 @@ def _isolated(environment: Path) -> list[str]:
 @functools.cache
 def _environment_mounts(environment: Path) -> tuple[str, ...]:
     real = str(environment.resolve())
-    base = (environment / "bin" / "python").resolve().parent.parent
+    base = (environment / "bin" / "python3").resolve().parent.parent
     link = () if real == str(environment) else ("--symlink", real, str(environment))
     return (*prefix_mounts({real: OF_A_PREFIX, str(base): OF_A_PREFIX}, closed=False), *link)

@@ -14,9 +14,11 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.core.validation import problems
 
-SUITE = "swe-local"
+SUITE, REPAIR = "swe-local", "repair"
 SUITE_PLAN = "swe_local.toml"
 SUITE_TASKS = "swe_local.jsonl"
+REPAIR_PLAN, REPAIR_TASKS = "repair.toml", "repair.jsonl"
+REPAIR_RUNNER = "repair_run_tests.txt"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 _VERSION = r"[0-9][A-Za-z0-9.!+_-]*?"
 _RELEASE = re.compile(rf"(?P<name>{_NAME})==((?P<previous>{_VERSION})\.\.)?(?P<version>{_VERSION})")
@@ -49,6 +51,8 @@ class Package(Frozen):
     requirements: tuple[str, ...] = ()
     avoid: tuple[str, ...] = ()
     """Tests whose names contain one of these are left alone."""
+    license: str = ""
+    """Under which its functions are published in repair tasks."""
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
@@ -74,17 +78,17 @@ class TaskPlan(Frozen):
     """Seconds that one run of the tests may take."""
 
 
-def read_plan(path: Path) -> TaskPlan:
+def read_plan[Plan: TaskPlan](path: Path, kind: type[Plan] = TaskPlan) -> Plan:
     """A plan from a TOML file. Raises ``ConfigError``, a line for each thing that is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
-        return TaskPlan.model_validate(tomllib.loads(text))
+        return kind.model_validate(tomllib.loads(text))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
     except ValidationError as error:
-        lines = (f"{path}: {'.'.join(where) or 'plan'} {what}" for where, what in problems(error, TaskPlan))
+        lines = (f"{path}: {'.'.join(where) or 'plan'} {what}" for where, what in problems(error, kind))
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -94,11 +98,13 @@ def suite_file(name: str) -> Path:
 
 
 def tasks_file(name: str) -> Path:
-    """The file of ``swe-local``, or the file of that name. Raises ``ConfigError`` where there is none."""
-    if name == SUITE:
-        return suite_file(SUITE_TASKS)
+    """The file of ``swe-local`` or ``repair``, or the file of that name. Raises ``ConfigError`` where there is none."""
+    if (own := {SUITE: SUITE_TASKS, REPAIR: REPAIR_TASKS}.get(name)) is not None:
+        return suite_file(own)
     if not Path(name).is_file():
-        raise ConfigError(f"{name}: there is no such file; make one with `openhands-rl tasks make`, or give {SUITE}")
+        raise ConfigError(
+            f"{name}: there is no such file; make one with `openhands-rl tasks make`, or give {SUITE} or {REPAIR}"
+        )
     return Path(name)
 
 

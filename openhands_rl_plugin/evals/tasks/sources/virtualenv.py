@@ -54,7 +54,8 @@ def _install(folder: Path, requirements: Sequence[str]) -> None:
         "--python",
         str(folder / "bin" / "python"),
     ]
-    _run([*words, *requirements], f"the requirements {', '.join(requirements)}")
+    if requirements:
+        _run([*words, *requirements], f"the requirements {', '.join(requirements)}")
 
 
 def _run(command: list[str], what: str) -> None:

@@ -1,0 +1,183 @@
+"""Sets up and grades repair tasks. It needs bubblewrap and git, no environment and no network.
+
+A patch is graded by what its function gives for the calls of the row, most of which no agent sees. Nothing that the
+tests print counts, and the expected values are not in the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.copies import scratch_folder
+from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
+from openhands_rl_plugin.environments.workspace.visible import installed_parts, is_system
+from openhands_rl_plugin.evals.swe.grading import grade_and_log
+from openhands_rl_plugin.evals.swe.logs import InstanceLogs
+from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict, TestsStatus, VerdictKind
+from openhands_rl_plugin.evals.tasks.repair.repository import make_repository
+from openhands_rl_plugin.evals.tasks.repair.rows import RepairSpec, is_repair, repository_files, spec_of
+from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
+
+_CALLING = Path(__file__).with_name("calling.py")
+_MOST_FILES, _MOST_BYTES = 100, 2**20
+
+
+class RepairBackend:
+    """An ``InstanceBackend`` for repair tasks. Rows of other kinds go to ``other``; without it they are refused."""
+
+    name = "local"
+
+    def __init__(self, other: InstanceBackend | None = None) -> None:
+        self._other = other
+
+    async def check(self) -> None:
+        """Raise ``ConfigError`` when instances cannot run here."""
+        await asyncio.to_thread(check_bubblewrap)
+        if self._other is not None:
+            await self._other.check()
+
+    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+        """The repository with the bug, and this interpreter. Raises ``InfrastructureError``, ``ConfigError``."""
+        if not is_repair(instance):
+            return await self._others(instance).checkout(instance, directory)
+        commit = await asyncio.to_thread(make_repository, repository_files(spec_of(instance)), directory)
+        if commit != instance.base_commit:
+            raise InfrastructureError(
+                f"{instance.instance_id}: its files give commit {commit[:12]}, not {instance.base_commit[:12]}; the row"
+                " has been changed"
+            )
+        prefix = Path(sys.base_prefix).resolve()
+        parts = [] if is_system(prefix.parts[1]) else installed_parts(prefix)
+        return Checkout(
+            directory=directory,
+            mounts=tuple(Mount(host=part, inside=str(part)) for part in parts),
+            variables={"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
+        """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
+        if not is_repair(instance):
+            return await self._others(instance).grade(instance, patch, logs=logs, timeout=timeout)
+        written = InstanceLogs(logs)
+
+        async def grade() -> PatchVerdict:
+            return await asyncio.to_thread(_graded, instance, patch, written, timeout)
+
+        return await grade_and_log(instance, patch, written, grade)
+
+    async def close(self) -> None:
+        """Close ``other``."""
+        if self._other is not None:
+            await self._other.close()
+
+    def _others(self, instance: Instance) -> InstanceBackend:
+        if self._other is None:
+            raise ConfigError(f"{instance.instance_id} is no repair task")
+        return self._other
+
+
+def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) -> PatchVerdict:
+    spec = spec_of(instance)
+    verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED)
+    with scratch_folder("openhands-rl-repair-") as folder:
+        if why := _apply(repository_files(spec), patch, folder):
+            return verdict.model_copy(update={"kind": VerdictKind.UNAPPLIED, "reason": why})
+        tree = _python_files(folder / "repository")
+    started = time.monotonic()
+    outcomes = _outcomes(spec, tree, timeout)
+    seconds = time.monotonic() - started
+    if outcomes is None:
+        late = f"the calls were not done after {timeout:g} s, or the sandbox did not start"
+        return verdict.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": late, "test_seconds": seconds})
+    good = [plain(found) == plain(wanted) for found, wanted in zip(outcomes, spec.expected, strict=True)]
+    lines = [
+        f"{'PASSED' if each else 'FAILED'} {'' if at < spec.shown else 'hidden '}{called(spec, at)} gave {outcomes[at]}"
+        for at, each in enumerate(good)
+    ]
+    logs.write_test_output("\n".join(lines) + "\n")
+    passed = {name: good[at] for at, name in enumerate(_names(instance, spec))}
+    first = next((called(spec, at) for at, each in enumerate(good) if not each), "")
+    return verdict.model_copy(
+        update={
+            "kind": VerdictKind.RESOLVED if all(good) else VerdictKind.UNRESOLVED,
+            "reason": f"{first} gives another value" if first else "",
+            "fail_to_pass": _status(instance.fail_to_pass, passed),
+            "pass_to_pass": _status((*instance.pass_to_pass, *list(passed)[spec.shown :]), passed),
+            "test_seconds": seconds,
+        }
+    )
+
+
+def plain(outcome: str | None) -> str | None:
+    """An outcome without the mark of an iterator: a list of the same items is as good."""
+    return None if outcome is None else outcome.removeprefix("list:")
+
+
+def called(spec: RepairSpec, at: int) -> str:
+    """A call as it would be written."""
+    positional, keywords = spec.calls[at]
+    return f"{spec.function}({', '.join([*positional, *(f'{name}={text}' for name, text in keywords.items())])})"
+
+
+def _names(instance: Instance, spec: RepairSpec) -> list[str]:
+    """The names of the shown calls' tests, in their order, then those of the hidden ones."""
+    file = instance.fail_to_pass[0].partition("::")[0]
+    return [
+        f"{file}::test_{at + 1}" if at < spec.shown else f"hidden_{at - spec.shown + 1}"
+        for at in range(len(spec.calls))
+    ]
+
+
+def _status(names: tuple[str, ...], passed: dict[str, bool]) -> TestsStatus:
+    return TestsStatus(
+        success=tuple(name for name in names if passed.get(name)),
+        failure=tuple(name for name in names if not passed.get(name)),
+    )
+
+
+def _apply(files: dict[str, str], patch: str, folder: Path) -> str:
+    """Write the files below ``folder`` and apply the patch; why it could not be applied, empty when it could."""
+    SourceTree({}).changed(files).write(folder / "repository")
+    (folder / "patch.diff").write_text(patch, encoding="utf-8")
+    command = ["git", "apply", "--whitespace=nowarn", "../patch.diff"]
+    settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CEILING_DIRECTORIES": str(folder)}
+    variables = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "HOME": os.devnull, **settings}
+    try:
+        done = subprocess.run(
+            command, cwd=folder / "repository", capture_output=True, text=True, timeout=60, env=variables
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InfrastructureError(f"{shlex.join(command)}: {error}") from error
+    return (done.stderr.strip().splitlines() or ["git apply failed"])[-1][:300] if done.returncode else ""
+
+
+def _python_files(folder: Path) -> SourceTree:
+    """The regular ``.py`` files; no link that a patch may have made is followed."""
+    found: dict[str, str | None] = {}
+    space = Workspace(folder)
+    for parent, _, names in os.walk(folder):
+        for name in sorted(names):
+            path = Path(parent, name).relative_to(folder).as_posix()
+            if name.endswith(".py") and len(found) < _MOST_FILES and space.kind(path) == "file":
+                found[path] = space.read(path, _MOST_BYTES).decode("utf-8", "replace")
+    return SourceTree({}).changed(found)
+
+
+def _outcomes(spec: RepairSpec, tree: SourceTree, timeout: float) -> list[str | None] | None:
+    calls = [[list(positional), dict(keywords)] for positional, keywords in spec.calls]
+    item = {"path": spec.path, "name": spec.function, "text": tree.text(spec.path) or "", "calls": calls}
+    result = TreeSandbox(Path(sys.base_prefix), (), timeout).run_program(tree, _CALLING, [item])
+    if not isinstance(result, list) or len(result) != 1:
+        return None
+    found = result[0] if isinstance(result[0], list) else []
+    return [each if isinstance(each, str) else None for each in (found or [None] * len(calls))]

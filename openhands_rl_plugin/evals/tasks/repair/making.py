@@ -1,0 +1,285 @@
+"""Makes repair tasks: functions of packages, recorded calls, bugs that examples detect.
+
+The tests are input and output examples: inputs are calls that the package's own tests and doctests make, and small
+variations of them; outputs are what the function gives without the bug.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import JsonValue, TypeAdapter
+
+from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, Validation, write_tasks
+from openhands_rl_plugin.evals.tasks.repair.backend import plain
+from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
+from openhands_rl_plugin.evals.tasks.repair.repository import commit_of
+from openhands_rl_plugin.evals.tasks.repair.rows import COLUMN, RepairSpec, repository_files, statement
+from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
+from openhands_rl_plugin.evals.tasks.repair.variations import Call, varied
+from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
+from openhands_rl_plugin.evals.tasks.sources.download import fetch
+from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test, layout_of
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
+from openhands_rl_plugin.evals.tasks.sources.virtualenv import make_environment
+from openhands_rl_plugin.evals.tasks.suite import Progress, SuiteSummary
+
+RUNS = 3
+"""Runs with different hash seeds, which must agree."""
+SHOWN_FAILING, SHOWN_PASSING, HIDDEN = 2, 3, 8
+LEAST_CALLS = 4
+_MOST_BUGS = 24
+_RECORDING_SECONDS = 240
+_LICENSE = re.compile(r"(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
+_HERE = Path(__file__).parent
+_NOWHERE = SourceTree({})
+
+
+class RepairPlan(TaskPlan):
+    """``per_package`` bounds the tasks of a package, ``per_function`` those of a function."""
+
+    per_function: int = 2
+
+
+class _Checked(Frozen):
+    """A function with calls whose outcomes did not differ between runs."""
+
+    sliced: SlicedFunction
+    calls: tuple[tuple[tuple[str, ...], dict[str, str]], ...]
+    expected: tuple[str, ...]
+
+
+class _Bug(Frozen):
+    kind: str
+    text: str
+    outcomes: tuple[str | None, ...]
+
+
+def make_repair(plan: RepairPlan, out: Path, cache: Path, progress: Progress) -> SuiteSummary:
+    """Make the tasks of a plan and write them to ``out``, with their lineage and the packages' licenses beside it.
+
+    Unusable packages are in ``problems``. A function whose name was seen in a package of the other split is left out.
+    Raises ``ConfigError`` without bubblewrap.
+    """
+    find_bubblewrap()
+    instances: list[Instance] = []
+    lineage: list[TaskLineage] = []
+    problems: list[str] = []
+    taken: dict[str, str] = {}
+    kinds: Counter[str] = Counter()
+    for at, package in enumerate(plan.packages):
+        progress.package(package.label, at, len(plan.packages))
+        try:
+            functions = _functions(package, plan, cache)
+        except RLError as error:
+            problems.append(str(error))
+            continue
+        functions = [each for each in functions if taken.setdefault(each.sliced.name, package.split) == package.split]
+        made = list(_tasks(package, plan, functions, kinds))[: plan.per_package]
+        for instance, entry in made:
+            instances.append(instance)
+            lineage.append(entry)
+        progress.tried(len(made), plan.per_package, f"{len(functions)} functions")
+    if not instances:
+        raise ConfigError("\n".join(problems) or "no task was made")
+    write_tasks(out, instances, lineage)
+    used = {each.repo for each in instances}
+    texts = [_license_text(package, cache) for package in plan.packages if package.name in used]
+    write_file(out.with_name(f"{out.stem}.licenses.txt"), ("\n" + "=" * 78 + "\n").join(texts))
+    return SuiteSummary(tasks=len(instances), packages=len({each.repo for each in instances}), problems=tuple(problems))
+
+
+def _license_text(package: Package, cache: Path) -> str:
+    """The license files of a package, as they must come with its functions."""
+    _, tree = fetch(package, cache)
+    names = [name for name in sorted(tree.files) if "/" not in name and _LICENSE.match(name)]
+    texts = [tree.text(name) or "" for name in names]
+    return "\n".join([f"{package.label} ({package.license})", "", *texts])
+
+
+def _functions(package: Package, plan: RepairPlan, cache: Path) -> list[_Checked]:
+    _, tree = fetch(package, cache)
+    layout = layout_of(tree)
+    environment = make_environment(plan.python, [*plan.requirements, *package.requirements], cache)
+    paths = package.paths or layout.paths
+    sandbox = TreeSandbox(environment, paths, _RECORDING_SECONDS + 60)
+    code = {_below(path, paths): path for path in layout.code if not is_test(path)}
+    given: JsonObject = {
+        "modules": [each.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for each in code],
+        "tests": list(package.tests or layout.arguments),
+        "seconds": _RECORDING_SECONDS,
+    }
+    recorded = sandbox.run_program(tree, _HERE / "recorder.py", given)
+    if not isinstance(recorded, dict):
+        return []
+    slicer = PackageSlicer({short: tree.text(path) or "" for short, path in code.items()})
+    candidates: list[tuple[SlicedFunction, list[Call]]] = []
+    for short, path in code.items():
+        for key, calls in recorded.items():
+            if key.rpartition(":")[0] == path and calls and (sliced := slicer.slice(short, key.rpartition(":")[2])):
+                own = _CALLS.validate_python(calls)
+                candidates.append((sliced, varied(own, f"{plan.seed} {package.name} {key}")))
+    return _agreed(candidates)
+
+
+def _below(path: str, paths: Sequence[str]) -> str:
+    return next((path[len(root) + 1 :] for root in paths if path.startswith(f"{root}/")), path)
+
+
+def _agreed(candidates: Sequence[tuple[SlicedFunction, list[Call]]]) -> list[_Checked]:
+    """The functions with enough calls whose outcomes are the same in all runs."""
+    runs = _outcomes([(each, each.text, calls) for each, calls in candidates], RUNS)
+    checked: list[_Checked] = []
+    for (sliced, calls), outcomes in zip(candidates, zip(*runs, strict=True), strict=True):
+        good = [
+            (call, first)
+            for call, first, *others in zip(calls, *outcomes, strict=True)
+            if first is not None and all(other == first for other in others)
+        ]
+        if len(good) >= LEAST_CALLS and len({outcome for _, outcome in good}) > 1:
+            kept = [call for call, _ in good]
+            checked.append(_Checked(sliced=sliced, calls=tuple(kept), expected=tuple(text for _, text in good)))
+    return checked
+
+
+_CALLS = TypeAdapter(list[Call])
+_RUN = TypeAdapter(list[list[str | None] | None])
+
+type _Work = tuple[SlicedFunction, str, Sequence[Call]]
+
+
+def _outcomes(work: Sequence[_Work], runs: int) -> list[list[list[str | None]]]:
+    """For each run, for each function, the outcomes of its calls."""
+    given: JsonValue = [
+        {"path": each.path, "name": each.name, "text": text, "calls": _CALLS.dump_python([*calls], mode="json")}
+        for each, text, calls in work
+    ]
+    sandbox = TreeSandbox(Path(sys.base_prefix), (), timeout=60 + 3.0 * len(work))
+    found: list[list[list[str | None]]] = []
+    for seed in range(runs):
+        result = sandbox.run_program(_NOWHERE, _HERE / "calling.py", given, hash_seed=seed) if given else []
+        rows = [None] * len(work) if result is None else _RUN.validate_python(result)
+        found.append([row or [None] * len(calls) for row, (_, _, calls) in zip(rows, work, strict=True)])
+    return found
+
+
+def _tasks(
+    package: Package, plan: RepairPlan, functions: Sequence[_Checked], kinds: Counter[str]
+) -> Iterator[tuple[Instance, TaskLineage]]:
+    """The tasks of a package, one bug of each function in turn; of the bugs of a function the rarest kinds so far."""
+    order = random.Random(f"{plan.seed} {package.name}")
+    tried: list[tuple[_Checked, str, str]] = []
+    for each in functions:
+        found = sorted(bugs_in(each.sliced.text, each.sliced.name))
+        order.shuffle(found)
+        tried += [(each, kind, text) for kind, text in found[:_MOST_BUGS]]
+    runs = _outcomes([(each.sliced, text, each.calls) for each, _, text in tried], RUNS)
+    left: dict[str, list[_Bug]] = {}
+    for (each, kind, text), outcomes in zip(tried, zip(*runs, strict=True), strict=True):
+        wrong = [at for at, other in enumerate(outcomes[0]) if plain(other) != plain(each.expected[at])]
+        same = all(other == outcomes[0] for other in outcomes)
+        if same and wrong and len(wrong) < len(each.calls):
+            left.setdefault(each.sliced.name, []).append(_Bug(kind=kind, text=text, outcomes=tuple(outcomes[0])))
+    for _ in range(plan.per_function):
+        for each in functions:
+            bugs = left.get(each.sliced.name, [])
+            if bugs:
+                best = min(range(len(bugs)), key=lambda at: (kinds[bugs[at].kind], at))
+                bug = bugs.pop(best)
+                left[each.sliced.name] = [other for other in bugs if other.kind != bug.kind]
+                kinds[bug.kind] += 1
+                yield _task(package, each, bug, plan.seed)
+
+
+def _task(package: Package, each: _Checked, bug: _Bug, seed: int) -> tuple[Instance, TaskLineage]:
+    sliced = each.sliced
+    order = random.Random(f"{seed} {package.name} {sliced.name} {bug.kind}")
+    places = sorted(range(len(each.calls)), key=lambda at: len(repr(each.calls[at])) + len(each.expected[at]))
+    failing = [at for at in places if plain(bug.outcomes[at]) != plain(each.expected[at])]
+    passing = [at for at in places if at not in failing]
+    shown = sorted([*failing[:SHOWN_FAILING], *_various(each, passing)[:SHOWN_PASSING]])
+    hidden = [at for at in range(len(each.calls)) if at not in shown]
+    order.shuffle(hidden)
+    chosen = [*shown, *hidden[:HIDDEN]]
+    test_file = f"test_{sliced.name.strip('_')}.py"
+    tests = {at: f"{test_file}::test_{number}" for number, at in enumerate(shown, 1)}
+    files = {sliced.path: bug.text, test_file: _tests_text(each, shown)}
+    spec = RepairSpec(
+        package=package.label,
+        license=package.license,
+        kind=bug.kind,
+        path=sliced.path,
+        function=sliced.name,
+        line=_first_change(bug.text, sliced.text),
+        files=files,
+        calls=tuple(each.calls[at] for at in chosen),
+        expected=tuple(each.expected[at] for at in chosen),
+        shown=len(shown),
+    )
+    fails = tuple(tests[at] for at in shown if at in failing)
+    instance = Instance(
+        instance_id=f"{package.name}-{sliced.name}-{bug.kind.replace(' ', '-')}",
+        repo=package.name,
+        version=package.release.version if package.release else "",
+        base_commit=commit_of(repository_files(spec)),
+        problem_statement=statement(spec, 3, fails),
+        patch=_patch(sliced.path, bug.text, sliced.text),
+        fail_to_pass=fails,
+        pass_to_pass=tuple(tests[at] for at in shown if at not in failing),
+        extra={"split": package.split, COLUMN: spec.model_dump(mode="json")},
+    )
+    lineage = TaskLineage(
+        instance_id=instance.instance_id,
+        source={"sdist": package.name, "version": instance.version, "license": package.license},
+        modifier=bug.kind,
+        seed=seed,
+        path=sliced.path,
+        function=sliced.name,
+        validation=Validation(runs_without_bug=RUNS, runs_with_bug=RUNS, tests=len(chosen), failing=len(failing)),
+    )
+    return instance, lineage
+
+
+def _various(each: _Checked, places: Sequence[int]) -> list[int]:
+    """Calls with different outcomes first."""
+    first = {each.expected[at]: at for at in reversed(places)}
+    new = [at for at in places if first[each.expected[at]] == at]
+    return [*new, *(at for at in places if at not in new)]
+
+
+def _tests_text(each: _Checked, shown: Sequence[int]) -> str:
+    module = each.sliced.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    parts = [f"from {module} import {each.sliced.name}"]
+    for number, at in enumerate(shown, 1):
+        positional, keywords = each.calls[at]
+        words = ", ".join([*positional, *(f"{name}={text}" for name, text in keywords.items())])
+        call = f"{each.sliced.name}({words})"
+        expected = each.expected[at]
+        left = f"list({call})" if expected.startswith("list:") else call
+        parts.append(f"def test_{number}():\n    assert {left} == {plain(expected)}")
+    text = "\n\n".join(parts) + "\n"
+    ast.parse(text)
+    return text
+
+
+def _first_change(old: str, new: str) -> int:
+    blocks = difflib.SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False).get_opcodes()
+    return next(min(start + 1, len(old.splitlines())) for tag, start, *_ in blocks if tag != "equal")
+
+
+def _patch(path: str, old: str, new: str) -> str:
+    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}")
+    return f"diff --git a/{path} b/{path}\n" + "".join(lines)

@@ -1,0 +1,157 @@
+"""The scripted oracle: it looks at the file, runs the tests, edits, runs them again, and errs now and then on the way.
+
+Its answers are text as OpenHands writes calls for a model without tool calling. They follow from the conversation and a
+seed, so that the same episodes can be played in any process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
+from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, RUN_TESTS, RepairSpec, spec_of
+
+ORACLE = "repair-oracle"
+WRONG_FIX, WRONG_TEXT = 0.2, 0.15
+"""Shares of episodes with an edit that does not repair, and with one whose ``old_str`` is not in the file."""
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
+
+
+class Replacement(Frozen):
+    """Lines of a file that are found once in it, and those that take their place."""
+
+    old: str
+    new: str
+
+
+class RepairOracle:
+    """Answers for the tasks of ``instances``, by their statements. Raises ``ConfigError`` for two with the same one."""
+
+    def __init__(self, instances: Sequence[Instance], seed: int = 0) -> None:
+        self._seed = seed
+        self._instances = {each.problem_statement: each for each in instances}
+        if len(self._instances) < len(instances):
+            raise ConfigError("two of the tasks have the same statement: the oracle cannot tell them apart")
+
+    def answer(self, conversation: Sequence[Mapping[str, str]]) -> str:
+        """The next answer of a conversation, messages with ``role`` and ``content``. Raises ``ConfigError``."""
+        told = next((each["content"] for each in conversation if each["role"] == "user"), "")
+        found = next((each for text, each in self._instances.items() if text in told), None)
+        if found is None:
+            raise ConfigError("the oracle does not know the task of this conversation")
+        calls = oracle_calls(found, self._seed)
+        return calls[min(sum(each["role"] == "assistant" for each in conversation), len(calls) - 1)]
+
+
+def distinct(instances: Sequence[Instance]) -> tuple[Instance, ...]:
+    """The first instance of every statement."""
+    return tuple({each.problem_statement: each for each in reversed(instances)}.values())[::-1]
+
+
+def oracle_calls(instance: Instance, seed: int) -> list[str]:
+    """The answers of an episode, in their order."""
+    spec = spec_of(instance)
+    choice = random.Random(f"{seed} {instance.instance_id}")
+    path = f"/workspace/{DIRECTORY}/{spec.path}"
+    wrong, right = spec.files[spec.path], fixed_text(instance)
+    calls = [*_search(instance), _view(path), _tests()]
+    error = choice.random()
+    if error < WRONG_FIX and (other := _other_fix(spec, wrong, right, choice)) is not None:
+        calls += [_edit(path, replacement(wrong, other)), _tests()]
+        wrong = other
+    elif error < WRONG_FIX + WRONG_TEXT:
+        edit = replacement(wrong, right)
+        calls.append(_edit(path, Replacement(old=_misread(edit.old, choice), new=edit.new)))
+    calls += [_edit(path, replacement(wrong, right)), _tests(), _call("finish", message="The tests pass.")]
+    return calls
+
+
+def fixed_text(instance: Instance) -> str:
+    """The module without the bug: the row's patch, applied. Raises ``ConfigError`` for a patch of another text."""
+    spec = spec_of(instance)
+    old = spec.files[spec.path].splitlines(keepends=True)
+    new: list[str] = []
+    at = 0
+    for line in instance.patch.splitlines(keepends=True)[3:]:
+        if found := _HUNK.match(line):
+            start = int(found[1]) - 1
+            new += old[at:start]
+            at = start
+        elif line[0] == "+":
+            new.append(line[1:])
+        elif old[at : at + 1] != [line[1:]]:
+            raise ConfigError(f"{instance.instance_id}: its patch is not for its files")
+        else:
+            new += old[at : at + 1] if line[0] == " " else []
+            at += 1
+    return "".join([*new, *old[at:]])
+
+
+def replacement(old: str, new: str) -> Replacement:
+    """The smallest run of whole lines that makes ``new`` of ``old`` and is found once."""
+    before, after = old.splitlines(), new.splitlines()
+    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    changed = [each for each in codes if each[0] != "equal"]
+    first, last = changed[0][1], changed[-1][2]
+    tail, end = len(before) - last, changed[-1][4]
+    start = changed[0][3]
+    while True:
+        text = "\n".join(before[first:last])
+        if text.strip() and old.count(text) == 1:
+            return Replacement(old=text, new="\n".join(after[start:end]))
+        if first > 0:
+            first, start = first - 1, start - 1
+        elif tail > 0:
+            last, end, tail = last + 1, end + 1, tail - 1
+        else:
+            return Replacement(old=old.rstrip("\n"), new=new.rstrip("\n"))
+
+
+def _search(instance: Instance) -> Iterator[str]:
+    """What has to be found out first where the statement does not name the file."""
+    if spec_of(instance).path not in instance.problem_statement:
+        yield _call("execute_bash", command=f"cat {instance.fail_to_pass[0].partition('::')[0]}", security_risk="LOW")
+
+
+def _other_fix(spec: RepairSpec, wrong: str, right: str, choice: random.Random) -> str | None:
+    """A text that differs from ``right`` where ``wrong`` does, in another way; ``None`` where there is none."""
+    place = _changed_lines(right, wrong)
+    others = sorted(text for _, text in bugs_in(right, spec.function) if text != wrong)
+    near = [text for text in others if _changed_lines(right, text) == place]
+    return choice.choice(near) if near else None
+
+
+def _changed_lines(old: str, new: str) -> tuple[int, int]:
+    codes = difflib.SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False).get_opcodes()
+    changed = [each for each in codes if each[0] != "equal"]
+    return changed[0][1], changed[-1][2]
+
+
+def _misread(text: str, choice: random.Random) -> str:
+    """The text with one thing read wrongly: the indentation, a quote, a character."""
+    options = [text.strip() + " ", text.replace("'", '"'), text.replace(" ", "  ", 1), text[:-1], f"{text};"]
+    return choice.choice([each for each in options[1:] if each != text and text not in each] or [f"{text} #"])
+
+
+def _view(path: str) -> str:
+    return _call("str_replace_editor", command="view", path=path, security_risk="LOW")
+
+
+def _tests() -> str:
+    return _call("execute_bash", command=f"python3 {RUN_TESTS}", security_risk="LOW")
+
+
+def _edit(path: str, edit: Replacement) -> str:
+    changed = {"old_str": edit.old, "new_str": edit.new}
+    return _call("str_replace_editor", command="str_replace", path=path, **changed, security_risk="MEDIUM")
+
+
+def _call(name: str, **arguments: str) -> str:
+    lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
+    return f"<function={name}>\n{lines}</function>"

@@ -1,0 +1,66 @@
+"""The oracle behind OpenAI's chat protocol on a loopback port, so that it plays in every host as a model does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle
+
+_MOST_BYTES = 2**22
+
+
+@contextmanager
+def serve_oracle(oracle: RepairOracle) -> Iterator[str]:
+    """The URL of the server, which ends with the block."""
+
+    class Handler(_Handler):
+        answers = oracle
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    answers: RepairOracle
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        """A chat completion; the other routes are not there."""
+        length = int(self.headers.get("Content-Length") or 0)
+        if not self.path.endswith("/chat/completions") or not 0 < length <= _MOST_BYTES:
+            self._send(404, {"error": {"message": "the oracle only answers /v1/chat/completions"}})
+            return
+        try:
+            messages = json.loads(self.rfile.read(length))["messages"]
+            told = [{"role": each["role"], "content": text_of(each["content"]) or ""} for each in messages]
+            text = self.answers.answer(told)
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            self._send(400, {"error": {"message": str(error)}})
+            return
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        answer = {"id": "oracle", "object": "chat.completion", "created": 0, "model": ORACLE}
+        self._send(200, {**answer, "choices": [choice], "usage": usage})
+
+    def _send(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is printed."""

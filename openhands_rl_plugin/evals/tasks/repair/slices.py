@@ -1,0 +1,254 @@
+"""A function of a package with all that it needs, as a module of its own."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.tasks.bugs.positions import parse
+
+LONGEST_FUNCTION, LEAST_FUNCTION = 25, 3
+LONGEST_MODULE, MOST_CHARACTERS = 44, 1600
+_MODULES = frozenset(
+    (
+        *("abc", "base64", "binascii", "bisect", "calendar", "codecs", "collections", "colorsys", "copy", "decimal"),
+        *("difflib", "fractions", "functools", "hashlib", "heapq", "html", "itertools", "json", "keyword", "math"),
+        *("numbers", "operator", "posixpath", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
+        *("unicodedata", "urllib", "warnings", "zlib"),
+    )
+)
+"""Modules of the standard library whose functions depend on their arguments alone."""
+_BUILTINS = frozenset(dir(builtins))
+_KNOWN = frozenset({"__name__", "__doc__", "__file__"})
+
+
+class SlicedFunction(Frozen):
+    """A module with one function and what it needs. ``path`` as in the package, below its folder of imports."""
+
+    path: str
+    name: str
+    text: str
+
+
+class _NoSliceError(Exception):
+    """A function that cannot stand alone, or is too long."""
+
+
+@dataclass
+class _Module:
+    path: str
+    names: dict[str, ast.stmt]
+    stars: bool
+
+
+@dataclass
+class _Slice:
+    imports: dict[str, None] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
+    """Name -> text of the statement, in the order of definition."""
+    origin: dict[str, ast.stmt] = field(default_factory=dict)
+    open: set[str] = field(default_factory=set)
+
+
+class PackageSlicer:
+    """Slices functions out of a package's modules: path below the folder of imports -> text."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+        self._modules: dict[str, _Module | None] = {}
+
+    def slice(self, path: str, name: str) -> SlicedFunction | None:
+        """The function as a module; ``None`` when it needs what cannot come along, or is too long or too short.
+
+        The text is normalised: no comments, no annotations, of docstrings the first line.
+        """
+        module = self._module(path)
+        if module is None or not isinstance(node := module.names.get(name), ast.FunctionDef) or node.decorator_list:
+            return None
+        found = _Slice()
+        try:
+            self._add(found, module, name)
+            text = _written(found)
+        except (_NoSliceError, RecursionError, SyntaxError):
+            return None
+        lines = found.parts[name].count("\n") + 1
+        fits = LEAST_FUNCTION <= lines <= LONGEST_FUNCTION and len(text.splitlines()) <= LONGEST_MODULE
+        return SlicedFunction(path=path, name=name, text=text) if fits and len(text) <= MOST_CHARACTERS else None
+
+    def _module(self, path: str) -> _Module | None:
+        if path not in self._modules:
+            self._modules[path] = _indexed(path, self._texts.get(path))
+        return self._modules[path]
+
+    def _add(self, found: _Slice, module: _Module, name: str) -> None:
+        if name not in module.names:
+            raise _NoSliceError(name)
+        node = module.names[name]
+        if name in found.origin:
+            if found.origin[name] is not node:
+                raise _NoSliceError(f"two meanings of {name}")
+            return
+        found.origin[name] = node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            self._add_import(found, module, node, name)
+            return
+        plain = _plain(node, keep=not found.open)
+        found.open.add(name)
+        for needed in sorted(_free_names(plain)):
+            if needed in module.names:
+                self._add(found, module, needed)
+            elif needed not in _BUILTINS | _KNOWN or module.stars:
+                raise _NoSliceError(needed)
+        found.parts[name] = ast.unparse(ast.fix_missing_locations(plain))
+        if len(found.parts) > 8 or sum(map(len, found.parts.values())) > MOST_CHARACTERS:
+            raise _NoSliceError("too long")
+
+    def _add_import(self, found: _Slice, module: _Module, node: ast.Import | ast.ImportFrom, name: str) -> None:
+        alias = next(each for each in node.names if (each.asname or each.name.partition(".")[0]) == name)
+        top = (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+        level = node.level if isinstance(node, ast.ImportFrom) else 0
+        if level == 0 and top.partition(".")[0] in _MODULES:
+            only = ast.ImportFrom(node.module, [alias], 0) if isinstance(node, ast.ImportFrom) else ast.Import([alias])
+            found.imports[ast.unparse(only)] = None
+            return
+        if not isinstance(node, ast.ImportFrom) or alias.asname not in (None, alias.name):
+            raise _NoSliceError(f"import of {top}")
+        there = self._from(module, node)
+        if there is None:
+            raise _NoSliceError(f"import of {top}")
+        del found.origin[name]
+        self._add(found, there, alias.name)
+
+    def _from(self, module: _Module, node: ast.ImportFrom) -> _Module | None:
+        folders = module.path.split("/")[:-1]
+        if node.level > len(folders):
+            return None
+        base = folders[: len(folders) - node.level + 1] if node.level else []
+        stem = "/".join([*base, *(node.module or "").split(".")]).strip("/")
+        return self._module(f"{stem}.py") or self._module(f"{stem}/__init__.py")
+
+
+def _indexed(path: str, text: str | None) -> _Module | None:
+    if text is None:
+        return None
+    try:
+        tree = parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    names: dict[str, ast.stmt] = {}
+    twice: set[str] = set()
+    stars = False
+    for node in tree.body:
+        bound = list(_bound(node))
+        stars = stars or "*" in bound
+        for name in bound:
+            if name in names:
+                twice.add(name)
+            names[name] = node
+    return _Module(path, {name: node for name, node in names.items() if name not in twice}, stars)
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """The names that a top-level statement binds in a way that a slice can repeat."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (each.asname or each.name.partition(".")[0] for each in node.names)
+    elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        yield node.targets[0].id
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        yield node.target.id
+
+
+class _Plain(ast.NodeTransformer):
+    """Drops annotations and docstrings; of the outermost docstring the first line stays if ``keep``."""
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self._keep, keep = False, self._keep
+        said = ast.get_docstring(node)
+        body = node.body[1:] if said is not None else node.body
+        line = said.strip().partition("\n")[0].strip() if said and keep else ""
+        first: list[ast.stmt] = [ast.Expr(ast.Constant(line))] if 0 < len(line) <= 100 and line.isprintable() else []
+        node.body = [*first, *body] or [ast.Pass()]
+        node.returns = None
+        self.generic_visit(node)
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        raise _NoSliceError("async")
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        raise _NoSliceError("a class")
+
+    def visit_Global(self, node: ast.Global) -> ast.AST:
+        raise _NoSliceError("global state")
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        self.generic_visit(node)
+        if node.value is None:
+            return ast.Pass()
+        return ast.Assign([node.target], node.value)
+
+
+def _plain(node: ast.stmt, *, keep: bool) -> ast.stmt:
+    copied = ast.parse(ast.unparse(node)).body[0]
+    changed = _Plain(keep).visit(copied)
+    return ast.fix_missing_locations(changed)
+
+
+def _free_names(node: ast.stmt) -> set[str]:
+    """Names that a statement reads and does not bind anywhere within it."""
+    read: set[str] = set()
+    bound: set[str] = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name):
+            (read if isinstance(each.ctx, ast.Load) else bound).add(each.id)
+        elif isinstance(each, ast.arg):
+            bound.add(each.arg)
+        elif isinstance(each, ast.FunctionDef | ast.ExceptHandler) and each.name:
+            bound.add(each.name)
+        elif isinstance(each, ast.Import | ast.ImportFrom):
+            _check_stdlib(each)
+            bound |= {alias.asname or alias.name.partition(".")[0] for alias in each.names}
+    if isinstance(node, ast.FunctionDef):
+        outer = ast.Module([*map(ast.Expr, _outer_parts(node))], [])
+        read |= {each.id for each in ast.walk(outer) if isinstance(each, ast.Name)}
+        return {name for name in read if name not in bound or name in _names_of(_outer_parts(node))} - {node.name}
+    return read - bound if not isinstance(node, ast.Assign) else read
+
+
+def _outer_parts(node: ast.FunctionDef) -> Sequence[ast.expr]:
+    """What is evaluated where the function is defined."""
+    return [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
+
+
+def _names_of(parts: Sequence[ast.expr]) -> set[str]:
+    return {each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)}
+
+
+def _check_stdlib(node: ast.Import | ast.ImportFrom) -> None:
+    tops = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+    relative = isinstance(node, ast.ImportFrom) and node.level
+    if relative or any(top.partition(".")[0] not in _MODULES for top in tops):
+        raise _NoSliceError("an import within the function")
+
+
+def _written(found: _Slice) -> str:
+    head = "\n".join(sorted(found.imports))
+    body = ""
+    for text in found.parts.values():
+        lone = not text.startswith(("def ", "@"))
+        body = body + text + "\n" if lone else body.rstrip("\n") + ("\n\n" if body else "") + text + "\n\n"
+    text = (head + "\n\n" if head else "") + body.rstrip("\n") + "\n"
+    compile(text, "slice", "exec")
+    return text
