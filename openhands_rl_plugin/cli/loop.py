@@ -34,6 +34,7 @@ EPILOG = """suites: those of `openhands-rl evaluate`
   webshop               the embedded shop, started for the run
   environment           the environment and server that [rl] of --config names; from task 0 on (--tasks), or rows
                         (.jsonl) with --dataset-file
+  repair-1, -2, -3      one function with a bug, for small models; the others are
   swe-local, swe-gym, FILE, ...
                         repository tasks: the reward of an episode is the verdict of its tests
 
@@ -42,6 +43,8 @@ examples:
   openhands-rl loop environment --config config.toml --tasks 500 --held-out 100 --run-dir runs/babyai --dry-run
   openhands-rl loop environment --config config.toml --dataset-file train.jsonl --held-out-file test.jsonl \\
       --kind async --iterations 20
+  openhands-rl loop repair-1 --config config.toml --model ./SmolLM2-135M-Instruct --no-native-tool-calling \\
+      --demonstrations 300 --held-out 100
   openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --samples-per-task 8 --timeout 900
   openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --from latest    # after `openhands-rl train`
 

@@ -41,11 +41,12 @@ async def open_parts(
     storage: TrajectoryStorage,
     reward: Reward,
     objective: Reward,
+    demonstrator: EpisodeRunner | None = None,
 ) -> AsyncIterator[LoopParts]:
     """The parts of a loop; it publishes to all servers of ``[rl.serving]``.
 
     ``model`` is the directory of the base model; ``shop`` the options that the embedded shop was started with, for its
-    demonstrations. Raises ``ConfigError`` and ``TrainingError``.
+    demonstrations, unless a ``demonstrator`` plays them. Raises ``ConfigError`` and ``TrainingError``.
     """
     from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
     from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -61,7 +62,7 @@ async def open_parts(
     try:
         yield LoopParts(
             runner=runner,
-            demonstrator=_shop_demonstrator(settings, shop, storage),
+            demonstrator=demonstrator or _shop_demonstrator(settings, shop, storage),
             storage=storage,
             reward=reward,
             objective=objective,

@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
-from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, Task
+from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Limits, Task, Trajectory
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
@@ -27,6 +27,8 @@ from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle
+from openhands_rl_plugin.evals.tasks.repair.oracle_server import serve_oracle
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
@@ -226,6 +228,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     try:
         async with (
             _open_runner(job, storage) as runner,
+            open_demonstrator(job, storage) as demonstrator,
             open_parts(
                 job.settings,
                 model=job.model,
@@ -235,6 +238,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 storage=storage,
                 reward=reward,
                 objective=objective,
+                demonstrator=demonstrator,
             ) as parts,
         ):
             await _require_servers(job, parts)
@@ -286,18 +290,59 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     adapters = AdapterStore(job.settings.serving.adapters_directory.resolve())
+    if job.backend is not None:
+        await job.backend.check()
+        remove_tree(job.directory / CHECKOUTS)  # left by a killed process
     with rollout_settings(job.settings, adapters) as sampled:
-        plan = _played(job, sampled)
-        options = options_of(plan, job.tasks.suite, job.processes)
-        async with open_runner(sampled, options, storage=storage, workers=job.processes) as runner:
-            if job.backend is None:
-                yield runner
-                return
-            await job.backend.check()
-            checkouts = job.directory / CHECKOUTS
-            remove_tree(checkouts)  # left by a killed process
-            player = open_swe_runner(plan, runner, options.strategy_spec(sampled), storage, job.backend, checkouts)
-            yield GradedRunner(player, (*job.tasks.training, *job.tasks.held_out))
+        async with _opened(job, sampled, storage) as runner:
+            yield runner
+
+
+@asynccontextmanager
+async def _opened(job: LoopJob, settings: RLSettings, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
+    plan = _played(job, settings)
+    options = options_of(plan, job.tasks.suite, job.processes)
+    async with open_runner(settings, options, storage=storage, workers=job.processes) as runner:
+        if job.backend is None:
+            yield runner
+            return
+        strategy, tasks = options.strategy_spec(settings), job.tasks
+        player = open_swe_runner(plan, runner, strategy, storage, job.backend, job.directory / CHECKOUTS)
+        yield GradedRunner(player, (*tasks.demonstrations, *tasks.training, *tasks.held_out))
+
+
+@asynccontextmanager
+async def open_demonstrator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner | None]:
+    """The oracle of repair tasks in the same host as the policy; ``None`` where there are no such demonstrations."""
+    instances = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
+    if not instances:
+        yield None
+        return
+    with serve_oracle(RepairOracle(instances, job.settings.sampling.seed)) as url:
+        own = {"base_url": url, "base_urls": (), "model": ORACLE, "api_key_env": "", "server": "auto"}
+        settings = job.settings.model_copy(
+            update={
+                "serving": job.settings.serving.model_copy(update=own),
+                "rollout_strategy": RLSettings().rollout_strategy,
+                "strategy": {},
+            }
+        )
+        async with _opened(job, settings, storage) as runner:
+            yield _Oracle(runner)
+
+
+class _Oracle:
+    """An ``EpisodeRunner`` whose episodes are no policy's."""
+
+    def __init__(self, runner: EpisodeRunner) -> None:
+        self._runner = runner
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Run one episode with the oracle in the place of the policy."""
+        return await self._runner.run(request.model_copy(update={"served_model": None}))
+
+    async def close(self) -> None:
+        """Does nothing: ``open_demonstrator`` closes what it opened."""
 
 
 def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:

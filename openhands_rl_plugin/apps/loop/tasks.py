@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
+from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import HELD_OUT
@@ -105,12 +106,15 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
             f"too few tasks: {len(tasks.training)} to train on, {len(tasks.held_out)} held out, "
             f"{len(tasks.demonstrations)} for demonstrations; give more, or lower --held-out ({loop.held_out})"
         )
-    if loop.demonstrations and tasks.suite.name != WEBSHOP:
+    scripted = (WEBSHOP, *REPAIRS)
+    if loop.demonstrations and tasks.suite.name not in scripted:
         raise ConfigError(
-            f"--demonstrations: only the {WEBSHOP} has scripted demonstrations, not {tasks.suite.name}; leave it at 0"
+            f"--demonstrations: {tasks.suite.name} has no scripted ones, only {', '.join(scripted)}; leave it at 0"
         )
-    if loop.demonstrations and settings.react_format:
+    if loop.demonstrations and tasks.suite.name == WEBSHOP and settings.react_format:
         raise ConfigError("--demonstrations: the script writes plain actions: set react_format = false in [rl]")
+    if loop.demonstrations and tasks.suite.name in REPAIRS and host_of(settings) != "v0":
+        raise ConfigError('--demonstrations: the oracle of repair tasks plays in OpenHands V0: set [rl] host = "v0"')
     both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {
         _what(tasks.suite, entry) for entry in tasks.held_out
     }

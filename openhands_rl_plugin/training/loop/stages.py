@@ -153,7 +153,9 @@ class LoopStages:
         started = time.time()
         where = TrajectoryFilter(run_id=self._run_id("demonstrate"), failed=False)
         played = [trajectory async for trajectory, _ in self._parts.storage.find(where)]
-        good = [trajectory for trajectory in played if self._plan.succeeded(trajectory, trajectory.episode_return)]
+        rewards = await self._rewards(self._parts.reward, where, played)
+        judged = zip(played, rewards, strict=True)
+        good = [each for each, reward in judged if reward is not None and self._plan.succeeded(each, reward)]
         if not good:
             raise TrainingError(
                 f"none of the {len(played)} demonstrations succeeded; is the environment the right one?"

@@ -152,9 +152,9 @@ async def test_the_fix_resolves_and_nothing_else_does(published: tuple[Instance,
     assert (await graded(instance, instance.patch, tmp_path)).resolved
     nothing = await graded(instance, NO_OP, tmp_path)
     assert nothing.kind is VerdictKind.UNRESOLVED and nothing.fail_to_pass.failure == instance.fail_to_pass
-    assert (await graded(instance, "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-no\n+yes\n", tmp_path)).kind is (
-        VerdictKind.UNAPPLIED
-    )
+    assert (
+        await graded(instance, "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-no\n+yes\n", tmp_path)
+    ).kind is (VerdictKind.UNAPPLIED)
 
 
 @needs_bubblewrap

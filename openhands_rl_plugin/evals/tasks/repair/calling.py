@@ -9,16 +9,19 @@ its own.
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import json
 import math
 import os
 import resource
+import runpy
 import signal
 import sys
+import tempfile
 from typing import Any
 
-SECONDS, MEMORY, LONGEST, MOST_ITEMS = 2, 1 << 30, 200, 60
+CPU_SECONDS, SECONDS, MEMORY, LONGEST, MOST_ITEMS = 0.5, 30, 1 << 30, 200, 60
 
 
 def canonical(value: Any) -> str:
@@ -41,37 +44,38 @@ def outcome(function: Any, positional: list[str], keywords: dict[str, str]) -> s
     """What a call gives; ``None`` where it raises or gives no literal."""
     given = [ast.literal_eval(each) for each in positional]
     named = {name: ast.literal_eval(each) for name, each in keywords.items()}
-    try:
+    text = None
+    # Whatever a function raises, it gives nothing.
+    with contextlib.suppress(Exception):
         value = function(*given, **named)
         if hasattr(value, "__next__"):
             items = list(itertools.islice(value, MOST_ITEMS + 1))
             text = None if len(items) > MOST_ITEMS else "list:" + canonical(items)
         else:
             text = canonical(value)
-    except Exception:
-        return None
     return text if text is not None and len(text) <= LONGEST else None
 
 
 def outcomes(item: dict[str, Any]) -> list[str | None]:
     """The outcomes of all calls of one function."""
     module = item["path"].removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-    names: dict[str, Any] = {"__name__": module, "__file__": item["path"]}
-    try:
-        exec(compile(item["text"], item["path"], "exec"), names)
-        function = names[item["name"]]
-    except BaseException:
-        return [None] * len(item["calls"])
-    return [outcome(function, *call) for call in item["calls"]]
+    names: dict[str, Any] = {}
+    with contextlib.suppress(Exception, SystemExit), tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(item["text"])
+        file.flush()
+        names = runpy.run_path(file.name, run_name=module)
+    function = names.get(item["name"])
+    return [None if function is None else outcome(function, *call) for call in item["calls"]]
 
 
 def apart(item: dict[str, Any]) -> list[str | None] | None:
-    """``outcomes`` in a process that is killed after ``SECONDS``; ``None`` for one that was, or ended itself."""
+    """``outcomes`` in a process of bounded time, of the processor and in all; ``None`` for one that ended early."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(reading)
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             signal.alarm(SECONDS)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             quiet = os.open(os.devnull, os.O_RDWR)

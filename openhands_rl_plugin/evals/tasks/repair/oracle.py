@@ -20,6 +20,8 @@ from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, RUN_TESTS, Re
 ORACLE = "repair-oracle"
 WRONG_FIX, WRONG_TEXT = 0.2, 0.15
 """Shares of episodes with an edit that does not repair, and with one whose ``old_str`` is not in the file."""
+_NAME = re.compile(r"\A<function=(\w+)>\n")
+_PARAMETER = re.compile(r"^<parameter=(\w+)>(.*?)</parameter>\n(?=<)", re.DOTALL | re.MULTILINE)
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 
@@ -31,27 +33,30 @@ class Replacement(Frozen):
 
 
 class RepairOracle:
-    """Answers for the tasks of ``instances``, by their statements. Raises ``ConfigError`` for two with the same one."""
+    """Answers for the tasks of ``instances``: found by their statements, and those with the same one by the file that
+    was looked at."""
 
     def __init__(self, instances: Sequence[Instance], seed: int = 0) -> None:
         self._seed = seed
-        self._instances = {each.problem_statement: each for each in instances}
-        if len(self._instances) < len(instances):
-            raise ConfigError("two of the tasks have the same statement: the oracle cannot tell them apart")
+        self._instances: dict[str, list[Instance]] = {}
+        for each in instances:
+            self._instances.setdefault(each.problem_statement, []).append(each)
 
     def answer(self, conversation: Sequence[Mapping[str, str]]) -> str:
         """The next answer of a conversation, messages with ``role`` and ``content``. Raises ``ConfigError``."""
         told = next((each["content"] for each in conversation if each["role"] == "user"), "")
-        found = next((each for text, each in self._instances.items() if text in told), None)
-        if found is None:
+        same = next((each for text, each in self._instances.items() if text in told), None)
+        if same is None:
             raise ConfigError("the oracle does not know the task of this conversation")
-        calls = oracle_calls(found, self._seed)
+        seen = "\n".join(each["content"] for each in conversation)
+        calls = oracle_calls(next((each for each in same if _is_seen(each, seen)), same[0]), self._seed)
         return calls[min(sum(each["role"] == "assistant" for each in conversation), len(calls) - 1)]
 
 
-def distinct(instances: Sequence[Instance]) -> tuple[Instance, ...]:
-    """The first instance of every statement."""
-    return tuple({each.problem_statement: each for each in reversed(instances)}.values())[::-1]
+def _is_seen(instance: Instance, text: str) -> bool:
+    """Whether every line of the file with the bug is in the text."""
+    spec = spec_of(instance)
+    return all(line in text for line in spec.files[spec.path].splitlines())
 
 
 def oracle_calls(instance: Instance, seed: int) -> list[str]:
@@ -67,9 +72,14 @@ def oracle_calls(instance: Instance, seed: int) -> list[str]:
         wrong = other
     elif error < WRONG_FIX + WRONG_TEXT:
         edit = replacement(wrong, right)
-        calls.append(_edit(path, Replacement(old=_misread(edit.old, choice), new=edit.new)))
+        calls.append(_edit(path, Replacement(old=_misread(edit.old, wrong, choice), new=edit.new)))
     calls += [_edit(path, replacement(wrong, right)), _tests(), _call("finish", message="The tests pass.")]
     return calls
+
+
+def parsed_call(text: str) -> tuple[str, dict[str, str]]:
+    """The name and the arguments of a call that ``oracle_calls`` wrote."""
+    return _NAME.findall(text)[0], dict(_PARAMETER.findall(text))
 
 
 def fixed_text(instance: Instance) -> str:
@@ -123,7 +133,7 @@ def _other_fix(spec: RepairSpec, wrong: str, right: str, choice: random.Random) 
     """A text that differs from ``right`` where ``wrong`` does, in another way; ``None`` where there is none."""
     place = _changed_lines(right, wrong)
     others = sorted(text for _, text in bugs_in(right, spec.function) if text != wrong)
-    near = [text for text in others if _changed_lines(right, text) == place]
+    near = [text for text in others if _changed_lines(right, text) == place and replacement(wrong, text).new.strip()]
     return choice.choice(near) if near else None
 
 
@@ -133,10 +143,10 @@ def _changed_lines(old: str, new: str) -> tuple[int, int]:
     return changed[0][1], changed[-1][2]
 
 
-def _misread(text: str, choice: random.Random) -> str:
-    """The text with one thing read wrongly: the indentation, a quote, a character."""
-    options = [text.strip() + " ", text.replace("'", '"'), text.replace(" ", "  ", 1), text[:-1], f"{text};"]
-    return choice.choice([each for each in options[1:] if each != text and text not in each] or [f"{text} #"])
+def _misread(text: str, file: str, choice: random.Random) -> str:
+    """The text with one thing read wrongly (a quote, the indentation, a bracket), so that it is not in the file."""
+    options = [text.replace("'", '"'), f" {text}", text.replace("(", "", 1), text.replace("_", "", 1), f"{text};"]
+    return choice.choice([each for each in options if each not in file])
 
 
 def _view(path: str) -> str:

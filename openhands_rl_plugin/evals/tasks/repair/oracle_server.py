@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import text_of
-from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle, parsed_call
 
 _MOST_BYTES = 2**22
 
@@ -32,6 +33,14 @@ def serve_oracle(oracle: RepairOracle) -> Iterator[str]:
             thread.join()
 
 
+def _with_call(text: str, number: int) -> JsonObject:
+    """The answer for a client with tools: the call in the protocol's own form."""
+    name, arguments = parsed_call(text)
+    function: JsonObject = {"name": name, "arguments": json.dumps(arguments)}
+    call: JsonObject = {"id": f"call-{number}", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 class _Handler(BaseHTTPRequestHandler):
     answers: RepairOracle
     protocol_version = "HTTP/1.1"
@@ -43,13 +52,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"error": {"message": "the oracle only answers /v1/chat/completions"}})
             return
         try:
-            messages = json.loads(self.rfile.read(length))["messages"]
-            told = [{"role": each["role"], "content": text_of(each["content"]) or ""} for each in messages]
+            body = json.loads(self.rfile.read(length))
+            told = [{"role": each["role"], "content": text_of(each["content"]) or ""} for each in body["messages"]]
             text = self.answers.answer(told)
+            message = _with_call(text, len(told)) if body.get("tools") else {"role": "assistant", "content": text}
         except (ConfigError, KeyError, TypeError, ValueError) as error:
             self._send(400, {"error": {"message": str(error)}})
             return
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         answer = {"id": "oracle", "object": "chat.completion", "created": 0, "model": ORACLE}
         self._send(200, {**answer, "choices": [choice], "usage": usage})

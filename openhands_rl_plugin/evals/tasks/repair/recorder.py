@@ -38,7 +38,7 @@ def literal(value: Any, depth: int = 0) -> bool:
     return all(literal(part, depth + 1) for part in parts)
 
 
-class Recorder:
+class CallRecorder:
     """Notes the calls of module-level functions whose file is below ``folder``."""
 
     def __init__(self, folder: str) -> None:
@@ -99,7 +99,7 @@ def main(given: str, result: str) -> None:
     """Run doctests of the modules, then pytest, and write what was recorded, also when time is up."""
     with open(given, encoding="utf-8") as file:
         wanted = json.load(file)
-    recorder = Recorder(os.getcwd())
+    recorder = CallRecorder(os.getcwd())
     sys.monitoring.use_tool_id(3, "recorder")
     sys.monitoring.register_callback(3, sys.monitoring.events.PY_START, recorder.started)
     sys.monitoring.set_events(3, sys.monitoring.events.PY_START)

@@ -1,0 +1,68 @@
+"""The oracle of repair tasks in OpenHands' own controller, with commands and edits in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+
+from openhands_rl_plugin.apps.loop.run import LoopJob, open_demonstrator
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import EpisodeRequest
+from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
+from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+SETTINGS = RLSettings(
+    serving=ServingSettings(base_url="http://127.0.0.1:1/v1", model="m"),
+    workspace=WorkspaceSettings(prompt="compact"),
+    loop=LoopSettings(demonstrations=4, held_out=5),
+    host="v0",
+    max_turns=10,
+)
+
+
+def test_a_loop_over_repair_tasks_holds_out_packages():
+    tasks = loop_tasks(TaskSource(suite="repair-2"), SETTINGS)
+    used = [{entry.instance.repo for entry in part if entry.instance} for part in (tasks.training, tasks.held_out)]
+    assert len(tasks.demonstrations) == 4 and len(tasks.held_out) == 5 and not used[0] & used[1]
+
+
+def test_other_repositories_have_no_demonstrations():
+    with pytest.raises(ConfigError, match="swe-local has no scripted ones, only webshop, repair-1"):
+        loop_tasks(TaskSource(suite="swe-local"), SETTINGS)
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
+async def test_the_oracle_repairs_inside_the_controller(tmp_path: Path, native: bool):
+    tasks = loop_tasks(TaskSource(suite="repair-3"), SETTINGS)
+    storage = FileTrajectoryStorage(tmp_path / "trajectories")
+    job = LoopJob(
+        settings=SETTINGS,
+        tasks=LoopTasks(tasks.suite, tasks.demonstrations, (), ()),
+        model=tmp_path,
+        directory=tmp_path,
+        run_id="demo",
+        limits=SETTINGS.limits(),
+        backend=RepairBackend(),
+        native_tool_calling=native,
+    )
+    requests = [
+        EpisodeRequest(task=entry.task, run_id="demo", group_id="g", served_model="m") for entry in tasks.demonstrations
+    ]
+    async with open_demonstrator(job, storage) as oracle:
+        assert oracle is not None
+        episodes = await asyncio.gather(*map(oracle.run, requests))
+    await storage.close()
+    for episode in episodes:
+        assert episode.failure is None and episode.policy.served_name == ORACLE
+        report = episode.evidence["test_result"]
+        assert isinstance(report, dict) and report["report"]["resolved"], episode.messages()
+        said = [str(message) for message in episode.messages() if message.role == "assistant"]
+        assert "cat test_" in said[0] and "finish" in said[-1] and "run_tests.py" in said[-2]
