@@ -8,9 +8,10 @@ from typing import Protocol
 from openhands_rl_plugin.core.browsing.listing import Browsable
 from openhands_rl_plugin.core.browsing.terms import Column, Match, Term
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.judgements import opinions_of, standing, words_of
+from openhands_rl_plugin.core.judgements import standing, words_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.trajectories.query.opinion_index import opinions_among
 from openhands_rl_plugin.trajectories.query.query import OPINION_NOTES, Note, NoteTerm, Query
 
 _NOTHING = TrajectoryFilter(ids=())
@@ -62,9 +63,8 @@ async def _noted(
 ) -> Collection[str]:
     """``where``: what the other conditions find."""
     if note.note in OPINION_NOTES:
-        found = [each.id async for each in storage.summaries(where)]
-        said = await opinions_of(storage, found)
-        return [each for each in found if _holds(note, said.get(each, {}).get(note.note.value))]
+        said = await opinions_among(storage, where)
+        return [each for each, told in said.items() if _holds(note, told.get(note.note.value))]
     if note.note is Note.BREAK:
         if lookup is None:
             raise ConfigError("breaks are not looked for here; leave break: out of the query")
