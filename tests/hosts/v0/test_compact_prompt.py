@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from compact_play import MOST_TOKENS, count_tokens, repair, schema_of, undescribed
 from needs import needs_bubblewrap
+from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig
+from openhands.core.config.extended_config import ExtendedConfig
+from openhands.llm.llm_registry import LLMRegistry
+from pydantic import SecretStr
 from scripted_model import ScriptedModel, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
@@ -15,6 +19,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.hosts.local import local_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.v0.agent import RLAgent
 
 TOOLS = {"editor": "str_replace_editor", "shell": "execute_bash"}
 
@@ -49,6 +54,30 @@ async def test_the_tools_are_the_standard_ones_and_all_is_described(server: Scri
     assert [schema_of(tool) for tool in standard if tool["function"]["name"] in names] == [*map(schema_of, offered)]
     assert undescribed(compact.requests[0]) == []
     assert list(compact.episode.tools) == offered, "recorded as they were sent"
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
+def test_a_short_context_is_enough_for_the_compact_one(server: ScriptedModel, native: bool, tmp_path: Path) -> None:
+    """Of an agent that OpenHands makes itself, from ``[extended.rl]``."""
+    server.script("short", [])
+    server.context = 6000  # bytes
+
+    def made(prompt: str) -> RLAgent:
+        rl = {"workspace": {"prompt": prompt}, "max_response_length": 512, "storage": {"path": str(tmp_path)}}
+        llm = LLMConfig(
+            model="openai/short", base_url=server.url, api_key=SecretStr("none"), native_tool_calling=native
+        )
+        config = OpenHandsConfig(llms={"llm": llm}, extended=ExtendedConfig.model_validate({"rl": rl}))
+        return RLAgent(AgentConfig(enable_mcp=False), LLMRegistry(config))
+
+    try:
+        with pytest.raises(ConfigError, match=r"more than the 6,000 .* or set \[rl.workspace\] prompt = \"compact\""):
+            made("standard")
+        agent = made("compact")
+    finally:
+        server.context = None
+    assert [tool["function"]["name"] for tool in agent.tools] == ["execute_bash", "finish", "str_replace_editor"]
+    assert (message := agent.get_system_message()) is not None and message.tools == agent.tools
 
 
 def test_other_agents_have_their_own_prompt() -> None:

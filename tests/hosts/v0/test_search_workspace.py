@@ -14,7 +14,8 @@ from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, call, prompt_ids, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.options import HostOptions
@@ -141,8 +142,12 @@ def states(requests: list[dict[str, Any]]) -> dict[int, list[list[dict[str, Any]
     return found
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
-async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedModel, native: bool):
+@pytest.mark.parametrize(
+    ("native", "prompt"),
+    [(True, "standard"), (False, "standard"), (False, "compact")],
+    ids=["native tool calls", "calls in the text", "compact"],
+)
+async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedModel, native: bool, prompt: PromptName):
     """The same conversations are sent from branches and from the live session, to the letter and the token."""
 
     def policy(body: dict[str, Any]) -> dict[str, Any]:
@@ -155,10 +160,11 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
         lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
         return says(f"Now.\n<function={one['name']}>\n{lines}</function>")
 
-    name = f"same-{native}"
+    name = f"same-{native}-{prompt}"
     options = HostOptions(environment_mode=False, native_tool_calling=native)
     strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 2, "depth": 3, "beam": 2, **BY_PATCH}}
-    trajectory = await play(server, name, policy, options=options, **strategy, max_turns=3)
+    instructed = WorkspaceSettings(prompt=prompt)
+    trajectory = await play(server, name, policy, options=options, **strategy, workspace=instructed, max_turns=3)
     assert trajectory.failure is None
     sent = states(server.requests[name])
     opening = sent[0][0]
