@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import itertools
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     config = read_fields(args, StudioConfig, {"author": author()})
     sources = sources_at(args.sources)
     log_accesses_if_asked(args)
+    for name in sources.waiting():
+        print(f"{sayable(name)} is empty: what a loop writes there is shown as soon as it is there")
     with running_studio(config, sources) as studio:
         print(f"the studio is at {studio.link} (works once); Ctrl-C stops it", flush=True)
         wait_until_stopped()
@@ -102,26 +105,47 @@ async def _export(args: argparse.Namespace) -> int:
 
 
 def sources_at(places: Sequence[str]) -> StudioSources:
-    """What lies there, by names that are short and differ. Raises ``ConfigError`` where there is nothing to show."""
-    from openhands_rl_plugin.apps.studio.discovery import discover
-    from openhands_rl_plugin.apps.studio.sources import StudioSources
+    """What lies there, by names that are short and differ, and what comes there later. Raises ``ConfigError`` where
+    there is nothing to show."""
+    from openhands_rl_plugin.apps.studio.discovery import Found, discover, look
+    from openhands_rl_plugin.apps.studio.sources import Growing, StudioSources
 
-    stores: dict[str, TrajectoryStorage] = {}
-    indexes: dict[str, TextIndex] = {}
-    folders: dict[str, dict[str, Path]] = {"runs": {}, "evaluations": {}, "adapters": {}}
+    stores: Growing[TrajectoryStorage] = Growing()
+    indexes: Growing[TextIndex] = Growing()
+    folders = {kind: Growing[Path]() for kind in ("runs", "evaluations", "adapters")}
+    given: dict[Path, set[Path]] = {}
+
+    def add(folder: Path, found: Found) -> None:
+        for path in found.stores:
+            if ("stores", path) not in shown:
+                name = _name(path, folder, stores)
+                indexes[name], stores[name] = index_at(str(path)), storage_at(str(path))
+        for kind, known in folders.items():
+            for path in getattr(found, kind):
+                if (kind, path) not in shown:
+                    known[_name(path, folder, known)] = path
+        for kind in ("stores", *folders):
+            shown.update((kind, path) for path in getattr(found, kind))
+        given[folder] |= {*found.stores, *found.runs, *found.evaluations, *found.adapters}
+
+    shown: set[tuple[str, Path]] = set()
     for where in places:
         if not is_folder(where):
             stores[sayable(where)], indexes[sayable(where)] = storage_at(where), index_at(where)
             continue
         folder = Path(where).expanduser().resolve()
-        found = discover(folder)
-        for path in found.stores:
-            name = _name(path, folder, stores)
-            stores[name], indexes[name] = storage_at(str(path)), index_at(str(path))
-        for kind, known in folders.items():
-            for path in getattr(found, kind):
-                known[_name(path, folder, known)] = path
-    return StudioSources(stores, **folders, indexes=indexes)
+        given[folder] = set()
+        add(folder, discover(folder))
+
+    def look_again() -> None:
+        for folder in given:
+            with suppress(ConfigError):
+                add(folder, look(folder))
+
+    def waiting() -> list[str]:
+        return [folder.name for folder, found in given.items() if not found]
+
+    return StudioSources(stores, **folders, indexes=indexes, look_again=look_again if given else None, waiting=waiting)
 
 
 def _name(path: Path, folder: Path, known: Collection[str]) -> str:

@@ -69,7 +69,10 @@ def build_app(
         loop = asyncio.get_running_loop()
         if started is not None:
             started(lambda: loop.call_soon_threadsafe(events.stop))
+        watch = asyncio.create_task(sources.watch())
         yield
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
         await indexes.close()
         await sources.close()
 
@@ -94,7 +97,8 @@ def build_app(
 
 def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) -> dict[str, Endpoint]:
     shelf = EpisodeShelf(sources)
-    episodes = EpisodeResource(shelf, text, NoteShelf(sources))
+    notes = NoteShelf(sources)
+    episodes = EpisodeResource(shelf, text, notes)
     listing, breaks = ListResource(sources, indexes), BreakResource(shelf, text)
     runs, evaluations = RunResource(sources), EvaluationResource(sources)
     groups, compared = GroupResource(sources), CompareResource(sources, shelf, indexes)
@@ -102,7 +106,12 @@ def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) 
     async def about(request: Request) -> Response:
         folders = {"runs": sources.runs, "evaluations": sources.evaluations, "adapters": sources.adapters}
         return reply(
-            request, {"stores": list(sources.stores), **{name: sorted(each) for name, each in folders.items()}}
+            request,
+            {
+                "stores": list(sources.stores),
+                **{name: sorted(each) for name, each in folders.items()},
+                "waiting": list(sources.waiting()),
+            },
         )
 
     return {
@@ -118,7 +127,7 @@ def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) 
         "/api/compare": compared.get,
         "/api/agreement": AgreementResource(sources, indexes).get,
         "/api/search": SearchResource(sources, indexes).get,
-        "/api/export": ExportResource(shelf, text).get,
+        "/api/export": ExportResource(shelf, text, notes).get,
         "/api/runs": runs.all,
         "/api/runs/{id:path}/metrics": runs.metrics,
         "/api/runs/{id:path}": runs.one,

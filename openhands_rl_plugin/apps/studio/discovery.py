@@ -31,11 +31,27 @@ class Found:
     evaluations: list[Path] = field(default_factory=list)
     adapters: list[Path] = field(default_factory=list)
 
+    @property
+    def any(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.stores or self.runs or self.evaluations or self.adapters)
+
 
 def discover(folder: Path) -> Found:
-    """Look into a folder and, a few levels deep, those below. Raises ``ConfigError`` when there is nothing to show."""
+    """``look`` into a folder. An empty one is that of a loop which has not begun. Raises ``ConfigError`` when there is
+    no folder, and when nothing of what is in it can be shown."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; give that of a store, a run, an evaluation or adapters")
+    found = look(folder)
+    if not found.any and any(folder.iterdir()):
+        raise ConfigError(
+            f"{folder}: there is nothing to show in it; give the folder of a store, a run, an evaluation or adapters"
+        )
+    return found
+
+
+def look(folder: Path) -> Found:
+    """What lies in a folder and, a few levels deep, in those below."""
     found = Found()
     for directory, files, folders in _walk(folder):
         if FILE_NAME in files:
@@ -46,10 +62,6 @@ def discover(folder: Path) -> Found:
             found.evaluations.append(directory)
         if any(_VERSION.fullmatch(name) for name in folders) and directory.name not in _TRAINING:
             found.adapters.append(directory)
-    if not (found.stores or found.runs or found.evaluations or found.adapters):
-        raise ConfigError(
-            f"{folder}: there is nothing to show in it; give the folder of a store, a run, an evaluation or adapters"
-        )
     return found
 
 

@@ -43,6 +43,10 @@ class Noted(NamedTuple):
     numbers: Numbers
 
 
+NotesOfNode = tuple[list[JsonObject], Noted | None]
+"""All passes, and the one that is shown."""
+
+
 class _Found(NamedTuple):
     path: Path
     run: str
@@ -74,13 +78,13 @@ class NoteShelf:
         self._known: dict[Path, _Index] = {}
         self._read: OrderedDict[tuple[Path, int], Numbers] = OrderedDict()
 
-    def of(self, episode: str, node: int, count: int, wanted: str | None) -> tuple[list[JsonObject], Noted | None]:
+    def of(self, episode: str, node: int, count: int, wanted: str | None = None) -> NotesOfNode:
         """All passes over a node of ``count`` sampled tokens, oldest training first, and the numbers of the ``wanted``
         one, by default the last. Blocks while it reads."""
         with self._lock:
             return self._of(episode, node, count, wanted)
 
-    def _of(self, episode: str, node: int, count: int, wanted: str | None) -> tuple[list[JsonObject], Noted | None]:
+    def _of(self, episode: str, node: int, count: int, wanted: str | None) -> NotesOfNode:
         found = [each for each in self._frames(episode) if (node, count) in each.sample.nodes][-_MOST_NOTES:]
         found.sort(key=lambda each: (each.training.at, each.sample.epoch))
         chosen = next((each for each in found if each.key == wanted), found[-1] if found else None)

@@ -112,9 +112,35 @@ def test_an_evaluation_has_its_instances(run: Path, client: Client) -> None:
 
 
 def test_a_folder_with_nothing_in_it_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing of ours")
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match="give"):
             sources_at([str(folder)])
+
+
+def test_an_empty_folder_is_waited_for_and_shown_when_a_loop_has_begun(tmp_path: Path) -> None:
+    sources = sources_at([str(tmp_path)])
+    assert sources.waiting() == [tmp_path.name]
+
+    async def play() -> None:
+        async with FileTrajectoryStorage(tmp_path / "trajectories") as storage:
+            await storage.add(sample_episode("first"))
+
+    with running_studio(StudioConfig(port=0), sources) as studio, httpx.Client(base_url=studio.url) as http:
+        http.get(studio.link, follow_redirects=True)
+        missing = http.get("/api/episodes")
+        assert missing.status_code == 404 and "as soon as it is" in missing.json()["error"]["message"]
+        assert http.get("/api/about").json()["waiting"] == [tmp_path.name]
+        with http.stream("GET", "/api/events", timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if line == "event: open")
+            LoopState().save(tmp_path / "state.json")
+            asyncio.run(play())
+            while http.get("/api/about").json()["stores"] != [f"{tmp_path.name}/trajectories"]:
+                next(line for line in lines if line == "event: reset")
+            assert http.get("/api/episodes").json()["rows"]["id"] == ["first"]
+        about = http.get("/api/about").json()
+        assert about["waiting"] == [] and about["runs"] == [tmp_path.name]
 
 
 def test_what_happens_is_told_within_a_second_and_a_stream_goes_on_where_it_was(run: Path) -> None:

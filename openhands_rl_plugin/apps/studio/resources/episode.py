@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openhands_rl_plugin.apps.studio.noted import Noted, NoteShelf
+from openhands_rl_plugin.apps.studio.noted import NoteShelf, NotesOfNode
 from openhands_rl_plugin.apps.studio.replies import Columns, columns, number, reply, whole
 from openhands_rl_plugin.apps.studio.shelf import EpisodeShelf, Opened
 from openhands_rl_plugin.apps.studio.token_text import TokenText
@@ -59,12 +59,10 @@ class EpisodeResource:
             raise HTTPException(404, f"the episode has {len(nodes)} nodes, so there is no node {at}")
         first = whole(request, "from", 0, most=2**53)
         tokens, wanted = nodes[at].tokens, request.query_params.get("notes")
-        if tokens is None:
-            return reply(request, tokens_of(nodes[at], at, first, self._text))
-        about = (trajectory.id, at, len(tokens.sampled_ids), wanted)
-        choices, noted = await asyncio.to_thread(self._notes.of, *about)
-        page = tokens_of(nodes[at], at, first, self._text, noted=noted)
-        return reply(request, page | {"notes": [*choices], "noted": None if noted is None else noted.about["key"]})
+        known: NotesOfNode = ([], None)
+        if tokens is not None:
+            known = await asyncio.to_thread(self._notes.of, trajectory.id, at, len(tokens.sampled_ids), wanted)
+        return reply(request, tokens_of(nodes[at], at, first, self._text, notes=known))
 
 
 def header_of(opened: Opened) -> JsonObject:
@@ -175,13 +173,14 @@ def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int = 0, most
 
 
 def tokens_of(
-    node: Node, at: int, first: int, text: TokenText, most: int = MOST_TOKENS, noted: Noted | None = None
+    node: Node, at: int, first: int, text: TokenText, most: int = MOST_TOKENS, notes: NotesOfNode = ([], None)
 ) -> JsonObject:
     """A page of columns. ``sampled`` says how many of the first ``prompt`` are not the model's; without token ids
     ``total`` is 0."""
     tokens = node.tokens
     if tokens is None:
         return {"node": at, "total": 0, "prompt": 0, "extends": False, "from": 0, "next": None, "tokens": {}}
+    choices, noted = notes
     prompt, ids = len(tokens.prompt_ids), (*tokens.prompt_ids, *tokens.sampled_ids)
     until = min(first + most, len(ids))
     logprobs = [number(tokens.logprobs[place - prompt]) if _has(node, place) else None for place in range(first, until)]
@@ -202,6 +201,8 @@ def tokens_of(
         "next": until if until < len(ids) else None,
         "tokenizer": text.problem,
         "tokens": dict(columns(rows)),
+        "notes": [*choices],
+        "noted": None if noted is None else noted.about["key"],
     }
 
 

@@ -72,9 +72,13 @@ class EventResource:
         try:
             cursors, runs = await self._begin(last), await asyncio.to_thread(_look, self._sources.runs)
             yield f"retry: 1000\n{_event('open', {}, cursors)}"
-            quiet = 0.0
+            quiet, names = 0.0, self._sources.names()
             while not self._stopped.is_set():
                 said = [event async for event in self._changes(cursors)]
+                if names != self._sources.names():
+                    names = self._sources.names()
+                    cursors |= {name: each for name, each in (await self._begin(None)).items() if name not in cursors}
+                    said.append(_event("reset", {"why": "there is more to show"}, cursors))
                 now = await asyncio.to_thread(_look, self._sources.runs)
                 said += [_event(kind, body, cursors) for kind, body in _happened(self._sources.runs, runs, now)]
                 runs = now

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.apps.studio.document import single_file
+from openhands_rl_plugin.apps.studio.noted import NoteShelf
 from openhands_rl_plugin.apps.studio.replies import reply
 from openhands_rl_plugin.apps.studio.resources.breaks import BreakResource
 from openhands_rl_plugin.apps.studio.resources.episode import bodies_of, header_of, tokens_of
@@ -33,8 +34,9 @@ _UNCHANGED = "!~*'()"
 class ExportResource:
     """What the API answers of the chosen episodes, by its addresses."""
 
-    def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
+    def __init__(self, shelf: EpisodeShelf, text: TokenText, notes: NoteShelf | None = None) -> None:
         self._shelf = shelf
+        self._notes = notes or NoteShelf(StudioSources())
         self._breaks = BreakResource(shelf, text)
         self._text = text
 
@@ -91,7 +93,8 @@ class ExportResource:
         yield f"{base}/nodes", bodies_of(nodes, range(len(nodes)), len(nodes), most=MOST_BYTES)
         for at, node in enumerate(nodes):
             if node.tokens is not None:
-                yield f"{base}/nodes/{at}/tokens", tokens_of(node, at, 0, self._text, most=MOST_BYTES)
+                notes = self._notes.of(trajectory.id, at, len(node.tokens.sampled_ids))
+                yield f"{base}/nodes/{at}/tokens", tokens_of(node, at, 0, self._text, MOST_BYTES, notes)
 
 
 async def _summary(storage: TrajectoryStorage, identity: str) -> TrajectorySummary:

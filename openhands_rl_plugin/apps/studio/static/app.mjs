@@ -6,7 +6,7 @@ import 'studio/base/text';
 import data from 'studio/data';
 import {exported, signedOut, useAnswer} from 'studio/base/api';
 import {useKeys} from 'studio/base/keys';
-import {listen} from 'studio/base/live';
+import {listen, useLive} from 'studio/base/live';
 import {moment} from 'studio/base/format';
 import {go, link, param, put, route} from 'studio/base/route';
 import {nextTheme, theme} from 'studio/base/theme';
@@ -49,6 +49,7 @@ function App() {
 
 function Bar({page}) {
   const about = useAnswer(exported ? null : 'about');
+  useLive((events) => events.some(({kind}) => kind === 'reset') && about.again());
   const stores = about.data?.stores ?? [];
   const words = {system: 'Theme: as the system', light: 'Theme: light', dark: 'Theme: dark'}[theme.value];
   return html`<header class="bar">

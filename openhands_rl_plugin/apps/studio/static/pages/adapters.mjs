@@ -9,7 +9,7 @@ import {Answer, Empty} from 'studio/parts/states';
 
 export function Adapters() {
   const answer = useAnswer('adapters');
-  useLive((events) => events.some(({kind}) => kind === 'stage' || kind === 'scored') && answer.again());
+  useLive((events) => events.some(({kind}) => ['stage', 'scored', 'reset'].includes(kind)) && answer.again());
   return html`<div class="page scrolls" tabindex="0"><header class="heading"><h1>Adapters</h1></header><${Answer} answer=${answer}>${({folders}) => (folders.some((each) => each.adapters.length)
     ? folders.map((each) => html`<${Folder} key=${each.name} folder=${each} />`)
     : html`<${Empty} title="No adapters are open">Start the studio with a folder of adapters, or with a run: <code>openhands-rl studio ./my-run</code></${Empty}>`)}</${Answer}></div>`;
