@@ -35,6 +35,7 @@ from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisod
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
+from openhands_rl_plugin.hosts.v1.recording_note import note_unrecorded
 from openhands_rl_plugin.hosts.v1.resumed import settings_that_changed
 from openhands_rl_plugin.hosts.v1.sub_agents import Delegation, adopting
 
@@ -132,7 +133,7 @@ class RLAgent(Agent):
         """The episode in which this agent was made, as a sub-agent."""
         return self._delegation.by.episode if self._delegation is not None else None
 
-    def _adopt(self, by: ConversationEpisode, made: Agent, kind: str) -> Agent:
+    def _adopt(self, by: ConversationEpisode, made: AgentBase, kind: str) -> AgentBase:
         """The same agent, recorded as a sub-agent."""
         if type(made) is Agent:
             made = as_rl_agent(made, self.rl, type(self))
@@ -140,6 +141,8 @@ class RLAgent(Agent):
             made = made.model_copy()
         else:
             log.warning("openhands_rl_plugin: a sub-agent is not recorded: %s is no Agent of the SDK", type(made))
+            if (conversation := by.conversation) is not None:
+                note_unrecorded(conversation, f"the sub-agent {kind} ({type(made).__name__})")
             return made
         made._delegation = Delegation(by, kind)
         return made

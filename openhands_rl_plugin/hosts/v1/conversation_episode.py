@@ -120,6 +120,11 @@ class ConversationEpisode:
         return self._standalone is not None
 
     @property
+    def sandboxed(self) -> bool:
+        """Whether its tools work in a sandbox, which can be forked."""
+        return isinstance(runtime_of(self.session), ConversationWorkspace)
+
+    @property
     def status(self) -> Status:
         """The conversation's; of one that is gone the last that was seen."""
         if (conversation := self.conversation) is not None:

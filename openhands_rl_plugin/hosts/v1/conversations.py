@@ -163,7 +163,7 @@ class Conversations:
                     return _Played(calls, _delegated(delegation, conversation, llm, calls, exact))
                 begun = _episode(conversation, llm, settings, calls, exact)
                 if begun.standalone:
-                    note_recording(conversation, begun.episode)
+                    note_recording(conversation, begun.episode, forks=begun.sandboxed)
                 return _Played(calls, begun)
         except RLError as error:
             if bound is not None:

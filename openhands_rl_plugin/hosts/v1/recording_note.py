@@ -14,18 +14,30 @@ from openhands_rl_plugin.hosts.shared.run_summary import SHORT_ID, store_name
 KEY = "openhands_rl"
 """In the state's ``agent_state``."""
 
+RECORDED = "recorded in "
+
 _LONGEST = 300
+_WITHOUT_FORKS = "StandardReAct"
 
 
-def note_recording(conversation: LocalConversation, episode: HostEpisode) -> None:
-    """Say where an episode is stored."""
+def note_recording(conversation: LocalConversation, episode: HostEpisode, *, forks: bool) -> None:
+    """Say where an episode is stored, and of a search without ``forks`` that it has none."""
     store, short = store_name(episode.settings), trajectory_id(episode.request)[:SHORT_ID]
-    _note(conversation, f"recorded in {store} on {socket.gethostname()} as {short}")
+    strategy = episode.strategy_spec.name
+    flat = "" if forks or strategy == _WITHOUT_FORKS else f'; {strategy} forks nothing: isolation = "none"'
+    _note(conversation, f"{RECORDED}{store} on {socket.gethostname()} as {short}{flat}")
 
 
 def note_failure(conversation: LocalConversation, why: str) -> None:
     """Say why the conversation is not recorded from here on."""
     _note(conversation, f"not recorded: {one_line(why, _LONGEST)}")
+
+
+def note_unrecorded(conversation: LocalConversation, what: str) -> None:
+    """Say that something in the conversation is not recorded, beside what is said already."""
+    said, more = str(conversation.state.agent_state.get(KEY, "")), f"; {one_line(what, _LONGEST)} is not recorded"
+    if more not in said:
+        _note(conversation, f"{said}{more}".removeprefix("; "))
 
 
 def _note(conversation: LocalConversation, text: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from openhands.sdk import LLM, Agent
+from openhands.sdk import LLM, AgentBase
 from openhands.sdk.subagent import get_agent_factory
 
 from openhands_rl_plugin.core.concurrency import bound
@@ -22,8 +22,8 @@ from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisod
 
 log = logging.getLogger("openhands")
 
-Adopt = Callable[[Agent, str], Agent]
-"""Makes the agent of a kind one whose completions are recorded."""
+Adopt = Callable[[AgentBase, str], AgentBase]
+"""Makes the agent of a kind one whose completions are recorded, where it can."""
 
 _ASKING = ("openhands.tools.delegate.impl", "openhands.tools.task.manager")
 """Modules that make sub-agents; not every release has both."""
@@ -50,9 +50,8 @@ def _factory_of(name: str | None = None) -> Any:
     if adopt is None:
         return factory
 
-    def make(llm: LLM) -> Agent:
-        made = factory.factory_func(llm)
-        return adopt(made, factory.definition.name) if isinstance(made, Agent) else made
+    def make(llm: LLM) -> AgentBase:
+        return adopt(factory.factory_func(llm), factory.definition.name)
 
     return factory._replace(factory_func=make)
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 from needs import needs_bubblewrap
-from openhands.sdk import LLM, Agent, Tool, register_agent
+from openhands.sdk import LLM, Agent, AgentBase, Message, TextContent, Tool, register_agent
+from openhands.sdk.conversation import ConversationExecutionStatus, LocalConversation
+from openhands.sdk.conversation.state import ConversationState
+from openhands.sdk.event import Event, MessageEvent
 from openhands.sdk.subagent.registry import _reset_registry_for_tests  # type: ignore[attr-defined]
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored
@@ -25,6 +28,7 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v1 import conversation_session
+from openhands_rl_plugin.hosts.v1.recording_note import KEY
 from openhands_rl_plugin.hosts.v1.session_tools import SessionTools
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -119,6 +123,40 @@ def test_a_task_is_an_episode_that_names_its_parent(
     assert cli.main(["import", events, "--into", str(tmp_path / "of-events")]) == 0
     above, below = parent_and_child(asyncio.run(stored(tmp_path / "of-events")))
     assert below.task.data == {"sub_agent": {"parent": above.id, "kind": "researcher"}}
+
+
+class OtherAgent(AgentBase):
+    """No ``Agent`` of the SDK, as those that another program plays."""
+
+    def init_state(self, state: ConversationState, on_event: Callable[[Event], None]) -> None:
+        pass
+
+    def step(self, conversation: LocalConversation, on_event: Callable[[Event], None], on_token: object = None) -> None:
+        said = Message(role="assistant", content=[TextContent(text="It is done.")])
+        on_event(MessageEvent(source="agent", llm_message=said))
+        conversation.state.execution_status = ConversationExecutionStatus.FINISHED
+
+
+def test_a_sub_agent_that_cannot_be_recorded_plays_and_that_is_said(
+    server: ScriptedModel, workspace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _reset_registry_for_tests()
+    register_agent(name="researcher", factory_func=lambda llm: OtherAgent(llm=llm, tools=[]), description="Looks.")
+    delegating("other-sub-agent", server, {})
+    agent = make_agent(make_llm(server, "other-sub-agent"), tmp_path / "store", tools=[TASK_TOOLS])
+    conversation = converse(agent, workspace)
+    conversation.send_message("Give it away.")
+    with caplog.at_level("WARNING", logger="openhands"):
+        conversation.run()
+    noted = str(conversation.state.agent_state[KEY])
+    conversation.close()
+    [parent] = asyncio.run(stored(tmp_path / "store"))
+    assert (parent.stop, parent.failure) == (StopReason.TERMINATED, None)
+    assert any("It is done." in (message.content or "") for message in parent.messages() if message.role == "tool")
+    assert noted.startswith("recorded in ") and noted.endswith(
+        "; the sub-agent researcher (OtherAgent) is not recorded"
+    )
+    assert "a sub-agent is not recorded" in caplog.text
 
 
 @needs_bubblewrap
