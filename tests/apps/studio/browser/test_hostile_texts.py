@@ -30,10 +30,13 @@ def fill(folder: Path) -> None:
                 await storage.add(episode)
                 score = Score(trajectory_id=identity, reward=0.5, reward_version=TEXT, detail={TEXT: TEXT})
                 await storage.add_scores([score])
-                label = Label(
-                    id=identity, trajectory_id=identity, kind=LabelKind.COMMENT, text=TEXT, author=TEXT, at=1.0
-                )
-                await storage.add_labels([label])
+                said = {"trajectory_id": identity, "text": TEXT, "at": 1.0}
+                remark = Label(id=identity, kind=LabelKind.COMMENT, author=TEXT, **said)
+                verdicts = [
+                    Label(id=f"{identity}{value}", kind=LabelKind.VERDICT, author=author, value=value, **said)
+                    for author, value in ((TEXT, 1.0), (OTHER, 0.0))
+                ]
+                await storage.add_labels([remark, *verdicts])
 
     asyncio.run(store())
     outcome = {"instance_id": TEXT, "kind": "failed", "reason": TEXT, "turns": 3, "trajectory_id": ID}
@@ -62,6 +65,7 @@ def addresses() -> dict[str, str]:
         f"/c?a={one}&b={other}": ".fold, .part",
         f"/?q={group}": ".wrong, .row, .empty",
         f"/q?query={quote('id:*', safe='')}": ".item",
+        "/q?view=agreement": ".agreement .disputed",
         "/r": "h1",
         f"/r/{quote('hostile', safe='')}": ".heading, .curve",
         "/a": ".lineage",
