@@ -293,13 +293,15 @@ def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite,
     from openhands_rl_plugin.config.build import check_environment_server
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
     from openhands_rl_plugin.evals.swe.preflight import check_gradable
+    from openhands_rl_plugin.evals.tasks.repair.rows import is_repair
     from openhands_rl_plugin.models.engines.preflight import check_model_server
 
     model = evaluation.plan.model
     check_model_server(model.base_url, model.name, os.environ.get(model.api_key_env))
     if suite.name == ENVIRONMENT:
         check_environment_server(settings)
-    instances = [entry.instance for entry in evaluation.eval_tasks if entry.instance is not None]
+    rows = [entry.instance for entry in evaluation.eval_tasks if entry.instance is not None]
+    instances = [each for each in rows if not is_repair(each)]
     if not args.no_grade and instances and (left := check_gradable(instances, containers=args.backend == "docker")):
         print(sayable(left), file=sys.stderr)
 
@@ -309,7 +311,7 @@ async def _backend(args: argparse.Namespace, suite: Suite) -> AsyncIterator[Inst
     if not suite.software:
         yield None
         return
-    async with open_backend(args, network=args.network) as backend:
+    async with open_backend(args, network=args.network, suite=args.suite) as backend:
         yield backend
 
 

@@ -74,6 +74,7 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.preflight import check_gradable, commonest
     from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
+    from openhands_rl_plugin.evals.tasks.repair.rows import is_repair
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
@@ -93,7 +94,8 @@ async def run(args: argparse.Namespace) -> int:
         await backend.check()
         asked = {each.instance_id for each in predictions}
         chosen = [instance for instance in instances if instance.instance_id in asked]
-        if left := check_gradable(chosen, containers=args.backend == "docker"):
+        others = [instance for instance in chosen if not is_repair(instance)]
+        if others and (left := check_gradable(others, containers=args.backend == "docker")):
             print(sayable(left), file=sys.stderr)
         with progress_bar("grading", len(predictions)) as bar:
 

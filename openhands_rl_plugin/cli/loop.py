@@ -150,7 +150,7 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
 
     if not job.tasks.suite.software:
         return await run_loop(job, listener)
-    async with open_backend(args) as backend:
+    async with open_backend(args, suite=args.suite) as backend:
         return await run_loop(replace(job, backend=backend), listener)
 
 

@@ -45,11 +45,21 @@ def add_repositories(group: argparse._ActionsContainer) -> None:
 
 
 @asynccontextmanager
-async def open_backend(args: argparse.Namespace, *, network: bool = False) -> AsyncIterator[InstanceBackend]:
-    """The back end that ``add_repositories`` chose, until the block ends; ``network``: tests may use it."""
-    from openhands_rl_plugin.evals.runs.backends import make_backend
+async def open_backend(
+    args: argparse.Namespace, *, network: bool = False, suite: str = ""
+) -> AsyncIterator[InstanceBackend]:
+    """The back end that ``add_repositories`` chose, until the block ends; ``network``: tests may use it.
 
-    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network)
+    Suites of repair tasks have one of their own, which needs no environments.
+    """
+    from openhands_rl_plugin.evals.runs.backends import make_backend
+    from openhands_rl_plugin.evals.runs.suites import REPAIRS
+    from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
+
+    if suite in REPAIRS:
+        backend: InstanceBackend = RepairBackend()
+    else:
+        backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network)
     try:
         yield backend
     finally:

@@ -45,6 +45,11 @@ class _Handler(BaseHTTPRequestHandler):
     answers: RepairOracle
     protocol_version = "HTTP/1.1"
 
+    def do_GET(self) -> None:
+        """The list of models."""
+        models = {"object": "list", "data": [{"id": ORACLE, "object": "model"}]}
+        self._send(*((200, models) if self.path.endswith("/models") else (404, {"error": {"message": "not found"}})))
+
     def do_POST(self) -> None:
         """A chat completion; the other routes are not there."""
         length = int(self.headers.get("Content-Length") or 0)
