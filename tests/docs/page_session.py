@@ -116,7 +116,8 @@ class Session:
     def __post_init__(self) -> None:
         (self.folder / "home").mkdir(parents=True, exist_ok=True)
         self.ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
-        self.environ = {
+        machine = {name: text for name, text in os.environ.items() if name.startswith(("UV_", "PIP_", "SSL_CERT_"))}
+        self.environ = machine | {
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "HOME": str(self.folder / "home"),
             "TMPDIR": str(self.folder),
