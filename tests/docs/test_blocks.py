@@ -64,6 +64,11 @@ def lines() -> dict[str, str]:
     return found
 
 
+def test_the_readme_is_a_door() -> None:
+    """What has no room here has a page."""
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
+
+
 def test_every_block_says_what_it_is() -> None:
     assert [named(each) for each in DOCUMENTED if language_of(each) not in KNOWN] == []
 
