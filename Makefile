@@ -2,7 +2,7 @@
 # CPU=1 the first time: PyTorch without CUDA, 1 GB to download instead of 3, for a machine without a GPU.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs reference test test-v1 test-v1-matrix test-slow test-vllm test-peers test-containers lint format clean
+.PHONY: help setup demo docs reference pictures test test-v1 test-v1-matrix test-slow test-vllm test-peers test-containers lint format clean
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -36,6 +36,9 @@ docs: $(READY_DOCS) ## Build the documentation into build/docs
 
 reference: $(READY) ## Write the pages that are made from the source
 	$(BIN)/cog -r $(COG)
+
+pictures: $(READY) ## Draw the studio's pictures: ARGS="--run runs/demo"
+	$(BIN)/python .ci/docs/pictures.py $(ARGS)
 
 test: lint ## Check the style and the types, run the fast tests
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)

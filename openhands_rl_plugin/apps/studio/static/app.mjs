@@ -1,6 +1,6 @@
 // The frame around every page: where one is, where one can go, and what to say when something is missing.
 import {Component, render} from 'preact';
-import {useEffect} from 'preact/hooks';
+import {useEffect, useRef} from 'preact/hooks';
 import {html} from 'studio/base/html';
 import 'studio/base/text';
 import data from 'studio/data';
@@ -51,10 +51,13 @@ function Bar({page}) {
   const about = useAnswer(exported ? null : 'about');
   useLive((events) => events.some(({kind}) => kind === 'reset') && about.again());
   const stores = about.data?.stores ?? [];
+  const nav = useRef(null);
+  // On a narrow page not all names are in view.
+  useEffect(() => { nav.current?.querySelector('[aria-current=page]')?.scrollIntoView({block: 'nearest', inline: 'center'}); }, [page, about.data]);
   const words = {system: 'Theme: as the system', light: 'Theme: light', dark: 'Theme: dark'}[theme.value];
   return html`<header class="bar">
     <a class="brand" href=${link('')} aria-label="Studio, all episodes"><${Mark} /> Studio</a>
-    <nav aria-label="Pages">${NAV.map(([path, each]) => html`
+    <nav aria-label="Pages" ref=${nav}>${NAV.map(([path, each]) => html`
       <a key=${path} href=${link(path, '', {store: param('store')})} aria-current=${(PAGES[page]?.nav ?? PAGES[page]?.below) === each.nav ? 'page' : null}>${each.name}</a>`)}</nav>
     ${exported && html`<span class="muted made">${data.export.made ? `made ${moment(data.export.made)}, ` : ''}nothing is fetched</span>`}
     ${stores.length > 1 && html`<select class="store" aria-label="Store" value=${param('store') || stores[0]} onChange=${(event) => put({store: event.target.value, n: ''}, {push: true})}>

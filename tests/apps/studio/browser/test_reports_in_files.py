@@ -169,6 +169,7 @@ def test_a_report_is_read_on_a_phone_in_both_themes_and_by_all(report: Path, pag
         shown.wait_for_selector(".trend circle")
         shown.wait_for_selector(".curve canvas")
         assert shown.evaluate("() => document.querySelector('.page').scrollWidth") <= 390
+        assert shown.evaluate("() => document.documentElement.scrollHeight") == 844, "the page scrolls below its bar"
         assert found_by_axe(shown) == []
         assert shown.evaluate("() => getComputedStyle(document.documentElement).colorScheme") == "light dark"
         said = shown.inner_text("main")

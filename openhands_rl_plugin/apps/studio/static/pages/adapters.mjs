@@ -30,22 +30,25 @@ function lineage(adapters) {
   return lines;
 }
 
+const FIRST = ['reward', 'loss', 'approx_kl', 'entropy'];
+
 function Folder({folder}) {
   const lines = lineage(folder.adapters);
-  const keys = [...new Set(lines.flatMap((each) => Object.keys(each.metrics ?? {})))].slice(0, 4);
+  const known = [...new Set(lines.flatMap((each) => Object.keys(each.metrics ?? {})))];
+  const keys = [...FIRST.filter((key) => known.includes(key)), ...known.filter((key) => !FIRST.includes(key))].slice(0, 3);
   const before = Object.fromEntries(lines.map((each) => [each.name, each]));
   return html`<section><h2><${Shown} text=${folder.name} most=${100} /></h2><div class="wide" tabindex="0" role="region" aria-label=${folder.name}><table class="plain lineage">
-    <thead><tr><th>Version</th><th>Made from</th><th class="chart">Held-out success, 95 % interval</th><th class="number">Tokens spent</th><th class="number">Step</th>${keys.map((key) => html`<th key=${key} class="number">${key.replaceAll('_', ' ')}</th>`)}<th>Loaded</th><th class="number">Probe difference</th><th class="number">Made</th></tr></thead>
+    <thead><tr><th>Version</th><th>Made from</th><th class="chart">Held-out success, 95 % interval</th><th class="number">Tokens spent</th><th class="number">Step</th>${keys.map((key) => html`<th key=${key} class="number">${key.replaceAll('_', ' ')}</th>`)}<th title="first digits of the weights' sha256">Weights</th><th>Loaded</th><th class="number">Probe difference</th><th class="number">Made</th></tr></thead>
     <tbody>${lines.map((each) => html`<${Version} key=${each.name} each=${each} keys=${keys} parent=${before[each.parent]} />`)}</tbody></table></div></section>`;
 }
 
 function Version({each, keys, parent}) {
   const name = html`<span class="indent" style=${{width: `${each.depth * 16}px`}}></span><a href=${link('', '', {q: `adapter:${each.adapter}@${each.version}`, store: param('store')})}><b><${Shown} text=${each.name} most=${80} /></b></a>${each.current && html` <span class="chip good">current</span>`}`;
-  if (each.problem) return html`<tr><td>${name}</td><td colspan=${keys.length + 7} class="bad"><${Shown} text=${each.problem} /></td></tr>`;
+  if (each.problem) return html`<tr><td>${name}</td><td colspan=${keys.length + 8} class="bad"><${Shown} text=${each.problem} /></td></tr>`;
   return html`<tr><td>${name}</td><td><${Shown} text=${each.parent ?? each.base_model ?? '–'} most=${60} />${parent && html` <a class="also" href=${link('c', '', {of: 'queries', a: `adapter:${parent.adapter}@${parent.version}`, b: `adapter:${each.adapter}@${each.version}`, store: param('store')})}>compare</a>`}</td>
     <td class="chart"><${Interval} found=${each.held_out} /></td><td class="number"><${Spent} found=${each.spent} /></td><td class="number">${count(each.step)}</td>
     ${keys.map((key) => html`<td key=${key} class="number">${typeof each.metrics?.[key] === 'number' ? fixed(each.metrics[key], 3) : '–'}</td>`)}
-    <td>${each.loaded?.length ? each.loaded.map((url) => html`<small key=${url}><${Shown} text=${url} most=${60} /></small> `) : html`<span class="muted">${each.probe ? 'no, has a probe' : 'no'}</span>`}</td><td class="number"><${Probed} found=${each.probed} /></td><td class="number">${when(each.made)}</td></tr>`;
+    <td><code>${each.sha256?.slice(0, 12) ?? '–'}</code></td><td>${each.loaded?.length ? each.loaded.map((url) => html`<small key=${url}><${Shown} text=${url} most=${60} /></small> `) : html`<span class="muted">${each.probe ? 'no, has a probe' : 'no'}</span>`}</td><td class="number"><${Probed} found=${each.probed} /></td><td class="number">${when(each.made)}</td></tr>`;
 }
 
 /** What the version's episodes took in the stores that are open. */

@@ -46,8 +46,8 @@ export function Tree({model, node: chosen, choose, store}) {
   return html`<div class="tree">
     <p class="strip legend"><${Legend} bounds=${bounds} model=${model} /><span class="grow"></span>
       ${model.total > drawn.points.length && html`<button aria-pressed=${all ? 'true' : 'false'} onClick=${() => openAll(!all)}>All answers</button>`}
-      <button class="icon" aria-label="Smaller" onClick=${() => scale(Math.max(0.3, zoom / 1.25))}>−</button>
-      <button class="icon" aria-label="Larger" onClick=${() => scale(Math.min(2, zoom * 1.25))}>+</button></p>
+      <span class="group"><button class="icon" aria-label="Smaller" onClick=${() => scale(Math.max(0.3, zoom / 1.25))}>−</button>
+      <button class="icon" aria-label="Larger" onClick=${() => scale(Math.min(2, zoom * 1.25))}>+</button></span></p>
     <div class="canvas" ref=${place} tabindex="0" role="group" aria-label="Search tree; arrows move along it">
       <svg width=${drawn.width * zoom} height=${drawn.height * zoom} viewBox=${`0 0 ${drawn.width} ${drawn.height}`} role="img" aria-label=${`${plural(drawn.points.length, 'answer')} drawn of ${count(model.total)} nodes`}
         onClick=${(event) => pick(event, choose, toggle)}>
