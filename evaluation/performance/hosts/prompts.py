@@ -59,7 +59,7 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-_REFUSED = re.compile(r"(\d+) in the messages|request has (\d+) input tokens")
+_REFUSED = re.compile(r"(\d+) in the messages|request has (\d+) (?:input tokens|characters)")
 
 
 @dataclass(frozen=True)
@@ -142,22 +142,23 @@ def _evaluated(tasks: Path, prompt: PromptName, folder: Path) -> tuple[int, int]
         model = ["--model", "openai/instant", "--base-url", url, "--native-tool-calling", "--agent", "RLAgent"]
         words = ["evaluate", str(tasks), *model, "--config", str(config), "--out", str(folder), "--max-iterations", "8"]
         openhands_rl([*words, "--workers", "1", "--graders", "1"])
-    [found] = folder.rglob("report.json")
-    report = json.loads(found.read_text())
-    return report["resolved_instances"], report["total_instances"]
+    reports = [json.loads(path.read_text()) for path in folder.rglob("logs/**/report.json")]
+    resolved = sum(each["resolved"] for report in reports for each in report.values())
+    return resolved, len(tasks.read_text().splitlines())
 
 
 def show(found: dict[tuple[PromptName, bool], list[First]], kept: dict[PromptName, tuple[int, int]]) -> None:
     """A table and one JSON line."""
     host, rows = host_of(RLSettings()), []
+    console = Console()
     table = Table("prompt", "calls", "tokens", "first token, s (median)", title=f"first prompt, OpenHands {host}")
     for (prompt, native), firsts in found.items():
         times = [first.seconds for first in firsts if first.seconds is not None]
         seconds = round(statistics.median(times), 2) if times else None
         rows.append({"prompt": prompt, "native": native, "tokens": firsts[0].tokens, "first_token_s": seconds})
         table.add_row(prompt, "native" if native else "text", f"{firsts[0].tokens:,}", str(seconds or "refused"))
-    console = Console()
-    console.print(table)
+    if found:
+        console.print(table)
     for prompt, (done, all_) in kept.items():
         console.print(f"scripted policy, prompt {prompt}: {done} of {all_} tasks of swe-local resolved")
     print(json.dumps({"host": host, "first": rows, "resolved": kept}))
@@ -167,10 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory of the model")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="0: the tasks alone")
     parser.add_argument("--tasks", type=int, default=0, help="held-out tasks of swe-local; 0: none")
     options = parser.parse_args(arguments)
-    found = asyncio.run(measure(options.model, options.repeats))
+    found = asyncio.run(measure(options.model, options.repeats)) if options.repeats else {}
     with tempfile.TemporaryDirectory(prefix="rl-prompts-") as folder:
         show(found, solved(options.tasks, Path(folder)) if options.tasks else {})
 
