@@ -20,6 +20,7 @@ from openhands_aci.editor.prompts import DIRECTORY_CONTENT_TRUNCATED_NOTICE
 from openhands_aci.editor.results import CLIResult, maybe_truncate
 
 from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.environments.workspace.edit_history import KEPT, NamedInside
 from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 
@@ -51,18 +52,10 @@ class EditResult:
         return self.old_content or "", self.new_content or ""
 
 
-class _History(FileHistoryManager):
-    """Keyed by the files' names inside the sandbox, so it can be copied to another session."""
-
+class _History(NamedInside, FileHistoryManager):
     def __init__(self, directory: Path, copies: Path) -> None:
-        super().__init__(max_history_per_file=10, history_dir=directory)
-        self._copies = copies
-
-    def _get_metadata_key(self, file_path: Path) -> str:
-        return super()._get_metadata_key(file_path.relative_to(self._copies))
-
-    def _get_history_key(self, file_path: Path, counter: int) -> str:
-        return super()._get_history_key(file_path.relative_to(self._copies), counter)
+        super().__init__(max_history_per_file=KEPT, history_dir=directory)
+        self.copies = copies
 
 
 class _CopyEditor(OHEditor):

@@ -19,15 +19,19 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureE
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.check import check_workspace
-from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree, remove_tree
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, fork_tree, remove_tree
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.patch import Baseline
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox, check_bubblewrap
+from openhands_rl_plugin.environments.workspace.session_fork import (
+    TEMPORARY,
+    changes_in,
+    copy_temporary,
+    fork_session,
+)
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.workspace_access import limits_of, network_of, paths_of
-
-TEMPORARY = "/tmp"
 
 _OUTPUT = 2 * 1024**2
 _LIMITS = ForkLimits()
@@ -106,44 +110,32 @@ class SandboxedWorkspace:
         # memory keeps it beyond the end of its sandbox.
         with suppress(InfrastructureError, BadEnvironmentError), _held(old.path_from_host(TEMPORARY)) as source:
             old.close()
-            self._copy_temporary(source, self._shell, frozenset({Path(self._sandbox.state).parent.name}))
+            own = frozenset({Path(self._sandbox.state).parent.name})
+            copy_temporary(source, self._shell, self._sandbox, limits=_LIMITS, stop=threading.Event(), without=own)
         old.close()
 
     def fork(self, stop: threading.Event) -> Self:
         """Copies of the files and of the shell's state. The caller closes it; until then this one must not change.
 
-        Raises ``BadEnvironmentError`` when processes run or the workspace cannot be copied, ``InfrastructureError``
-        when copying fails or ``stop`` is set meanwhile.
+        Raises as ``fork_session`` does.
         """
-        stands = self._shell.snapshot()
-        if stands.processes:
-            raise BadEnvironmentError(
-                f"the workspace cannot be forked while processes run in it ({', '.join(stands.processes)}): they "
-                "cannot be copied; end them, or use a strategy that needs no forks"
-            )
+        forked = fork_session(
+            self._tree,
+            self._sandbox,
+            self._shell,
+            variables=self._variables,
+            bounds=self._limits,
+            limits=_LIMITS,
+            stop=stop,
+        )
         twin = copy.copy(self)
-        private = Path(tempfile.mkdtemp(prefix="openhands-rl-fork-")).resolve()
-        shell: Shell | None = None
-        try:
-            twin._tree = fork_tree(self._tree, private, limits=_LIMITS, stop=stop)
-            twin._sandbox = self._sandbox.over(twin._tree.directory, twin._tree.mounting())
-            shell = twin._new_shell(stands.cwd)
-            self._copy_temporary(self._shell.path_from_host(TEMPORARY), shell, stop=stop)
-        except BaseException:
-            if shell is not None:
-                shell.close()
-            remove_tree(private)
-            raise
-        twin._evidence = None
-        twin._use(private, shell)
+        twin._tree, twin._sandbox, twin._evidence = forked.tree, forked.sandbox, None
+        twin._use(forked.private, forked.shell)
         return twin
 
     def changes(self) -> JsonObject:
         """The changes since the session began: a patch and the names of the files."""
-        sandbox = self._sandbox
-        if self._tree.overlay is not None:
-            sandbox = sandbox.over(self._tree.directory, self._tree.mounting(read_only=True))
-        return self._baseline.changes(sandbox, copied=self._tree.method in ("reflink", "copy"))
+        return changes_in(self._baseline, self._tree, self._sandbox)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """The changes, and no failure. A second call returns the same."""
@@ -181,13 +173,6 @@ class SandboxedWorkspace:
 
     def _new_shell(self, start: str) -> Shell:
         return Shell(self._sandbox, self._variables, self._limits, start=start)
-
-    def _copy_temporary(
-        self, source: Path, new: Shell, without: frozenset[str] = frozenset(), stop: threading.Event | None = None
-    ) -> None:
-        left_out = self._sandbox.host_names_in_tmp | without
-        target = new.path_from_host(TEMPORARY)
-        copy_tree(source, target, limits=_LIMITS, stop=stop or threading.Event(), leave_out=left_out)
 
 
 @contextmanager

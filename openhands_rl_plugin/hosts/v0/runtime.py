@@ -42,20 +42,13 @@ from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.check import check_workspace
-from openhands_rl_plugin.environments.workspace.copies import (
-    METHODS,
-    ForkLimits,
-    Tree,
-    copy_tree,
-    fork_tree,
-    remove_tree,
-)
+from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree, remove_tree
 from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.patch import Baseline
@@ -67,6 +60,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SubprocessSandbox,
     check_bubblewrap,
 )
+from openhands_rl_plugin.environments.workspace.session_fork import SessionFork, changes_in, fork_session
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
@@ -168,10 +162,7 @@ class WorkspaceRuntime(SessionRuntime):
 
     def changes(self) -> JsonObject:
         """The changes since the session began: a patch and the names of the files. Blocks."""
-        sandbox = self._sandbox
-        if isinstance(sandbox, BubblewrapSandbox) and self._tree.overlay is not None:
-            sandbox = sandbox.over(self._tree.directory, self._tree.mounting(read_only=True))
-        return self._baseline.changes(sandbox, copied=self._tree.method in ("reflink", "copy"))
+        return changes_in(self._baseline, self._tree, self._sandbox)
 
     @property
     def forkable(self) -> bool:
@@ -181,30 +172,23 @@ class WorkspaceRuntime(SessionRuntime):
     def fork(self, stop: threading.Event) -> WorkspaceRuntime:
         """A runtime with copies of the session's files and state, without a subscription to its event stream. Blocks.
 
-        The caller closes it; until then the original's workspace must not change. Raises ``BadEnvironmentError`` when
-        background processes run or the workspace cannot be copied, and ``InfrastructureError`` when copying fails or
-        ``stop`` is set meanwhile.
+        The caller closes it; until then the original's workspace must not change. Raises as ``fork_session`` does.
         """
         assert isinstance(self._sandbox, BubblewrapSandbox), "only a forkable runtime can be forked"
-        stands = self._shell.snapshot()
-        if stands.processes:
-            raise BadEnvironmentError(
-                f"the workspace cannot be forked while background processes run ({', '.join(stands.processes)}): "
-                "processes cannot be copied; end them, or use a strategy that needs no forks"
-            )
-        private = Path(tempfile.mkdtemp(prefix="openhands-rl-fork-")).resolve()
-        shell: Shell | None = None
+        forked = fork_session(
+            self._tree,
+            self._sandbox,
+            self._shell,
+            variables=self._variables(),
+            bounds=self.limits,
+            limits=self.fork_limits,
+            methods=self.fork_methods,
+            stop=stop,
+        )
         try:
-            tree = fork_tree(self._tree, private, limits=self.fork_limits, methods=self.fork_methods, stop=stop)
-            sandbox = self._sandbox.over(tree.directory, tree.mounting())
-            shell = Shell(sandbox, self._variables(), self.limits, start=stands.cwd)
-            tmp, own_tmp = self._shell.path_from_host("/tmp"), shell.path_from_host("/tmp")
-            copy_tree(tmp, own_tmp, limits=self.fork_limits, stop=stop, leave_out=sandbox.host_names_in_tmp)
-            return self._copy(private, tree, sandbox, shell)
+            return self._copy(forked)
         except BaseException:
-            if shell is not None:
-                shell.close()
-            remove_tree(private)
+            forked.close()
             raise
 
     @property
@@ -333,13 +317,14 @@ class WorkspaceRuntime(SessionRuntime):
             return []
         return [f"{directory.rstrip('/')}/{name}" for name, _ in self.files.entries(directory)]
 
-    def _copy(self, private: Path, tree: Tree, sandbox: Sandbox, shell: Shell) -> WorkspaceRuntime:
+    def _copy(self, forked: SessionFork) -> WorkspaceRuntime:
         fork = copy.copy(self)
-        fork._private, fork._tree, fork._sandbox, fork._shell = private, tree, sandbox, shell
-        fork.files = Workspace(shell.path_from_host(INSIDE))
+        fork._private, fork._tree = forked.private, forked.tree
+        fork._sandbox, fork._shell = forked.sandbox, forked.shell
+        fork.files = Workspace(forked.shell.path_from_host(INSIDE))
         fork.status_callback = None
         fork.event_stream = SessionTaskList.of(self.event_stream, self.sid)
-        fork._editor = self._editor and self._editor.copied_to(fork.files, private / "scratch")
+        fork._editor = self._editor and self._editor.copied_to(fork.files, forked.private / "scratch")
         return fork
 
     def _view(self, action: FileReadAction) -> Observation:

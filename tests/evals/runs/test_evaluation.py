@@ -274,7 +274,8 @@ async def test_a_row_that_cannot_be_set_up_costs_itself_only(model: str, tmp_pat
 
 
 @pytest.mark.slow
-async def test_the_local_back_end_sets_up_shows_and_grades(model: str, tmp_path: Path):
+@pytest.mark.parametrize("agent", ["RLAgent", STOCK])
+async def test_the_local_back_end_sets_up_shows_and_grades(agent: str, model: str, tmp_path: Path):
     """The environment of an instance is there for the agent, and its tests decide."""
     (first,) = make_instances(tmp_path, 1)
     (tmp_path / "mirror" / "owner").mkdir(parents=True)
@@ -291,7 +292,7 @@ async def test_the_local_back_end_sets_up_shows_and_grades(model: str, tmp_path:
     entries = list(entries_of(instances[:2], [[look, *FIXED], [look, *SPOILT]]))
     odd = instances[2].model_copy(update={"base_commit": "0" * 40})
     entries.append(swe_task(odd, SUITE))
-    plan = plan_for(model, tmp_path / "out", agent="RLAgent", retries=0)
+    plan = plan_for(model, tmp_path / "out", agent=agent, retries=0)
     async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
         backend = make_backend("local", mirror=tmp_path / "mirror", cache=tmp_path / "cache")
         settings = settings_of(plan, None)

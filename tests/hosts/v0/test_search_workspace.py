@@ -258,7 +258,7 @@ async def test_background_processes_are_not_copied_but_refused(server: ScriptedM
     strategy = {"rollout_strategy": "ToT", "strategy": {"num_branches": 1, "depth": 1, **BY_PATCH}}
     trajectory = await play(server, "background", sleeper, **strategy)
     assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.ENVIRONMENT
-    assert "cannot be forked while background processes run (sleep)" in trajectory.failure.message
+    assert "cannot be forked while processes run in it (sleep)" in trajectory.failure.message
     assert trajectory.usage.steps == 1, "the first turn was played, and its branch kept the process to itself"
 
 
@@ -274,7 +274,7 @@ async def test_while_background_processes_run_a_value_that_needs_no_forks_judges
     acted = [trajectory.nodes[at] for at in trajectory.path() if trajectory.nodes[at].sampled]
     reports = [str(node.metadata["search"]) for node in acted]
     assert ["without_forks" in report for report in reports] == [False, True, True]
-    assert "cannot be forked while background processes run (sleep)" in reports[1]
+    assert "cannot be forked while processes run in it (sleep)" in reports[1]
 
 
 @pytest.mark.parametrize("strategy", ["ToT", "BestOfN", "MCTS"])

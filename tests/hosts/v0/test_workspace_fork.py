@@ -203,7 +203,7 @@ def test_64_forks_side_by_side_do_not_meet(make: Make, tmp_path: Path):
 def test_background_processes_are_refused_by_name_and_may_be_ended(make: Make, fork: Fork):
     runtime = make()
     run(runtime, "sleep 100 & tail -f /dev/null & until pgrep -x sleep && pgrep -x tail; do :; done")
-    with pytest.raises(BadEnvironmentError, match=r"background processes run \(sleep, tail\)"):
+    with pytest.raises(BadEnvironmentError, match=r"processes run in it \(sleep, tail\)"):
         fork(runtime)
     run(runtime, "pkill sleep; pkill tail; while pgrep -x tail; do :; done")
     assert run(fork(runtime), "echo works") == "works"

@@ -18,23 +18,17 @@ from openhands.tools.file_editor.exceptions import ToolError
 from openhands.tools.file_editor.utils.history import FileHistoryManager
 
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
+from openhands_rl_plugin.environments.workspace.edit_history import KEPT, NamedInside
 from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import TEMPORARY, SandboxedWorkspace
+from openhands_rl_plugin.environments.workspace.session_fork import TEMPORARY
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 
 
-class _History(FileHistoryManager):
-    """Keyed by the files' names inside the sandbox, so that it can be copied to another session."""
-
+class _History(NamedInside, FileHistoryManager):
     def __init__(self, directory: Path, copies: Path) -> None:
-        super().__init__(max_history_per_file=10, history_dir=directory)
-        self._copies = copies
-
-    def _get_metadata_key(self, file_path: Path) -> str:
-        return super()._get_metadata_key(file_path.relative_to(self._copies))
-
-    def _get_history_key(self, file_path: Path, counter: int) -> str:
-        return super()._get_history_key(file_path.relative_to(self._copies), counter)
+        super().__init__(max_history_per_file=KEPT, history_dir=directory)
+        self.copies = copies
 
 
 class ConversationEditor:
