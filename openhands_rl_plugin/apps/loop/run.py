@@ -80,6 +80,7 @@ class LoopResult:
 
 def check_trainable(settings: RLSettings) -> None:
     """Raise ``ConfigError`` for settings that a loop cannot train with, or whose adapter could not be served."""
+    refuse_labels(make_reward(settings.reward), "nobody labels while a loop runs")
     training = settings.training
     if training.method != "full":
         training.check_servable()
@@ -214,7 +215,6 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     A store, an environment or an adapter that cannot be used is an error before the first episode.
     """
     check_trainable(job.settings)
-    refuse_labels(make_reward(objective_of(job.tasks, job.settings)), "nobody labels while a loop runs")
     if not job.tasks.suite.software:
         refuse_without_workspace(make_reward(job.settings.reward), f"{job.tasks.suite.name} has none")
         await _greet(job.settings, job.tasks.held_out[0].task)

@@ -36,6 +36,10 @@ def test_any_temperature_above_zero_can_be_trained(sections: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
+        (
+            {"reward": {"name": "human"}},
+            r"\[rl.reward\]: human-1 is what people labelled, and nobody labels while a loop",
+        ),
         ({"sampling": {"temperature": 0.0}}, r"\[rl.sampling\] temperature = 0: greedy answers"),
         ({"sampling": {"top_p": 0.9}}, r"\[rl.sampling\] top_p = 0.9: .* set 1"),
         ({"sampling": {"top_k": 20}}, r"\[rl.sampling\] top_k = 20: .* set -1"),
