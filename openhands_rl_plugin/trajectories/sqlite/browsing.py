@@ -112,10 +112,10 @@ def stored_revision(connection: sqlite3.Connection, trajectory_id: str | None) -
 
 def _ends(connection: sqlite3.Connection) -> tuple[float | None, float | None, int]:
     """Least and greatest reward of all, and how many have none, each from an index."""
-    asked = [
-        f"SELECT {each} FROM episodes WHERE {FINISHED}" for each in ("min(reward)", "max(reward)", "count(reward)")
-    ]
-    low, high, known = (connection.execute(query).fetchone()[0] for query in asked)
+    # Only with its condition is the last one read from the index of rewards.
+    asked = ("min(reward)", "max(reward)", "count(*)")
+    queries = [f"SELECT {each} FROM episodes WHERE {FINISHED} AND reward IS NOT NULL" for each in asked]
+    low, high, known = (connection.execute(query).fetchone()[0] for query in queries)
     query = f"SELECT min(reward), max(reward), count(reward) FROM episodes WHERE {UNFINISHED}"
     others = connection.execute(query).fetchone()
     (total,) = connection.execute("SELECT count(*) FROM episodes").fetchone()
