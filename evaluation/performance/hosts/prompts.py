@@ -142,9 +142,10 @@ def _evaluated(tasks: Path, prompt: PromptName, folder: Path) -> tuple[int, int]
         model = ["--model", "openai/instant", "--base-url", url, "--native-tool-calling", "--agent", "RLAgent"]
         words = ["evaluate", str(tasks), *model, "--config", str(config), "--out", str(folder), "--max-iterations", "8"]
         openhands_rl([*words, "--workers", "1", "--graders", "1"])
-    reports = [json.loads(path.read_text()) for path in folder.rglob("logs/**/report.json")]
-    resolved = sum(each["resolved"] for report in reports for each in report.values())
-    return resolved, len(tasks.read_text().splitlines())
+    # A report of each task, beside one of the run, which has other keys.
+    reports = [json.loads(path.read_text()) for path in folder.rglob("report.json")]
+    values = [each for report in reports for each in report.values() if isinstance(each, dict)]
+    return sum(each.get("resolved") is True for each in values), len(tasks.read_text().splitlines())
 
 
 def show(found: dict[tuple[PromptName, bool], list[First]], kept: dict[PromptName, tuple[int, int]]) -> None:
