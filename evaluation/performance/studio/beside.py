@@ -5,8 +5,8 @@
 The loop is a process of its own: each turn of its episodes computes for ``--work`` seconds of the processor, as a model
 does (a turn of a real one takes longer), and is stored; the store has 20,000 episodes already. "with": the server runs
 and a headless Chromium shows the list. "without": the server is stopped (SIGSTOP) and the browser shows an empty page.
-Ratios are medians of pairs, with their quartiles. Processor time of the server and of the browser is compared with that
-of the loop: the cost where no core is idle.
+Ratios are medians of pairs, with their quartiles. Processor time of the server and of the browser is told as a share of
+one core, and of what the loop itself used.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ def rounds(args: argparse.Namespace, store: Path, page: Any, server: subprocess.
         what = "seconds of a round" if name == "wall" else "the loop's own processor time"
         print(f"{what}: with / without {middle:.4f} ({low:.4f} to {high:.4f}), {len(pairs)} pairs")
     for name in ("server", "browser"):
-        share = sum(getattr(each, name) for each in found[True]) / sum(each.loop for each in found[True])
-        print(f"processor time of the {name}: {share:.4f} of the loop's, bound 0.01 for the server")
+        spent = sum(getattr(each, name) for each in found[True])
+        core, share = (spent / sum(getattr(each, of) for each in found[True]) for of in ("wall", "loop"))
+        print(f"processor time of the {name}: {core:.4f} of a core (server: bound 0.01), {share:.4f} of the loop's")
     print(
         f"a round: {statistics.median(each.wall for each in found[False]):.2f} s without, load {os.getloadavg()[0]:.0f}"
     )
