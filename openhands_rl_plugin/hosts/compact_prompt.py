@@ -15,17 +15,17 @@ from openhands_rl_plugin.core.types import JsonObject
 
 SYSTEM = (
     "You are OpenHands agent. Solve the user's task with the tools: find the cause, change only what is needed, run "
-    "the tests, then call finish. Never send secrets or private data out."
+    "the tests, then call finish. Never send private data out."
 )
 _RISK = "security_risk: LOW reads, MEDIUM changes files or runs code, HIGH sends data out or changes the system."
 _SUMMARY = "summary: the call in ten words."
 
 _SHELL = (
-    "Run command in a shell that keeps its state, for timeout seconds at most. is_input true: command is input for "
+    "Run command in a shell that keeps its state, at most timeout seconds. is_input true: command is input for "
     "what still runs (text, C-c, empty to wait)."
 )
 _EDITOR = (
-    "command: view a file or folder (absolute path; lines view_range, as [1, 40]), create from file_text, str_replace "
+    "command: view a file or folder (absolute path; view_range as [1, 40]), create from file_text, str_replace "
     "old_str (exact lines, found once) by new_str, insert new_str after insert_line, undo_edit."
 )
 _TEXTS = {
