@@ -203,10 +203,16 @@ def test_disconnect_frees_the_slot(server: str, generator: Generator) -> None:
     for stream in (False, True):
         # Not streamed, nothing comes in time; streamed, the reader leaves after the first line.
         request = {"json": body | {"stream": stream}, "timeout": 10 if stream else 0.05}
-        gone = nullcontext() if stream else pytest.raises(httpx.ReadTimeout)
-        with gone, httpx.stream("POST", f"{server}/v1/chat/completions", **request) as response:
-            assert next(response.iter_lines())
-            assert requests_in_flight(generator)
+        left = 0
+        # On a busy machine all tokens may be there before the reader has its first line: another attempt then.
+        for _ in range(20):
+            gone = nullcontext() if stream else pytest.raises(httpx.ReadTimeout)
+            with gone, httpx.stream("POST", f"{server}/v1/chat/completions", **request) as response:
+                assert next(response.iter_lines())
+                left = requests_in_flight(generator)
+            if left or not stream:
+                break
+        assert left or not stream
         deadline = time.monotonic() + 5
         while requests_in_flight(generator) and time.monotonic() < deadline:
             time.sleep(0.01)
