@@ -15,6 +15,7 @@ from page_session import DOCS, NEEDS, ROOT, blocks, commands, language_of, missi
 from sybil import Example
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.starting import starting_config
 from openhands_rl_plugin.config.toml import settings_from_sections
 
@@ -87,7 +88,8 @@ def test_settings_have_keys_that_are_there(example: Example) -> None:
     document = tomllib.loads(example.parsed)
     # Settings that name a class of the page are read where the page is run.
     if title_of(example) != "pyproject.toml" and "my_" not in example.parsed:
-        settings_from_sections(json.loads(json.dumps(document).replace("./adapters/verifier-v000001", "DIR")))
+        read = settings_from_sections(json.loads(json.dumps(document).replace("./adapters/verifier-v000001", "DIR")))
+        assert isinstance(read, RLSettings)
 
 
 @pytest.mark.parametrize("example", of("json"), ids=named)

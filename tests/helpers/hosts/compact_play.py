@@ -17,6 +17,7 @@ from openhands_rl_plugin.apps.demo.model import default_model_directory
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.open import open_runner
@@ -135,3 +136,30 @@ def count_tokens(text: str) -> int:
     """Tokens of SmolLM2; without its tokenizer characters by 4.2, of which it needs fewer for these prompts."""
     tokenizer = smollm2()
     return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else round(len(text) / 4.2)
+
+
+async def check_both_prompts(
+    server: ScriptedModel, folder: Path, *, native: bool, editor: str, shell: str
+) -> tuple[Played, Played]:
+    """The same repair under the standard and the compact prompt: both succeed, and the second is short."""
+    standard = await repair(server, folder / "a", "standard", native=native, editor=editor, shell=shell)
+    compact = await repair(server, folder / "b", "compact", native=native, editor=editor, shell=shell)
+    for played in (standard, compact):
+        assert played.repaired and played.episode.failure is None and len(played.episode.acted()) == 6
+    assert [prompt_of(played.episode) for played in (standard, compact)] == ["standard", "compact"]
+    assert count_tokens(compact.before_the_task) <= MOST_TOKENS < 3000 < count_tokens(standard.before_the_task)
+    return standard, compact
+
+
+async def check_offered_tools(server: ScriptedModel, folder: Path, *, editor: str, shell: str) -> list[Any]:
+    """The tools of the compact prompt: the standard ones' schemas, all described, recorded as they were sent."""
+    standard = await repair(server, folder / "a", "standard", native=True, editor=editor, shell=shell)
+    compact = await repair(server, folder / "b", "compact", native=True, editor=editor, shell=shell)
+    offered = compact.requests[0]["tools"]
+    names = {tool["function"]["name"] for tool in offered}
+    assert names == {shell, editor, "finish"}
+    known = [tool for tool in standard.requests[0]["tools"] if tool["function"]["name"] in names]
+    assert [*map(schema_of, known)] == [*map(schema_of, offered)]
+    assert undescribed(compact.requests[0]) == []
+    assert list(compact.episode.tools) == offered
+    return offered

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from compact_play import MOST_TOKENS, count_tokens, repair, schema_of, undescribed
+from compact_play import (
+    check_both_prompts,
+    check_offered_tools,
+)
 from needs import needs_bubblewrap
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig
 from openhands.core.config.extended_config import ExtendedConfig
@@ -16,7 +19,6 @@ from scripted_model import ScriptedModel, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.hosts.local import local_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
@@ -33,12 +35,7 @@ def server() -> Iterator[ScriptedModel]:
 @needs_bubblewrap
 @pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
 async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_path: Path, native: bool) -> None:
-    standard = await repair(server, tmp_path / "a", "standard", native=native, **TOOLS)
-    compact = await repair(server, tmp_path / "b", "compact", native=native, **TOOLS)
-    for played in (standard, compact):
-        assert played.repaired and played.episode.failure is None and len(played.episode.acted()) == 6
-    assert [prompt_of(played.episode) for played in (standard, compact)] == ["standard", "compact"]
-    assert count_tokens(compact.before_the_task) <= MOST_TOKENS < 3000 < count_tokens(standard.before_the_task)
+    standard, compact = await check_both_prompts(server, tmp_path, native=native, **TOOLS)
     # From the task on the model sees the same, but for the example around it that OpenHands leaves out here.
     told = [[message.content for message in played.episode.messages()][2:] for played in (standard, compact)]
     assert told[0] == told[1]
@@ -46,14 +43,7 @@ async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_pa
 
 @needs_bubblewrap
 async def test_the_tools_are_the_standard_ones_and_all_is_described(server: ScriptedModel, tmp_path: Path) -> None:
-    standard = (await repair(server, tmp_path / "a", "standard", native=True, **TOOLS)).requests[0]["tools"]
-    compact = await repair(server, tmp_path / "b", "compact", native=True, **TOOLS)
-    offered = compact.requests[0]["tools"]
-    names = {tool["function"]["name"] for tool in offered}
-    assert names == {"execute_bash", "str_replace_editor", "finish"}
-    assert [schema_of(tool) for tool in standard if tool["function"]["name"] in names] == [*map(schema_of, offered)]
-    assert undescribed(compact.requests[0]) == []
-    assert list(compact.episode.tools) == offered, "recorded as they were sent"
+    await check_offered_tools(server, tmp_path, **TOOLS)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compact_play import MOST_TOKENS, count_tokens, repair, schema_of, undescribed
+from compact_play import (
+    check_both_prompts,
+    check_offered_tools,
+    undescribed,
+)
 from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
@@ -26,24 +30,12 @@ COMPACT = {"workspace": {"isolation": "none", "prompt": "compact"}}
 @needs_bubblewrap
 @pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
 async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_path: Path, native: bool) -> None:
-    standard = await repair(server, tmp_path / "a", "standard", native=native, **TOOLS)
-    compact = await repair(server, tmp_path / "b", "compact", native=native, **TOOLS)
-    for played in (standard, compact):
-        assert played.repaired and played.episode.failure is None and len(played.episode.acted()) == 6
-    assert [prompt_of(played.episode) for played in (standard, compact)] == ["standard", "compact"]
-    assert count_tokens(compact.before_the_task) <= MOST_TOKENS < 3000 < count_tokens(standard.before_the_task)
+    await check_both_prompts(server, tmp_path, native=native, **TOOLS)
 
 
 @needs_bubblewrap
 async def test_the_tools_are_the_standard_ones_and_all_is_described(server: ScriptedModel, tmp_path: Path) -> None:
-    standard = (await repair(server, tmp_path / "a", "standard", native=True, **TOOLS)).requests[0]["tools"]
-    compact = await repair(server, tmp_path / "b", "compact", native=True, **TOOLS)
-    offered = compact.requests[0]["tools"]
-    names = {tool["function"]["name"] for tool in offered}
-    assert names == {TERMINAL, EDITOR, "finish"}
-    assert [schema_of(tool) for tool in standard if tool["function"]["name"] in names] == [*map(schema_of, offered)]
-    assert undescribed(compact.requests[0]) == []
-    assert list(compact.episode.tools) == offered, "recorded as they were sent"
+    offered = await check_offered_tools(server, tmp_path, **TOOLS)
     [editor] = [tool["function"]["description"] for tool in offered if tool["function"]["name"] == EDITOR]
     assert editor.endswith("Project: /workspace/repository")
 
