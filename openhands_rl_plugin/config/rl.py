@@ -204,9 +204,15 @@ class LoopSettings(Settings):
     demonstrations: int = Field(
         default=0,
         ge=0,
-        description="webshop: scripted episodes that the policy is fine-tuned on before the iterations; 0: none",
+        description="webshop, repair: scripted episodes that the policy is fine-tuned on before the iterations; 0: none",
     )
     warm_start_epochs: int = Field(default=2, ge=1, description="passes over the demonstrations")
+    warm_start_rate: float = Field(
+        default=0.0, ge=0, le=1, description="learning rate of that fine-tuning; 0: learning_rate of [rl.training]"
+    )
+    base_held_out: int = Field(
+        default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
+    )
     save_total_limit: int = Field(
         default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'
     )

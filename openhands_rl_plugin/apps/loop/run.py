@@ -14,6 +14,7 @@ from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import IN_PROCESS, LoopSettings, RewardSettings, RLSettings
+from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
@@ -48,7 +49,7 @@ RETURN, TESTS = "return", "tests"
 class LoopJob:
     """A run: settings that name all servers, tasks, and the directories of the base model and of the run.
 
-    ``start``: the adapter that a new run starts from. ``command``: for the report. ``backend`` is for software tasks.
+    ``start``: the adapter that a new run starts from. ``command`` and ``title``: for the report. ``backend`` is for software tasks.
     ``processes``: worker processes for OpenHands' controllers; 0: this process. ``limits`` are those of an episode;
     times are in seconds.
     """
@@ -67,6 +68,7 @@ class LoopJob:
     native_tool_calling: bool = True
     start: Adapter | None = None
     command: str = ""
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         iterations=loop.iterations,
         tasks_per_iteration=loop.tasks_per_iteration,
         samples_per_task=loop.samples_per_task,
-        warm_start=training.as_fine_tuning().model_copy(update={"num_epochs": loop.warm_start_epochs}),
+        base_held_out=loop.base_held_out or None,
+        warm_start=_warm_start(settings),
         reinforcement=training,
         sampling=sampling,
         evaluation=sampling,
@@ -198,6 +201,12 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         probe_ids=canary,
         save_total_limit=loop.save_total_limit,
     )
+
+
+def _warm_start(settings: RLSettings) -> TrainingSettings:
+    loop, training = settings.loop, settings.training.as_fine_tuning()
+    rate = loop.warm_start_rate or training.learning_rate
+    return training.model_copy(update={"num_epochs": loop.warm_start_epochs, "learning_rate": rate})
 
 
 def _criterion(job: LoopJob) -> SuccessRule | None:
@@ -220,7 +229,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
         await _greet(job.settings, job.tasks.held_out[0].task)
     plan = loop_plan(job, probe_ids(job.model))
     _note_start(job)
-    title, stages = job.tasks.suite.name, job.settings.loop.stages
+    title, stages = job.title or job.tasks.suite.name, job.settings.loop.stages
     facts = RunFacts.begin(job.directory, plan, title=title, stages=stages, command=job.command)
     reward = make_reward(RewardSettings(name=TESTS if job.tasks.suite.software else RETURN))
     objective = make_reward(objective_of(job.tasks, job.settings))

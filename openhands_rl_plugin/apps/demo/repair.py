@@ -1,0 +1,140 @@
+"""The demo on code: a small pretrained model learns to repair functions that it has not seen, in OpenHands' workspace."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from pydantic import Field
+
+from openhands_rl_plugin.apps.demo.child import free_port, running_command
+from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
+from openhands_rl_plugin.apps.demo.options import micro_batch_tokens
+from openhands_rl_plugin.apps.demo.story import DemoResult
+from openhands_rl_plugin.apps.loop.claim import claim
+from openhands_rl_plugin.apps.loop.run import LoopJob, run_loop
+from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
+from openhands_rl_plugin.config.rl import (
+    LoopSettings,
+    RLSettings,
+    SamplingSettings,
+    ServingSettings,
+    StorageSettings,
+    TrainingSettings,
+    WorkspaceSettings,
+)
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
+from openhands_rl_plugin.training.loop.stages import LoopListener
+
+TITLE = "A small model learns to repair code"
+ADAPTER = "repair"
+ANSWER_TOKENS = 224  # the longest edit of the oracle takes 190
+CONTEXT_TOKENS = 3072  # an oracle's episode takes at most 1,900; the server reserves this for every running episode
+CACHE_BYTES = 256 * 1024**2
+
+
+class RepairOptions(Frozen):
+    """Sizes of the run. ``seed`` changes everything but the held-out tasks. ``level``: what a statement tells (1: the
+    line of the bug, 2: its function, 3: only the failing test)."""
+
+    run_directory: Path
+    model_directory: Path | None = None
+    seed: int = 0
+    level: int = Field(default=1, ge=1, le=3)
+    held_out: int = Field(default=100, ge=1)
+    base_held_out: int = Field(default=24, ge=1)
+    demonstrations: int = Field(default=200, ge=1)
+    iterations: int = Field(default=8, ge=0)
+    tasks_per_iteration: int = Field(default=8, ge=1)
+    samples_per_task: int = Field(default=8, ge=2)
+    concurrency: int = Field(default=12, ge=1)
+    processes: int = Field(default=1, ge=0)
+    max_turns: int = 12
+    warm_start_epochs: int = 2
+    warm_start_rate: float = 1e-3
+    reinforcement_rate: float = 2e-4
+    loop: LoopSettings = LoopSettings()
+
+    def shortened(self) -> RepairOptions:
+        """The same stages in minutes, for CI."""
+        return self.model_copy(
+            update={
+                "held_out": 2,
+                "base_held_out": 2,
+                "demonstrations": 4,
+                "iterations": 1,
+                "tasks_per_iteration": 1,
+                "samples_per_task": 4,
+                "concurrency": 4,
+                "max_turns": 5,
+            }
+        )
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole run."""
+        return self._loop().stages
+
+    def settings(self) -> RLSettings:
+        """The ``[rl]`` section of this run, but for the address of the model."""
+        return RLSettings(
+            max_turns=self.max_turns,
+            max_prompt_length=CONTEXT_TOKENS - ANSWER_TOKENS,
+            max_response_length=ANSWER_TOKENS,
+            max_workers=self.concurrency,
+            workspace=WorkspaceSettings(prompt="compact"),
+            storage=StorageSettings(path=str(self.run_directory / "trajectories")),
+            sampling=SamplingSettings(seed=self.seed),
+            training=TrainingSettings(
+                learning_rate=self.reinforcement_rate,
+                warmup_steps=4,
+                num_epochs=1,
+                batch_size=8,
+                correction="truncate" if self.loop.kind == "async" else "none",
+                max_tokens_per_micro_batch=2 * micro_batch_tokens(),
+                batch_order="prefix",
+                seed=self.seed,
+            ),
+            loop=self._loop(),
+            serving=ServingSettings(
+                model=NAME, adapter=ADAPTER, adapters_path=str(self.run_directory / "adapters"), server="embedded"
+            ),
+        )
+
+    def _loop(self) -> LoopSettings:
+        sizes = {name: getattr(self, name) for name in LoopSettings.model_fields if name in type(self).model_fields}
+        return self.loop.model_copy(update=sizes)
+
+
+def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None, command: str = "") -> DemoResult:
+    """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
+
+    Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
+    """
+    places = {"run_directory", "model_directory", "processes"}
+    claim(options.run_directory, options.model_dump(mode="json", exclude=places))
+    settings = options.settings()
+    tasks = loop_tasks(TaskSource(suite=f"repair-{options.level}"), settings)
+    model = ensure_model(options.model_directory)
+    words = ["serve", "--model", str(model), "--served-model-name", NAME, f"--max-batch={options.concurrency}"]
+    words += [f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}"]
+    with running_command(words, free_port(), options.run_directory / "logs" / "serve.log") as url:
+        serving = settings.serving.model_copy(update={"base_url": f"{url}/v1"})
+        job = LoopJob(
+            settings=settings.model_copy(update={"serving": serving}),
+            tasks=tasks,
+            model=model,
+            directory=options.run_directory,
+            run_id=f"repair-{options.seed}",
+            limits=settings.limits(),
+            backend=RepairBackend(),
+            processes=options.processes,
+            graders=2,
+            native_tool_calling=False,
+            command=command,
+            title=TITLE,
+        )
+        result = asyncio.run(run_loop(job, listener))
+    compared = tuple(change.sentence() for change in result.changes)
+    return DemoResult(state=result.state, comparisons=compared, report=result.report)
