@@ -1,4 +1,4 @@
-"""``openhands-rl demo``: the whole loop on one machine."""
+"""``openhands-rl demo``: the whole loop on one machine, in the embedded shop or on repair tasks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
 from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.cli.options.foreground import silence_libraries, typed
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 from openhands_rl_plugin.models.generator.weights import check_model_folder
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.demo.options import DemoOptions
+    from openhands_rl_plugin.apps.demo.repair import RepairOptions
 
 EPILOG = """examples:
   openhands-rl demo                      the whole demo, 16 to 35 minutes on two cores: eight iterations
                                          of 8 tasks by 6 episodes
   openhands-rl demo --tiny               the same path in two to four minutes, too small to learn
+  openhands-rl demo --task repair        it learns to repair functions instead: OpenHands' workspace, real commands in
+                                         the sandbox, the tests as reward; 90 minutes to three hours
+  openhands-rl demo --task repair --level 3 --run-dir runs/repair-3
   openhands-rl demo --seed 1 --run-dir runs/seed-1
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
@@ -28,21 +33,25 @@ EPILOG = """examples:
 The first line has a link to the studio, where you see episodes, stages and curves while they come; --no-studio leaves
 it out. You can interrupt the demo at any time: the same command continues where it stopped.
 """
-_TINY = "few goals and one iteration: a quick check of all parts, too small to learn anything"
+_TASKS = "shop: buy what is asked for; repair: find and fix the bug of a function (default: shop)"
+_LEVEL = "repair: what is told of the bug (1: its line, 2: its function, 3: only the failing test; default: 1)"
+_TINY = "few tasks and one iteration: a quick check of all parts, too small to learn anything"
 _TOO_SMALL = "--tiny checks that all parts work; it is too small to learn: expect the success to stay near zero"
+SHOP, REPAIR = "shop", "repair"
 RESUME = "the same command continues where it stopped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The folder of the run, and its size."""
-    parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="folder of the run (default: runs/demo; with --tiny runs/demo-tiny)"
-    )
+    parser.add_argument("--task", choices=[SHOP, REPAIR], default=SHOP, help=_TASKS)
+    parser.add_argument("--level", type=int, choices=[1, 2, 3], help=_LEVEL)
+    folder = "folder of the run (default: runs/demo, of repair runs/repair; with --tiny and -tiny at the end)"
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of tasks, sampling and weights")
     parser.add_argument("--tiny", action="store_true", help=_TINY)
     parser.add_argument("--fresh", action="store_true", help="delete the files of an earlier run in the folder")
     parser.add_argument("--iterations", type=int, metavar="ITERATIONS", help="iterations of roll out, train and reload")
-    parser.add_argument("--held-out", type=int, metavar="GOALS", help="goals in each evaluation")
+    parser.add_argument("--held-out", type=int, metavar="TASKS", help="tasks in each evaluation")
     kinds = "async: rollouts continue while the policy is trained"
     parser.add_argument("--loop", choices=["sync", "async"], default="sync", help=kinds)
     staleness = "async: versions that a rollout may be behind"
@@ -60,20 +69,14 @@ def run(args: argparse.Namespace) -> int:
     check_extras()
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.demo.options import DemoOptions
     from openhands_rl_plugin.apps.loop.claim import check_alone, forget, held
     from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
     check_alone()
     if args.model is not None:
         check_model_folder(args.model)
-    directory = (args.run_dir or Path("runs") / ("demo-tiny" if args.tiny else "demo")).absolute()
-    loop = {"kind": args.loop, "max_staleness": args.max_staleness, "partial_rollouts": args.partial_rollouts}
-    options = DemoOptions(run_directory=directory, model_directory=args.model, seed=args.seed)
-    options = options.shortened() if args.tiny else options
-    given = {"iterations": args.iterations, "held_out": args.held_out}
-    sizes = {name: value for name, value in given.items() if value is not None}
-    options = checked(DemoOptions, {**options.model_dump(), "loop": loop, **sizes})
+    directory = (args.run_dir or Path("runs") / _folder(args)).absolute()
+    options = _options(args, directory)
     with held(directory):
         if args.fresh:
             # Only the files of a run are deleted: the folder may hold others.
@@ -88,14 +91,38 @@ def run(args: argparse.Namespace) -> int:
             return _play(options, typed(args), tiny=args.tiny)
 
 
-def _play(options: DemoOptions, command: str, *, tiny: bool) -> int:
+def _folder(args: argparse.Namespace) -> str:
+    return ("demo" if args.task == SHOP else REPAIR) + ("-tiny" if args.tiny else "")
+
+
+def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairOptions:
+    from openhands_rl_plugin.apps.demo.options import DemoOptions
+    from openhands_rl_plugin.apps.demo.repair import RepairOptions
+
+    if args.task == SHOP and args.level is not None:
+        raise ConfigError("--level is of the repair tasks: add --task repair")
+    kind = DemoOptions if args.task == SHOP else RepairOptions
+    options = kind(run_directory=directory, model_directory=args.model, seed=args.seed)
+    options = options.shortened() if args.tiny else options
+    given = {"iterations": args.iterations, "held_out": args.held_out, "level": args.level}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    loop = {"kind": args.loop, "max_staleness": args.max_staleness, "partial_rollouts": args.partial_rollouts}
+    return checked(kind, {**options.model_dump(), "loop": loop, **sizes})
+
+
+def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> int:
+    from openhands_rl_plugin.apps.demo.options import DemoOptions
     from openhands_rl_plugin.apps.demo.progress import ProgressListener, final_table
+    from openhands_rl_plugin.apps.demo.repair import run_repair_demo
     from openhands_rl_plugin.apps.demo.story import run_demo
 
     started = time.monotonic()
     with ProgressListener(options.stages) as listener:
-        result = run_demo(options, listener, command)
-    listener.console.print(final_table(result.state))
+        if isinstance(options, DemoOptions):
+            result, word = run_demo(options, listener, command), "goals"
+        else:
+            result, word = run_repair_demo(options, listener, command), "tasks"
+    listener.console.print(final_table(result.state, word))
     for line in result.comparisons:
         listener.console.print(line, highlight=False, soft_wrap=True)
     if tiny:

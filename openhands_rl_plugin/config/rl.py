@@ -204,7 +204,7 @@ class LoopSettings(Settings):
     demonstrations: int = Field(
         default=0,
         ge=0,
-        description="webshop, repair: scripted episodes that the policy is fine-tuned on before the iterations; 0: none",
+        description="webshop, repair: scripted episodes to fine-tune the policy on before the iterations; 0: none",
     )
     warm_start_epochs: int = Field(default=2, ge=1, description="passes over the demonstrations")
     warm_start_rate: float = Field(

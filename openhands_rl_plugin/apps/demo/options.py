@@ -24,6 +24,9 @@ ANSWER_TOKENS = 24
 CONTEXT_TOKENS = 1280  # six turns fit; the server reserves that many tokens for every running episode
 SEPARATOR = "\n"  # a page costs a third fewer tokens than with WebShop's " [SEP] "
 HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is evaluated on the same goals
+_OWN = {"kind", "max_staleness", "partial_rollouts", "patience"}
+OTHER_SIZES = {name: True for name in LoopSettings.model_fields if name not in _OWN}
+"""The keys of ``[rl.loop]`` that no demo reads: it has its own sizes."""
 
 
 class DemoOptions(Frozen):

@@ -1,4 +1,4 @@
-"""The demo on code: a small pretrained model learns to repair functions that it has not seen, in OpenHands' workspace."""
+"""The demo on code: a small pretrained model learns to repair functions that it has not seen, in OpenHands' sandbox."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field
 
 from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
-from openhands_rl_plugin.apps.demo.options import micro_batch_tokens
+from openhands_rl_plugin.apps.demo.options import OTHER_SIZES, micro_batch_tokens
 from openhands_rl_plugin.apps.demo.story import DemoResult
 from openhands_rl_plugin.apps.loop.claim import claim
 from openhands_rl_plugin.apps.loop.run import LoopJob, run_loop
-from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
 from openhands_rl_plugin.config.rl import (
     LoopSettings,
     RLSettings,
@@ -25,11 +25,11 @@ from openhands_rl_plugin.config.rl import (
 )
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
+from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 from openhands_rl_plugin.training.loop.stages import LoopListener
 
 TITLE = "A small model learns to repair code"
 ADAPTER = "repair"
-ANSWER_TOKENS = 224  # the longest edit of the oracle takes 190
 CONTEXT_TOKENS = 3072  # an oracle's episode takes at most 1,900; the server reserves this for every running episode
 CACHE_BYTES = 256 * 1024**2
 
@@ -51,6 +51,8 @@ class RepairOptions(Frozen):
     concurrency: int = Field(default=12, ge=1)
     processes: int = Field(default=1, ge=0)
     max_turns: int = 12
+    answer_tokens: int = Field(default=224, ge=16)
+    """Of an answer at most; the longest edit of the oracle takes 190."""
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
     reinforcement_rate: float = 2e-4
@@ -65,23 +67,24 @@ class RepairOptions(Frozen):
                 "demonstrations": 4,
                 "iterations": 1,
                 "tasks_per_iteration": 1,
-                "samples_per_task": 4,
-                "concurrency": 4,
-                "max_turns": 5,
+                "samples_per_task": 2,
+                "concurrency": 2,
+                "max_turns": 8,  # of the oracle, when it errs at level 3
+                "answer_tokens": 32,
             }
         )
 
     @property
     def stages(self) -> int:
-        """Stages of the whole run."""
+        """Stages of the whole run: three evaluations, the demonstrations, the warm start and the iterations."""
         return self._loop().stages
 
     def settings(self) -> RLSettings:
         """The ``[rl]`` section of this run, but for the address of the model."""
         return RLSettings(
             max_turns=self.max_turns,
-            max_prompt_length=CONTEXT_TOKENS - ANSWER_TOKENS,
-            max_response_length=ANSWER_TOKENS,
+            max_prompt_length=CONTEXT_TOKENS - self.answer_tokens,
+            max_response_length=self.answer_tokens,
             max_workers=self.concurrency,
             workspace=WorkspaceSettings(prompt="compact"),
             storage=StorageSettings(path=str(self.run_directory / "trajectories")),
@@ -107,15 +110,20 @@ class RepairOptions(Frozen):
         return self.loop.model_copy(update=sizes)
 
 
+def repair_tasks(options: RepairOptions) -> LoopTasks:
+    """The tasks of a run; held out are functions of packages that it does not train on."""
+    return loop_tasks(TaskSource(suite=f"{REPAIR}-{options.level}"), options.settings())
+
+
 def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None, command: str = "") -> DemoResult:
     """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
 
     Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
     """
-    places = {"run_directory", "model_directory", "processes"}
-    claim(options.run_directory, options.model_dump(mode="json", exclude=places))
-    settings = options.settings()
-    tasks = loop_tasks(TaskSource(suite=f"repair-{options.level}"), settings)
+    places = {"run_directory": True, "model_directory": True, "processes": True}
+    claim(options.run_directory, options.model_dump(mode="json", exclude={**places, "loop": OTHER_SIZES}))
+    settings, tasks = options.settings(), repair_tasks(options)
+    asyncio.run(RepairBackend().check())
     model = ensure_model(options.model_directory)
     words = ["serve", "--model", str(model), "--served-model-name", NAME, f"--max-batch={options.concurrency}"]
     words += [f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}"]

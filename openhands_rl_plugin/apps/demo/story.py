@@ -10,11 +10,11 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
-from openhands_rl_plugin.apps.demo.options import CONTEXT_TOKENS, SEPARATOR, DemoOptions
+from openhands_rl_plugin.apps.demo.options import CONTEXT_TOKENS, OTHER_SIZES, SEPARATOR, DemoOptions
 from openhands_rl_plugin.apps.loop.claim import claim
 from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids
 from openhands_rl_plugin.apps.studio.reports.listener import RunReport
-from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.webshop import WebShop
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
@@ -32,8 +32,6 @@ TITLE = "A small model learns to shop"
 CACHE_BYTES = 128 * 1024**2
 PREFILL_TOKENS = 1024
 """Prompt tokens a step: nobody waits for a first token here, and a prompt costs a tenth less than with 256 a step."""
-_OWN = {"kind", "max_staleness", "partial_rollouts", "patience"}
-"""The keys of ``[rl.loop]`` that the demo uses; it has its own sizes."""
 
 
 class DemoResult(Frozen):
@@ -49,9 +47,8 @@ def run_demo(options: DemoOptions, listener: LoopListener | None = None, command
 
     Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
     """
-    sizes = {name: True for name in LoopSettings.model_fields if name not in _OWN}
     places = {"run_directory": True, "model_directory": True}
-    claim(options.run_directory, options.model_dump(mode="json", exclude={**places, "loop": sizes}))
+    claim(options.run_directory, options.model_dump(mode="json", exclude={**places, "loop": OTHER_SIZES}))
     model = ensure_model(options.model_directory)
     adapters = AdapterStore(options.run_directory / "adapters")
     with _servers(options, model) as settings, rollout_settings(settings, adapters) as sampled:

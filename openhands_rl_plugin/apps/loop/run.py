@@ -14,8 +14,8 @@ from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import IN_PROCESS, LoopSettings, RewardSettings, RLSettings
-from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
+from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
@@ -49,9 +49,9 @@ RETURN, TESTS = "return", "tests"
 class LoopJob:
     """A run: settings that name all servers, tasks, and the directories of the base model and of the run.
 
-    ``start``: the adapter that a new run starts from. ``command`` and ``title``: for the report. ``backend`` is for software tasks.
-    ``processes``: worker processes for OpenHands' controllers; 0: this process. ``limits`` are those of an episode;
-    times are in seconds.
+    ``start``: the adapter that a new run starts from. ``command`` and ``title``: for the report. ``backend`` is
+    for software tasks. ``processes``: worker processes for OpenHands' controllers; 0: this process. ``limits`` are
+    those of an episode; times are in seconds.
     """
 
     settings: RLSettings

@@ -18,6 +18,7 @@ from rich.console import Console
 from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.options import DemoOptions
 from openhands_rl_plugin.apps.demo.progress import ProgressListener
+from openhands_rl_plugin.apps.demo.repair import RepairOptions, repair_tasks
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.types import PolicyRef
@@ -99,10 +100,29 @@ def test_an_episode_of_the_same_task_is_shown_before_and_after(tmp_path: Path) -
     assert all(len(line) <= 100 for line in said.getvalue().splitlines())
 
 
+def test_repair_tasks_of_demonstrations_training_and_evaluation_share_no_package_or_function(tmp_path: Path) -> None:
+    options = RepairOptions(run_directory=tmp_path)
+    of = {seed: repair_tasks(options.model_copy(update={"seed": seed})) for seed in (0, 1)}
+    assert [len(each) for each in of[0][1:]] == [options.demonstrations, 300 - options.demonstrations, 100]
+    learnt = {entry.task.id for entry in (*of[0].demonstrations, *of[0].training)}
+    assert len(learnt) == 300 and not learnt & {entry.task.id for entry in of[0].held_out}
+    assert {name.partition("-")[0] for name in learnt}.isdisjoint(
+        entry.task.id.partition("-")[0] for entry in of[0].held_out
+    )
+    assert of[0].held_out == of[1].held_out and of[0].demonstrations != of[1].demonstrations
+
+
+def test_a_level_is_of_repair_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--level", "2", "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: --level is of the repair tasks: add --task repair\n"
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "demo", "--tiny", "--run-dir", str(tmp_path)]
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("task", ["shop", "repair"])
+def test_a_killed_run_goes_on_where_it_was(task: str, tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "openhands_rl_plugin.cli", "demo", "--task", task, "--tiny"]
+    command = [*program, "--run-dir", str(tmp_path)]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     state_file = tmp_path / "state.json"
     while len(LoopState.load(state_file).records) < 3:
@@ -115,7 +135,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert subprocess.run(command, check=False).returncode == 0
     state = LoopState.load(state_file)
     assert state.records[: len(finished)] == finished
-    assert len(state.records) == DemoOptions(run_directory=tmp_path).shortened().stages
+    kind = DemoOptions if task == "shop" else RepairOptions
+    assert len(state.records) == kind(run_directory=tmp_path).shortened().stages
     assert (tmp_path / "report.html").stat().st_size > 5_000
     asyncio.run(check_episodes(tmp_path, state))
 
