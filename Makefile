@@ -26,7 +26,7 @@ help: ## This list
 
 setup: $(READY) ## Make the environment
 
-demo: $(READY) ## Train a small model in the embedded shop and show the report
+demo: $(READY) ## Train a small model in the embedded shop (ARGS="--task repair": on code) and show the report
 	$(BIN)/openhands-rl demo $(ARGS)
 
 # In .venv-docs, 115 MB, from the same lock; nothing else is fetched, then or when a page is read.

@@ -1,23 +1,29 @@
 """The demo over several seeds: wall time, peak memory, and held-out success after each kind of learning.
 
     python -m evaluation.performance.loops.demo --seeds 0 1 2 --runs runs/figures
+    python -m evaluation.performance.loops.demo --task repair --seeds 0 --runs runs/repair
 
 Each seed runs ``openhands-rl demo`` as a user would. Memory is the proportional set size of the whole process tree,
-sampled every two seconds. A seed whose run directory holds finished figures is not run again.
+sampled every two seconds. A seed whose run directory holds finished figures is not run again. Of repair tasks it also
+counts how the policy works: whether it runs the tests before it finishes, and whether it recovers from failed edits.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from evaluation.performance.loops.repair_habits import habits
 from openhands_rl_plugin.apps.demo.summary import evaluations
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.training.loop.facts import RunFacts
+from openhands_rl_plugin.training.loop.facts import EVALUATIONS, RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 GIGABYTE = 1_000_000  # in the kilobytes of /proc
 FIGURES = "figures.json"
@@ -33,19 +39,20 @@ class Cost(Frozen):
 def main() -> int:
     """Run what is missing and print all figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--task", choices=("shop", "repair"), default="shop")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs/figures"))
     args = parser.parse_args()
-    rows = [measure(args.runs / f"seed-{seed}", seed) for seed in args.seeds]
+    rows = [measure(args.runs / f"seed-{seed}", seed, args.task) for seed in args.seeds]
     print("\n".join(line for row in rows for line in row))
     return 0
 
 
-def measure(directory: Path, seed: int) -> list[str]:
+def measure(directory: Path, seed: int, task: str) -> list[str]:
     """The figures of one seed, run now if they are not there."""
     noted = directory / FIGURES
     if not noted.exists():
-        cost = run(directory, seed)
+        cost = run(directory, seed, task)
         noted.write_text(cost.model_dump_json())
     cost = Cost.model_validate_json(noted.read_text())
     state = LoopState.load(directory / "state.json")
@@ -56,16 +63,31 @@ def measure(directory: Path, seed: int) -> list[str]:
             f"reward {one.reward:.3f} goals {one.success.n}"
         )
     facts = RunFacts.load(directory)
-    return [*lines, *(f"  {change.sentence('goals')}" for change in (facts.changes if facts else ()))]
+    lines += [f"  {change.sentence('goals')}" for change in (facts.changes if facts else ())]
+    return [*lines, *asyncio.run(_habits(directory, seed))] if task == "repair" else lines
 
 
-def run(directory: Path, seed: int) -> Cost:
+async def _habits(directory: Path, seed: int) -> list[str]:
+    lines: list[str] = []
+    async with FileTrajectoryStorage(directory / "trajectories") as storage:
+        for stage in EVALUATIONS:
+            where = TrajectoryFilter(run_id=f"repair-{seed}/{stage}", failed=False)
+            found = [(each, scores) async for each, scores in storage.find(where)]
+            judged = [(each, any(score.reward == 1 for score in scores)) for each, scores in found]
+            lines.append(f"  {stage:<22} {habits(judged).line()}")
+    return lines
+
+
+def run(directory: Path, seed: int, task: str) -> Cost:
     """Run the demo in a process of its own. Raises ``CalledProcessError`` when it fails."""
     command = [
         sys.executable,
         "-m",
         "openhands_rl_plugin.cli",
         "demo",
+        "--task",
+        task,
+        "--no-studio",
         "--seed",
         str(seed),
         "--run-dir",
