@@ -46,6 +46,7 @@ COMMANDS: Mapping[str, str] = {
     "studio": "see stored episodes, runs, evaluations and adapters in the browser, and label them",
     "tasks": "make tasks from real packages, check their quality, list them",
     "train": "train an adapter on stored episodes",
+    "watch": "learn in use: judge what comes in, train candidates, let them in through gates, take them back",
 }
 """Command -> what it does. Its module (``module_of``) has ``add_arguments(parser)`` and ``run(args)``, which gives the
 exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` (how to go on after a signal),
@@ -61,6 +62,7 @@ _MODULES = {
     "run": "work.run",
     "score": "judging.score",
     "train": "train.train",
+    "watch": "train.watch",
 }
 FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
 

@@ -17,6 +17,7 @@ from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fi
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries, typed
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
 from openhands_rl_plugin.cli.options.versions import BASE, starting_point
+from openhands_rl_plugin.cli.options.weights import at_server, given_weights
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         raise MissingExtraError(error.name or "openhands", "openhands") from error
     check_trainable(settings)
     if not settings.serving.base_url:
-        _given_weights(args)
+        given_weights(args.model)
     tasks = loop_tasks(_source(args), settings)
     start = _start(args, settings)
     if args.dry_run:
@@ -208,9 +209,9 @@ def _servers(
             there = {"env_name": WEBSHOP, "env_server_base": shop, "environment": options}
             settings = settings.model_copy(update=there)
         if settings.serving.base_url:
-            yield _at_server(args, settings)
+            yield at_server(settings, args.model)
             return
-        model = _given_weights(args)
+        model = given_weights(args.model)
         name = settings.serving.model or model.name
         url = opened.enter_context(running_command(_serve(settings, model, name), free_port(), logs / "serve.log"))
         own = {"base_url": f"{url}/v1", "base_urls": (), "model": name, "api_key_env": "", "server": "embedded"}
@@ -230,31 +231,6 @@ def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
     }
     words = ["serve", "--model", str(model), "--served-model-name", name]
     return [*words, *(f"--{option}={size}" for option, size in sizes.items())]
-
-
-def _at_server(args: argparse.Namespace, settings: RLSettings) -> tuple[RLSettings, Path]:
-    """The settings with the server's base model, and its weights, which training needs on this machine."""
-    from openhands_rl_plugin.models.engines.server_models import served_base
-
-    serving = settings.serving
-    base = served_base(serving.base_url, serving.model, serving.api_key(), serving.request_timeout)
-    model = _given_weights(args) if args.model is not None else base.weights
-    if model is None:
-        raise ConfigError(
-            f"the weights of {base.name!r} are not on this machine (its server names no local directory as root): give "
-            "the model's directory with --model"
-        )
-    return settings.model_copy(update={"serving": serving.model_copy(update={"model": base.name})}), model
-
-
-def _given_weights(args: argparse.Namespace) -> Path:
-    from openhands_rl_plugin.models.engines.server_models import local_weights
-
-    if args.model is None:
-        raise ConfigError("no model is given: give its folder with --model, or its server as base_url in [rl.serving]")
-    if (weights := local_weights(args.model)) is None:
-        raise ConfigError(f"--model {args.model}: this is not the folder of a model (it has no config.json)")
-    return weights
 
 
 def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
@@ -286,7 +262,7 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
         f"{loop.samples_per_task} episodes, {loop.kind}{ahead}",
         f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
         f"  agent: {settings.rollout_strategy}, at most {settings.max_turns} turns, {settings.max_workers} at a time",
-        f"  model: {policy if serving.base_url else f'{_given_weights(args)}, by the embedded server'}",
+        f"  model: {policy if serving.base_url else f'{given_weights(args.model)}, by the embedded server'}",
         f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {args.run_dir.absolute()}",
         f"  starts from {start.name if start is not None else 'the base model'}",
     ]

@@ -28,6 +28,7 @@ from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, S
 from openhands_rl_plugin.config.sampling import SamplingSettings as SamplingSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
+from openhands_rl_plugin.config.watch import WatchSettings as WatchSettings
 from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject, Limits, SamplingParams
@@ -280,6 +281,7 @@ class RLSettings(Settings):
     verifier: VerifierSettings = VerifierSettings()
     loop: LoopSettings = LoopSettings()
     serving: ServingSettings = ServingSettings()
+    watch: WatchSettings = WatchSettings()
     workspace: WorkspaceSettings = WorkspaceSettings()
 
     @model_validator(mode="wrap")

@@ -62,11 +62,11 @@ def claim(directory: Path, options: JsonObject) -> None:
         )
 
 
-def run_id_of(directory: Path) -> str:
-    """The id of the run in ``directory``: created once, unique in a shared store."""
+def run_id_of(directory: Path, kind: str = "loop") -> str:
+    """The id of the run in ``directory``, which begins with its ``kind``: created once, unique in a shared store."""
     noted = directory / _RUN
     if not noted.exists():
-        write_file(noted, f"loop-{uuid.uuid4().hex[:12]}")
+        write_file(noted, f"{kind}-{uuid.uuid4().hex[:12]}")
     return noted.read_text().strip()
 
 

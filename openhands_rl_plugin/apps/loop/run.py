@@ -303,12 +303,13 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
         await job.backend.check()
         remove_tree(job.directory / CHECKOUTS)  # left by a killed process
     with rollout_settings(job.settings, adapters) as sampled:
-        async with _opened(job, sampled, storage) as runner:
+        async with open_player(job, sampled, storage) as runner:
             yield runner
 
 
 @asynccontextmanager
-async def _opened(job: LoopJob, settings: RLSettings, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
+async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
+    """The runner of the job's tasks, by the model server that ``settings`` name; it grades where tasks have tests."""
     plan = _played(job, settings)
     options = options_of(plan, job.tasks.suite, job.processes)
     async with open_runner(settings, options, storage=storage, workers=job.processes) as runner:
@@ -336,7 +337,7 @@ async def open_demonstrator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIt
                 "strategy": {},
             }
         )
-        async with _opened(job, settings, storage) as runner:
+        async with open_player(job, settings, storage) as runner:
             yield _Oracle(runner)
 
 

@@ -82,6 +82,14 @@ def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
     return tasks
 
 
+def measured_tasks(source: TaskSource, settings: RLSettings, most: int) -> LoopTasks:
+    """Tasks of which all are held out, ``most`` of them at most and always the same ones. Raises ``ConfigError``."""
+    splits = _SPLITS.get(source.suite) if source.rows is None else None
+    suite = find_suite(source.suite, splits[1] if splits else None)
+    entries = _shuffled(_entries(suite, settings, source.count, source.rows), _HELD_OUT_ORDER)
+    return LoopTasks(suite, (), (), _measured(entries[:most]))
+
+
 def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path | None) -> tuple[EvalTask, ...]:
     if suite.software:
         return swe_tasks(suite, rows)

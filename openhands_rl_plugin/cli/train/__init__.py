@@ -1,1 +1,1 @@
-"""``openhands-rl train``. Start with ``train``."""
+"""``openhands-rl train`` and ``watch``. Start with ``train``."""

@@ -94,6 +94,33 @@ class AdapterPublisher:
         server. Without any probe, only the checksum is verified.
         """
         started = time.monotonic()
+        async with AsyncExitStack() as undo:
+            servers, difference = await self._load_and_probe(adapter, probe, undo)
+            self._store.point(adapter)
+            undo.pop_all()
+        unloaded, stale = await self._retire_older(servers, adapter)
+        return PublishReport(
+            adapter=adapter.name,
+            seconds=time.monotonic() - started,
+            difference=difference,
+            unloaded=unloaded,
+            stale=stale,
+        )
+
+    async def stage(self, adapter: Adapter, probe: Probe | None = None) -> float | None:
+        """Load ``adapter`` beside the version in use, which stays that, and check it as ``publish`` does.
+
+        Returns the largest mean absolute difference of a server's logprobs, in nats; ``None`` without any probe. Raises
+        ``PublishError``; then it is unloaded wherever it was not before.
+        """
+        async with AsyncExitStack() as undo:
+            _, difference = await self._load_and_probe(adapter, probe, undo)
+            undo.pop_all()
+        return difference
+
+    async def _load_and_probe(
+        self, adapter: Adapter, probe: Probe | None, undo: AsyncExitStack
+    ) -> tuple[tuple[AdapterServer, ...], float | None]:
         self._store.verify(adapter)
         self._check(adapter)
         if probe is not None:
@@ -101,19 +128,9 @@ class AdapterPublisher:
         probe = probe or self._store.probe(adapter)
         servers = await self._open_servers()
         await on_all(servers, lambda server: self._prepare(server, adapter))
-        async with AsyncExitStack() as undo:
-            await on_all(servers, lambda server: self._load(server, adapter, undo))
-            differences = await self._probe_servers(servers, adapter, probe) if probe else []
-            self._store.point(adapter)
-            undo.pop_all()
-        unloaded, stale = await self._retire_older(servers, adapter)
-        return PublishReport(
-            adapter=adapter.name,
-            seconds=time.monotonic() - started,
-            difference=max(differences, default=None),
-            unloaded=unloaded,
-            stale=stale,
-        )
+        await on_all(servers, lambda server: self._load(server, adapter, undo))
+        differences = await self._probe_servers(servers, adapter, probe) if probe else []
+        return servers, max(differences, default=None)
 
     async def require_servers(self, base: tuple[str, str] | None = None) -> None:
         """Ask all servers whether they are there and take what is published. Raises ``PublishError``.

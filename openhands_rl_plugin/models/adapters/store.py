@@ -124,6 +124,15 @@ class AdapterStore:
         name = adapter.name.rpartition("-v")[0]
         write_file(self._pointer(name), Pointer(name=adapter.name).model_dump_json())
 
+    def point_at_base(self, name: str) -> None:
+        """Make the base model what is in use: no version of ``name`` is. Raises ``StorageError``."""
+        try:
+            self._pointer(name).unlink(missing_ok=True)
+            if self.root.exists():
+                sync(self.root)
+        except OSError as error:
+            raise StorageError(f"{self._pointer(name)} cannot be removed: {describe(error)}") from error
+
     def remove(self, versioned: str) -> None:
         """Delete a version that is not in use. One that is not there is no error. Raises ``StorageError``.
 

@@ -132,7 +132,7 @@ class AsyncLoop(LoopStages):
 
     async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
         """Enough groups without their stale episodes, the numbers of wholly stale groups, and the stale episodes."""
-        lineage, most = PolicyLineage(self._plan.base_model, self._state), self._settings.max_staleness
+        lineage, most = PolicyLineage.of_run(self._plan.base_model, self._state), self._settings.max_staleness
         groups: list[Group] = []
         dropped: list[int] = []
         stale = 0
@@ -160,7 +160,7 @@ class AsyncLoop(LoopStages):
 
     def _staleness(self, batch: ChosenBatch, played: list[Trajectory]) -> dict[str, float]:
         valid = [trajectory for trajectory in played if trajectory.failure is None]
-        staleness = PolicyLineage(self._plan.base_model, self._state).staleness(valid)
+        staleness = PolicyLineage.of_run(self._plan.base_model, self._state).staleness(valid)
         return {
             "staleness": staleness.mean,
             "staleness_max": float(staleness.largest),

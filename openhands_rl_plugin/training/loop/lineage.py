@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from openhands_rl_plugin.core.types import PolicyRef, Trajectory
 from openhands_rl_plugin.training.loop.plan import LoopState
@@ -18,16 +19,21 @@ class Staleness:
 
 
 class PolicyLineage:
-    """The weights of a run in order of publication, the base model first.
+    """The weights of a run, or of a chain of versions, in order of publication, the base model first.
 
     The number in a version's name is not enough: a killed stage may have left a version from which no training
     continued.
     """
 
-    def __init__(self, base_model: str, state: LoopState) -> None:
-        adapters = (record.adapter for record in state.records if record.adapter is not None)
-        names = tuple(dict.fromkeys((base_model, *adapters)))
+    def __init__(self, names: Sequence[str]) -> None:
+        """``names``: as servers know them, the base model's first."""
+        names = tuple(dict.fromkeys(names))
         self._ages = {name: len(names) - 1 - at for at, name in enumerate(names)}
+
+    @classmethod
+    def of_run(cls, base_model: str, state: LoopState) -> Self:
+        """That of a loop."""
+        return cls((base_model, *(record.adapter for record in state.records if record.adapter is not None)))
 
     def age(self, policy: PolicyRef) -> int | None:
         """Number of versions after ``policy``; ``None`` for weights that are not of this run."""

@@ -161,7 +161,7 @@ def sampled(*versions: tuple[int | None, int]) -> Trajectory:
 
 def test_staleness_is_counted_in_versions_that_were_gone_on_from() -> None:
     # Version 2 was published by a stage that was killed, and is nobody's ancestor.
-    lineage = PolicyLineage("m", state(None, None, "a-v000001", "a-v000001", "a-v000003"))
+    lineage = PolicyLineage.of_run("m", state(None, None, "a-v000001", "a-v000001", "a-v000003"))
     ages = [lineage.age(PolicyRef.from_served_name("m", name)) for name in ("m", "a-v000001", "a-v000003", "a-v000002")]
     assert ages == [2, 1, 0, None]
     mixed = sampled((1, 3), (3, 1))

@@ -1,0 +1,52 @@
+"""What a candidate has to pass. Each gate is a function of measurements, which says why in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from openhands_rl_plugin.core.statistics import paired_difference
+from openhands_rl_plugin.core.types import JsonObject
+
+CANARY, HELD_OUT = "canary", "held-out"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a gate lets the candidate on, the sentence about it, and its figures."""
+
+    gate: str
+    passed: bool
+    said: str
+    figures: JsonObject
+
+
+def held_out_gate(
+    candidate: str, after: Mapping[str, float], against: Mapping[str, Mapping[str, float]], margin: float
+) -> Verdict:
+    """Passed unless the interval of a paired difference includes a loss of more than ``margin``.
+
+    Args:
+        candidate: its name, for the sentence.
+        after: task -> share of the candidate's attempts that succeeded.
+        against: name -> the same of what it is compared with. Beside the version in use that is the best one so far,
+            so that losses within the margin do not add up from version to version.
+        margin: of the mean success, in [0, 1).
+    """
+    sentences: list[str] = []
+    figures: JsonObject = {}
+    passed = True
+    for name, before in against.items():
+        shared = sorted(before.keys() & after.keys())
+        change = paired_difference([before[task] for task in shared], [after[task] for task in shared])
+        lost = [task for task in shared if after[task] < before[task]]
+        holds = change.n > 0 and change.low >= -margin
+        passed = passed and holds
+        sentences.append(
+            f"{change.mean:+.3f} in success against {name} (95% interval {change.low:+.3f} to {change.high:+.3f}, "
+            f"{change.n} tasks, {len(lost)} done worse)"
+        )
+        figures[name] = {"mean": change.mean, "low": change.low, "high": change.high, "n": change.n, "worse": [*lost]}
+    allowed = f"a loss of {margin:g} is allowed"
+    said = f"{candidate} {'passed' if passed else 'was held back by'} the held-out suite: {'; '.join(sentences)}"
+    return Verdict(HELD_OUT, passed, f"{said}; {allowed}", {"gate": HELD_OUT, "comparisons": figures})

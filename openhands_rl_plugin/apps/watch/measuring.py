@@ -1,0 +1,126 @@
+"""The held-out suite: frozen at first use, played by a version once, and resumed by the store after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from openhands_rl_plugin.apps.loop.run import LoopJob, open_player
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, measured_tasks
+from openhands_rl_plugin.config.build import make_reward
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
+from openhands_rl_plugin.config.success import success_rule
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import JsonObject, Trajectory
+from openhands_rl_plugin.evals.runs.environment_runner import shop_for
+from openhands_rl_plugin.evals.runs.suites import WEBSHOP
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
+
+LEAST_MEASURED = 0.9
+"""Share of the suite's tasks that must have a valid episode; else the model server or the sandbox was away."""
+_CERTAIN = 1 - 1e-9
+
+
+class Unmeasured(InfrastructureError):
+    """Too many episodes of an evaluation failed for it to say anything about the version."""
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """``success``: task -> share of its attempts that succeeded. ``figures``: counts over all attempts."""
+
+    success: dict[str, float]
+    figures: JsonObject
+
+
+def suite_tasks(settings: RLSettings) -> LoopTasks:
+    """The tasks of ``[rl.watch]``. Raises ``ConfigError``."""
+    watch = settings.watch
+    if not watch.suite:
+        raise ConfigError(
+            '[rl.watch] suite: there is nothing to measure candidates on: name a suite, such as "environment" or '
+            '"swe-local", or a file of rows with what the agent could do before'
+        )
+    rows = Path(watch.rows).expanduser() if watch.rows else None
+    source = TaskSource(suite=watch.suite, rows=rows, count=None if rows else watch.tasks)
+    tasks = measured_tasks(source, settings, watch.tasks)
+    if not tasks.held_out:
+        raise ConfigError(f"[rl.watch] suite: {watch.suite} has no tasks")
+    return tasks
+
+
+def digest_of(tasks: LoopTasks) -> str:
+    """Identifies the tasks, with all that they ask; others would make two measurements incomparable."""
+    parts = [entry.task.model_dump_json() for entry in tasks.held_out]
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+async def play_suite(
+    job: LoopJob, storage: TrajectoryStorage, *, run_id: str, served_model: str, attempts: int
+) -> SuiteResult:
+    """Play every task ``attempts`` times with the model ``served_model``; the same ``run_id`` resumes.
+
+    Raises ``Unmeasured`` where too many episodes failed, and what an environment that is not there raises.
+    """
+    settings, tasks = job.settings, job.tasks
+    sampling = settings.sampling_params()
+    plan = RolloutPlan(
+        run_id=run_id,
+        tasks=tuple(
+            entry.task.model_copy(update={"limits": entry.task.limits or job.limits}) for entry in tasks.held_out
+        ),
+        samples_per_task=attempts,
+        served_model=served_model,
+        sampling=sampling,
+        seed=settings.sampling.seed,
+        concurrency=settings.max_workers,
+    )
+    with ExitStack() as opened:
+        if tasks.suite.name == WEBSHOP:
+            settings = opened.enter_context(shop_for(settings))
+        if job.backend is not None:
+            await job.backend.check()
+        async with open_player(job, settings, storage) as runner:
+            played = await roll_out(plan, runner, storage)
+    reward = make_reward(RewardSettings(name="tests" if tasks.suite.software else "return"))
+    await rescore(storage, reward, TrajectoryFilter(run_id=run_id))
+    rewards = await stored_rewards(storage, reward, played)
+    return _counted(played, rewards, _rule(job), len(plan.tasks))
+
+
+def _rule(job: LoopJob) -> Callable[[Trajectory, float], bool]:
+    if job.tasks.suite.software:
+        return lambda trajectory, reward: reward >= _CERTAIN
+    rule = success_rule(job.tasks.held_out[0].task.environment, job.settings.reward)
+    return lambda trajectory, reward: rule.holds(reward, trajectory.stop)
+
+
+def _counted(
+    played: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    succeeded: Callable[[Trajectory, float], bool],
+    tasks: int,
+) -> SuiteResult:
+    by_task: dict[str, list[bool]] = defaultdict(list)
+    for trajectory, reward in zip(played, rewards, strict=True):
+        if reward is not None:
+            by_task[trajectory.task.id].append(succeeded(trajectory, reward))
+    failed = [each for each in played if each.failure is not None]
+    if len(by_task) < LEAST_MEASURED * tasks:
+        why = f": {failed[0].failure.message:.200}" if failed and failed[0].failure is not None else ""
+        raise Unmeasured(f"only {len(by_task)} of {tasks} held-out tasks have a valid episode{why}")
+    success = {task: sum(each) / len(each) for task, each in by_task.items()}
+    figures: JsonObject = {
+        "episodes": len(played),
+        "failed": len(failed),
+        "mean": sum(success.values()) / len(success),
+        "tokens": sum(each.usage.prompt_tokens + each.usage.completion_tokens for each in played),
+    }
+    return SuiteResult(success, figures)

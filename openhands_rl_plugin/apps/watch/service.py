@@ -1,0 +1,285 @@
+"""The service: from where the journal stands, one step after the other, each of which may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from openhands_rl_plugin.apps.loop.run import LoopJob
+from openhands_rl_plugin.apps.watch.candidate import train_candidate
+from openhands_rl_plugin.apps.watch.gates import CANARY, HELD_OUT, Verdict, held_out_gate
+from openhands_rl_plugin.apps.watch.gathering import candidates, chain, dataset_of, material
+from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
+from openhands_rl_plugin.apps.watch.judging import EpisodeJudge, Judged
+from openhands_rl_plugin.apps.watch.measuring import Unmeasured, digest_of, play_suite
+from openhands_rl_plugin.apps.watch.pausing import is_paused
+from openhands_rl_plugin.apps.watch.state import Round, State, state_of
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    ConfigError,
+    InfrastructureError,
+    PublishError,
+    RLError,
+    TrainingError,
+)
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.types import Adapter, JsonObject
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+log = redacting_logger(__name__)
+
+TRAINING = "training"
+_MOST_TRIES = 3
+"""Of one training; what fails in the same way three times is no passing trouble."""
+_LONGEST_WAIT = 3600.0
+_REPEATED_AFTER = 3600.0
+"""Seconds after which the same trouble is noted again."""
+
+
+class _Paused(RLError):
+    """The pause file appeared in the middle of a training, which goes on from its last checkpoint."""
+
+
+class Watch:
+    """One adapter's watch. ``job``: the held-out tasks, the model's weights, the servers, and the folder of the state.
+
+    ``say`` hears of every step.
+    """
+
+    def __init__(
+        self,
+        job: LoopJob,
+        storage: TrajectoryStorage,
+        adapters: AdapterStore,
+        publisher: AdapterPublisher,
+        say: Callable[[Entry], None] = lambda entry: None,
+    ) -> None:
+        self._job = job
+        self._settings = job.settings
+        self._name = job.settings.serving.adapter
+        self._storage = storage
+        self._adapters = adapters
+        self._publisher = publisher
+        self._journal = Journal(job.directory)
+        self._judge = EpisodeJudge(job.settings, storage)
+        self._say = say
+
+    def check(self) -> None:
+        """Freeze the held-out suite, or raise ``ConfigError`` where it is another than before."""
+        digest, state = digest_of(self._job.tasks), state_of(self._journal.read())
+        if not state.suite:
+            count = len(self._job.tasks.held_out)
+            said = f"the held-out suite is {count} tasks of {self._job.tasks.suite.name} from now on"
+            self._note(WatchStep.FROZEN, said, figures={"digest": digest, "tasks": count})
+        elif state.suite != digest:
+            raise ConfigError(
+                "[rl.watch] suite: its tasks are others than those that former versions were measured on, so nothing "
+                f"could be compared: set it back, or move {self._journal.folder} away to begin anew"
+            )
+
+    async def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Look at the store every ``interval`` seconds until ``stopped``; trouble is noted and waited out."""
+        while not stopped():
+            await self.look()
+            tries = state_of(self._journal.read()).tries
+            await asyncio.sleep(min(_LONGEST_WAIT, self._settings.watch.interval * 2 ** min(tries, 10)))
+
+    async def look(self) -> bool:
+        """Do all that can be done now; whether nothing went wrong. Raises ``StorageError`` of the journal itself."""
+        while not is_paused(self._journal.folder):
+            state = state_of(self._journal.read())
+            try:
+                if not await self._advance(state):
+                    return True
+            except _Paused:
+                return True
+            except RLError as error:
+                self._could_not(state, error)
+                return False
+        return True
+
+    async def _advance(self, state: State) -> bool:
+        """One step; false where there is nothing to do now."""
+        if (current := state.round) is None:
+            return await self._begin(state)
+        if not current.candidate:
+            return await self._train(state, current)
+        candidate = self._adapters.get(current.candidate)
+        if CANARY not in current.passed:
+            return await self._canary(current, candidate)
+        for version in dict.fromkeys((self._in_use(), candidate.name)):
+            if version not in state.measured:
+                return await self._measure(state, current, version)
+        if HELD_OUT not in current.passed:
+            return await self._decide(current, candidate, self._held_out(state, candidate))
+        return await self._admit(current, candidate)
+
+    async def _begin(self, state: State) -> bool:
+        lineage = chain(self._adapters, self._in_use() or None)
+        judged = await self._judge.judge(await candidates(self._storage, self._settings, state, lineage))
+        new = len(judged.known.keys() - state.seen)
+        needed = self._settings.watch.min_episodes
+        found, missing = (None, f"{new} new ones of {needed} that are needed")
+        if new >= needed:
+            found, missing = await material(self._storage, self._settings, judged.known)
+        self._note_judged(state, judged, new, missing)
+        if found is None:
+            if judged.away:
+                raise InfrastructureError(f"episodes wait, because their judge is away: {judged.away}")
+            return False
+        latest = self._adapters.latest(self._name)
+        figures: JsonObject = {
+            "algorithm": found.settings.algorithm,
+            "parent": self._in_use() or None,
+            "latest": latest.version if latest is not None else 0,
+            "episodes": {**found.episodes},
+            "others": [*sorted(judged.known.keys() - found.episodes.keys())],
+        }
+        number = state.rounds + 1
+        begins = f"round {number} begins from {self._in_use() or 'the base model'}: {found.because}"
+        self._note(WatchStep.GATHERED, begins, round=number, figures=figures)
+        return True
+
+    async def _train(self, state: State, current: Round) -> bool:
+        settings = self._settings.training.as_fine_tuning().model_copy(update={"imitate_above": 0.5})
+        dataset = await dataset_of(self._storage, self._settings, settings, current.episodes)
+
+        def advanced(_: object) -> None:
+            if is_paused(self._journal.folder):
+                raise _Paused
+
+        train = partial(
+            train_candidate,
+            self._job.model,
+            settings,
+            dataset,
+            self._adapters,
+            self._name,
+            current,
+            base_model=self._settings.serving.model,
+            run=self._journal.folder / "training" / f"round-{current.number:04d}",
+            on_progress=advanced,
+        )
+        try:
+            adapter = await asyncio.to_thread(train)
+        except (TrainingError, CaughtFailure) as error:
+            if state.tries + 1 < _MOST_TRIES:
+                raise
+            said = f"round {current.number} ends: its training failed {_MOST_TRIES} times: {error}"
+            self._note(WatchStep.HELD, said, round=current.number, figures={"gate": TRAINING})
+            return True
+        said = f"{adapter.name} was trained on {dataset.used} episodes by {dataset.algorithm}"
+        self._note(WatchStep.TRAINED, said, round=current.number, adapter=adapter.name, figures={**adapter.metrics})
+        return True
+
+    async def _canary(self, current: Round, candidate: Adapter) -> bool:
+        await self._publisher.require_servers()  # servers that are away are no reason to refuse a candidate
+        try:
+            difference = await self._publisher.stage(candidate)
+        except PublishError as error:
+            await self._publisher.loaded()  # raises where they went away meanwhile
+            verdict = Verdict(CANARY, False, f"{candidate.name} was held back by the canary: {error}", {"gate": CANARY})
+        else:
+            nats = "" if difference is None else f", {difference:.4f} nats from the trainer's logprobs"
+            said = f"{candidate.name} passed the canary: every server loaded it and answers with it{nats}"
+            verdict = Verdict(CANARY, True, said, {"gate": CANARY, "difference": difference})
+        return await self._decide(current, candidate, verdict)
+
+    async def _measure(self, state: State, current: Round, version: str) -> bool:
+        served = self._settings.serving.model
+        if version:
+            adapter = self._adapters.get(version)
+            await self._publisher.stage(adapter)  # a server may have been started anew since
+            served = await self._publisher.served_model(adapter)
+        run_id = f"{self._job.run_id}/heldout/{version or 'base'}/{state.replays}"
+        attempts = self._settings.watch.attempts
+        played = await play_suite(self._job, self._storage, run_id=run_id, served_model=served, attempts=attempts)
+        said = f"{version or 'the base model'} succeeds in {played.figures['mean']:.3f} of {len(played.success)} tasks"
+        figures: JsonObject = {**played.figures, "success": {**played.success}}
+        self._note(WatchStep.MEASURED, said, round=current.number, adapter=version, figures=figures)
+        return True
+
+    def _held_out(self, state: State, candidate: Adapter) -> Verdict:
+        used = self._in_use()
+        standing = [state.measured[name] for name in ("", *state.admitted) if self._stands(state, name)]
+        best = max(standing, key=lambda each: each.mean, default=state.measured[used])
+        against = {each.version or "the base model": each.success for each in (state.measured[used], best)}
+        after = state.measured[candidate.name].success
+        return held_out_gate(candidate.name, after, against, self._settings.watch.margin)
+
+    def _stands(self, state: State, name: str) -> bool:
+        return name in state.measured and name not in state.dropped
+
+    async def _decide(self, current: Round, candidate: Adapter, verdict: Verdict) -> bool:
+        if verdict.passed:
+            self._note(
+                WatchStep.PASSED, verdict.said, round=current.number, adapter=candidate.name, figures=verdict.figures
+            )
+            return True
+        try:
+            await self._publisher.retire(candidate.name)
+        except PublishError as error:
+            log.warning("%s stays loaded: %s", candidate.name, error)
+        self._note(WatchStep.HELD, verdict.said, round=current.number, adapter=candidate.name, figures=verdict.figures)
+        return True
+
+    async def _admit(self, current: Round, candidate: Adapter) -> bool:
+        with self._journal.alone():
+            now = state_of(self._journal.read()).round
+            if now is None or now.number != current.number:
+                return True  # rolled back meanwhile
+            before = self._in_use()
+            if before != candidate.name:
+                await self._publisher.publish(candidate)
+            said = f"{candidate.name} is in use"
+            self._note(WatchStep.ADMITTED, said, round=current.number, adapter=candidate.name)
+        return True
+
+    def _note_judged(self, state: State, judged: Judged, new: int, missing: str) -> None:
+        good = sum(each.good for each in judged.known.values())
+        figures: JsonObject = {
+            "judged": len(judged.known),
+            "good": good,
+            "new": new,
+            "open": {**judged.open},
+            "missing": missing,
+        }
+        if figures != state.judged:
+            aside = "".join(f"; {count} wait: {why}" for why, count in judged.open.items())
+            said = f"{len(judged.known)} episodes are judged, {good} of them successes{aside}"
+            self._note(WatchStep.JUDGED, f"{said}; {missing}" if missing else said, figures=figures)
+
+    def _could_not(self, state: State, error: RLError) -> None:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        last = self._journal.read()[-1:]
+        unmeasured = isinstance(error, Unmeasured)
+        known = [each for each in last if each.step is WatchStep.COULD_NOT and each.said == said]
+        if known and not unmeasured and time.time() - known[0].at < _REPEATED_AFTER:
+            self._say(known[0])
+            return
+        self._note(
+            WatchStep.COULD_NOT,
+            said,
+            round=state.round.number if state.round is not None else 0,
+            figures={"unmeasured": True} if unmeasured else None,
+        )
+
+    def _note(
+        self, step: WatchStep, said: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None
+    ) -> None:
+        self._say(self._journal.append(step, said, round=round, adapter=adapter, figures=figures))
+
+    def _in_use(self) -> str:
+        """The version in use; empty for the base model."""
+        current = self._adapters.current(self._name)
+        return current.name if current is not None else ""
+
+
+def folder_of(adapters: AdapterStore, name: str) -> Path:
+    """Where the journal of an adapter's watch lies: beside its versions."""
+    return adapters.root / f"{name}.watch"

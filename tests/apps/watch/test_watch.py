@@ -1,0 +1,204 @@
+"""Learning in use, over a shop, a served model and its stored episodes: from what came in to what is in use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from shopper_model import SHOP, write_shopper
+from watched import MODEL, label, look, play, watching, write_config
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.apps.loop.claim import held
+from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
+from openhands_rl_plugin.apps.watch.service import Watch
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+ALL = [
+    *(WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.GATHERED, WatchStep.TRAINED, WatchStep.PASSED),
+    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.PASSED, WatchStep.ADMITTED, WatchStep.JUDGED),
+]
+
+
+@pytest.fixture(scope="module")
+def shopper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_shopper(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="module")
+def served(shopper: Path) -> Iterator[tuple[str, str]]:
+    """The URLs of a small shop and of a model server."""
+    config = ServerConfig(
+        model=str(shopper), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=8, threads=1
+    )
+    with running_webshop(SHOP) as shop, running_server(config) as server:
+        yield shop, server
+
+
+class Killed(BaseException):
+    """As if the process had been ended at once."""
+
+
+class Dying(Watch):
+    """Dies before every line of the journal is written, then after it."""
+
+    doomed: set[tuple[int, str]]
+
+    def _note(self, step: WatchStep, said: str, **more: object) -> None:
+        number = len(self._journal.read()) + 1
+        for when in ("before", "after"):
+            if (number, when) not in self.doomed:
+                self.doomed.add((number, when))
+                if when == "after":
+                    super()._note(step, said, **more)  # type: ignore[arg-type]
+                raise Killed
+        super()._note(step, said, **more)  # type: ignore[arg-type]
+
+
+async def killed_all_the_time(config: Path, model: Path) -> int:
+    """Look until it is done, however often it dies; how often that was."""
+    Dying.doomed, deaths = set(), 0
+    while True:
+        try:
+            async with watching(config, model, kind=Dying) as watch:
+                assert await watch.look()
+                return deaths
+        except Killed:
+            deaths += 1
+            journal = watching_folder(load_settings(config)) / "journal.jsonl"
+            if journal.exists():
+                with journal.open("ab") as file:
+                    file.write(b'{"number": 99, "at"')  # half a line
+
+
+def watching_folder(settings: RLSettings) -> Path:
+    return settings.serving.adapters_directory / f"{settings.serving.adapter}.watch"
+
+
+def journal_of(config: Path) -> tuple[Entry, ...]:
+    return Journal(watching_folder(load_settings(config))).read()
+
+
+def current(settings: RLSettings) -> str | None:
+    found = AdapterStore(settings.serving.adapters_directory).current(settings.serving.adapter)
+    return found.name if found is not None else None
+
+
+def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    settings = load_settings(config)
+    played = asyncio.run(play(settings, "users", 16))
+    deaths = asyncio.run(killed_all_the_time(config, shopper))
+
+    entries = journal_of(config)
+    assert [entry.step for entry in entries] == ALL and [entry.number for entry in entries] == [*range(1, 11)]
+    assert deaths == 2 * len(entries), "before and after every line"
+    adapters = AdapterStore(settings.serving.adapters_directory)
+    (version,) = adapters.versions(settings.serving.adapter)
+    assert current(settings) == version.name and version.parent is None and adapters.probe(version) is not None
+    assert version.name in httpx.get(f"{served[1]}/v1/models").text
+
+    gathered = next(entry for entry in entries if entry.step is WatchStep.GATHERED).figures
+    good = {each.id for each in played if each.episode_return >= 0.5}
+    assert isinstance(gathered["episodes"], dict) and gathered["episodes"].keys() == good
+    before, after = (entry.figures["success"] for entry in entries if entry.step is WatchStep.MEASURED)
+    assert isinstance(before, dict) and isinstance(after, dict) and len(before) == len(after) == 8
+
+    async def stored() -> list[str]:
+        async with FileTrajectoryStorage(settings.storage.directory) as storage:
+            return [each.id async for each in storage.summaries(TrajectoryFilter())]
+
+    kept = asyncio.run(stored())
+    assert len(kept) == len(set(kept)) == 16 + 8 + 8, "no episode was played twice"
+
+    capsys.readouterr()
+    where = ["--config", str(config)]
+    assert cli.main(["watch", "status", *where, "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["in_use"], status["admitted"], status["round"]) == (version.name, [version.name], None)
+    assert status["judged"]["missing"] == "0 new ones of 8 that are needed"
+
+    assert cli.main(["watch", "rollback", *where]) == 0
+    assert capsys.readouterr().out == f"the base model is in use again, {version.name} no more\n"
+    assert current(settings) is None
+    assert cli.main(["watch", "rollback", *where]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is nothing to roll back from" in line
+    asyncio.run(play(settings, "after", 8, served=version.name))
+    said = asyncio.run(look(config, shopper))
+    assert said == [], "what a version did that was taken back is not learnt from"
+    assert cli.main(["watch", "rollback", *where, "--to", "1"]) == 0
+    assert current(settings) == version.name
+    assert cli.main(["watch", "status", *where]) == 0
+    assert f"{version.name} is in use" in capsys.readouterr().out
+
+
+def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopper: Path, tmp_path: Path) -> None:
+    """People say that the bad way is the good one: what they say counts, and the held-out suite does not let it in."""
+    config = write_config(tmp_path, shop=served[0], server=served[1], watch="max_episodes = 16")
+    settings = load_settings(config)
+    played = asyncio.run(play(settings, "users", 16))
+    verdicts = [(each.id, float(each.episode_return < 0.5), "ann") for each in played]
+    divided = verdicts[0][0]
+    asyncio.run(label(settings, [*verdicts, (divided, 1 - verdicts[0][1], "bob")]))
+    said = asyncio.run(look(config, shopper))
+    assert [each.step for each in said] == [*ALL[:7], WatchStep.HELD, WatchStep.JUDGED]
+    assert "1 wait: labels contradict each other" in said[1].said
+    assert "was held back by the held-out suite" in said[7].said
+    assert current(settings) is None
+    (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
+    assert version.name not in httpx.get(f"{served[1]}/v1/models").text, "it is not served any more"
+    assert asyncio.run(look(config, shopper)) == [], "the same episodes are not trained on again"
+
+
+def test_trouble_is_one_line_and_the_next_look_goes_on(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = "http://127.0.0.1:9"
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    settings = load_settings(config)
+    words = ["watch", "--config", str(config), "--model", str(shopper), "--once", "--processes", "0"]
+    assert cli.main(["watch", "pause", "--config", str(config)]) == 0
+    asyncio.run(play(settings, "users", 16))
+    assert cli.main(words) == 0
+    assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN], "a pause: nothing begins"
+    assert cli.main(["watch", "resume", "--config", str(config)]) == 0
+
+    with held(watching_folder(settings)):
+        capsys.readouterr()
+        assert cli.main(words) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "another `openhands-rl watch` is at work here" in line
+    with held(settings.storage.directory / "watch"):
+        assert cli.main(words) == 1, "nor two of different adapters on one store"
+        capsys.readouterr()
+
+    for more, says in (
+        ('[rl.watch]\nsuite = ""', "[rl.watch] suite: there is nothing to measure candidates on"),
+        (f'[rl.serving]\nbase_url = "{away}/v1"', "127.0.0.1:9"),
+        ('[rl.serving]\nbase_url = ""', "[rl.serving] base_url: no model server is named"),
+        ("[rl.watch]\ntasks = 3", "[rl.watch] suite: its tasks are others than those"),
+        ('[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
+        ("[rl.watch]\nmargin = 2.0", "[extended.rl.watch] margin"),
+    ):
+        other = tmp_path / "other.toml"
+        other.write_text(f"{config.read_text()}\n{more.replace('[rl', '[extended.rl')}\n")
+        assert cli.main([*words[:2], str(other), *words[3:]]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+    assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN]

@@ -1,0 +1,167 @@
+"""What a watch looks at in tests: a shop, a served model that shops well or badly, and its stored episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from shopper_model import GOAL, INSTRUCTION
+
+from openhands_rl_plugin.apps.loop.run import LoopJob
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+from openhands_rl_plugin.apps.watch.journal import Entry
+from openhands_rl_plugin.apps.watch.service import Watch
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.records import HELD_OUT, Label, LabelKind
+from openhands_rl_plugin.core.types import Limits, SamplingParams, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.suites import Suite
+from openhands_rl_plugin.models.adapters.publisher import publisher_for
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+MODEL = "shopper"
+LIMITS = Limits(max_turns=4, max_response_length=24)
+SUITE = LoopTasks(
+    Suite(name="environment", dataset="webshop", split=HELD_OUT, software=False),
+    (),
+    (),
+    tuple(
+        EvalTask(
+            Task(id=f"held-{at}", environment="webshop", instruction=INSTRUCTION, data={"idx": GOAL}, split=HELD_OUT),
+            {"idx": GOAL},
+        )
+        for at in range(8)
+    ),
+)
+
+
+def write_config(folder: Path, *, shop: str, server: str, watch: str = "", more: str = "") -> Path:
+    """A success is a return of at least 0.5; eight new episodes are enough."""
+    file = folder / "config.toml"
+    file.write_text(f"""
+[rl]
+env_name = "webshop"
+env_server_base = "{shop}"
+react_format = false
+max_turns = 4
+max_prompt_length = 1400
+max_response_length = 24
+max_workers = 8
+[rl.reward]
+name = "success"
+options = {{threshold = 0.5}}
+[rl.storage]
+path = "{folder / "trajectories"}"
+durable = false
+[rl.training]
+algorithm = "sft"
+dtype = "float32"
+lora_rank = 4
+lora_alpha = 8
+batch_size = 4
+num_epochs = 8
+learning_rate = 1e-2
+[rl.serving]
+base_url = "{server}/v1"
+model = "{MODEL}"
+adapter = "{folder.name.replace("_", "-")}"
+adapters_path = "{folder / "adapters"}"
+[rl.watch]
+suite = "environment"
+tasks = 2
+min_episodes = 8
+min_successes = 2
+margin = 0.4
+interval = 1
+{watch}
+{more}
+""")
+    return file
+
+
+async def play(settings: RLSettings, run_id: str, tasks: int = 8, served: str | None = None) -> tuple[Trajectory, ...]:
+    """Episodes of users, into the store of the settings."""
+    url = settings.serving.base_url
+    async with FileTrajectoryStorage(settings.storage.directory) as storage:
+        runner = SessionRunner(
+            make_environment=lambda request: WebEnvClient(
+                HttpEnvironmentOptions(base_url=settings.environment_url, react_format=False)
+            ),
+            make_strategy=lambda request: StandardReActStrategy(),
+            make_engine=lambda request: SeededEngine(
+                OpenAIEngine(request.served_model or MODEL, url, base_model=MODEL), request.sampling, request.seed
+            ),
+            strategy_spec=StrategySpec(name="StandardReAct"),
+            base_model=MODEL,
+            limits=LIMITS,
+            storage=storage,
+        )
+        asked = tuple(
+            Task(id=f"{run_id}-{at}", environment="webshop", instruction=INSTRUCTION, data={"idx": GOAL})
+            for at in range(tasks)
+        )
+        plan = RolloutPlan(
+            run_id=run_id, tasks=asked, served_model=served, sampling=SamplingParams(temperature=1.0, max_tokens=24)
+        )
+        return await roll_out(plan, runner, storage)
+
+
+async def label(settings: RLSettings, said: Sequence[tuple[str, float, str]]) -> None:
+    """Verdicts: (episode, value, author)."""
+    async with FileTrajectoryStorage(settings.storage.directory) as storage:
+        await storage.add_labels(
+            [
+                Label(
+                    id=f"{identity}-{author}",
+                    trajectory_id=identity,
+                    kind=LabelKind.VERDICT,
+                    value=value,
+                    author=author,
+                    at=time.time(),
+                )
+                for identity, value, author in said
+            ]
+        )
+
+
+@asynccontextmanager
+async def watching(
+    config: Path, model: Path, said: list[Entry] | None = None, kind: type[Watch] = Watch
+) -> AsyncIterator[Watch]:
+    """A watch of the config's store, measured on ``SUITE``."""
+    settings = load_settings(config)
+    adapters = AdapterStore(settings.serving.adapters_directory)
+    folder = adapters.root / f"{settings.serving.adapter}.watch"
+    job = LoopJob(settings, SUITE, model, folder, "watch-test", LIMITS)
+    async with (
+        FileTrajectoryStorage(settings.storage.directory) as storage,
+        publisher_for(settings.serving, adapters) as publisher,
+    ):
+        watch = kind(job, storage, adapters, publisher, (said if said is not None else []).append)
+        watch.check()
+        yield watch
+
+
+async def look(config: Path, model: Path) -> list[Entry]:
+    """What one look noted."""
+    said: list[Entry] = []
+    async with watching(config, model, said) as watch:
+        await watch.look()
+    return said
+
+
+if __name__ == "__main__":
+    for each in asyncio.run(look(Path(sys.argv[1]), Path(sys.argv[2]))):
+        print(each.step, each.said, flush=True)
