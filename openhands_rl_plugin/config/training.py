@@ -315,8 +315,12 @@ class TrainingSettings(Settings):
             )
 
     def as_fine_tuning(self) -> Self:
-        """The same with ``algorithm = "sft"``; keys without effect on it are set to their defaults."""
-        chosen = self.model_copy(update={"algorithm": "sft"})
+        """``as_algorithm("sft")``."""
+        return self.as_algorithm("sft")
+
+    def as_algorithm(self, name: AlgorithmName) -> Self:
+        """The same with another algorithm; keys without effect on it are set to their defaults."""
+        chosen = self.model_copy(update={"algorithm": name})
         fields = type(self).model_fields
         return chosen.model_copy(update={name: fields[name].default for name, _ in chosen._without_effect()})
 

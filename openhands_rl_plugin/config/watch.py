@@ -24,7 +24,9 @@ class WatchSettings(Settings):
         description="loss in success that the 95% interval of the paired difference may not include",
     )
     min_episodes: int = Field(default=32, ge=1, description="new judged episodes before anything is trained")
-    min_successes: int = Field(default=8, ge=1, description="successes to imitate before a candidate is trained")
+    min_used: int = Field(
+        default=8, ge=1, description="episodes (preferences: pairs) that a candidate is trained on, at least"
+    )
     max_episodes: int = Field(default=512, ge=1, description="episodes that one candidate is trained on, at most")
     certainty: float = Field(
         default=0.9,
@@ -33,3 +35,17 @@ class WatchSettings(Settings):
         description="verifier: a success has at least this probability, a failure at most 1 minus it",
     )
     interval: float = Field(default=60.0, ge=1, description="seconds between two looks at the store")
+    tokens_per_day: int = Field(
+        default=0, ge=0, description="tokens of held-out episodes in 24 hours, after which nothing begins; 0: no bound"
+    )
+    hours_per_day: float = Field(
+        default=0.0, ge=0, description="hours of training in 24 hours, after which nothing begins; 0: no bound"
+    )
+    min_free_gb: float = Field(
+        default=2.0, ge=0, description="gigabytes that must be free where the versions are, for something to begin"
+    )
+    keep_versions: int = Field(
+        default=10,
+        ge=2,
+        description="versions made by the watch that are kept: the newest, and the last in use",
+    )

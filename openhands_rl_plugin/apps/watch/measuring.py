@@ -11,6 +11,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.run import LoopJob, open_player
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, measured_tasks
+from openhands_rl_plugin.apps.watch.trouble import by_task
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import success_rule
@@ -34,7 +35,8 @@ class Unmeasured(InfrastructureError):
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """``success``: task -> share of its attempts that succeeded. ``figures``: counts over all attempts."""
+    """``success``: task -> share of its attempts that succeeded. ``figures``: counts over all attempts, and what
+    went wrong in them."""
 
     success: dict[str, float]
     figures: JsonObject
@@ -92,7 +94,9 @@ async def play_suite(
     reward = make_reward(RewardSettings(name="tests" if tasks.suite.software else "return"))
     await rescore(storage, reward, TrajectoryFilter(run_id=run_id))
     rewards = await stored_rewards(storage, reward, played)
-    return _counted(played, rewards, _rule(job), len(plan.tasks))
+    result = _counted(played, rewards, _rule(job), len(plan.tasks))
+    stored = [each async for each, _ in storage.find(TrajectoryFilter(ids=tuple(t.id for t in played), failed=False))]
+    return SuiteResult(result.success, {**result.figures, "trouble": by_task(stored)})
 
 
 def _rule(job: LoopJob) -> Callable[[Trajectory, float], bool]:
@@ -108,15 +112,15 @@ def _counted(
     succeeded: Callable[[Trajectory, float], bool],
     tasks: int,
 ) -> SuiteResult:
-    by_task: dict[str, list[bool]] = defaultdict(list)
+    found: dict[str, list[bool]] = defaultdict(list)
     for trajectory, reward in zip(played, rewards, strict=True):
         if reward is not None:
-            by_task[trajectory.task.id].append(succeeded(trajectory, reward))
+            found[trajectory.task.id].append(succeeded(trajectory, reward))
     failed = [each for each in played if each.failure is not None]
-    if len(by_task) < LEAST_MEASURED * tasks:
+    if len(found) < LEAST_MEASURED * tasks:
         why = f": {failed[0].failure.message:.200}" if failed and failed[0].failure is not None else ""
-        raise Unmeasured(f"only {len(by_task)} of {tasks} held-out tasks have a valid episode{why}")
-    success = {task: sum(each) / len(each) for task, each in by_task.items()}
+        raise Unmeasured(f"only {len(found)} of {tasks} held-out tasks have a valid episode{why}")
+    success = {task: sum(each) / len(each) for task, each in found.items()}
     figures: JsonObject = {
         "episodes": len(played),
         "failed": len(failed),

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
+from openhands_rl_plugin.apps.watch.budgets import check_budget, remove_older, remove_training, training_folder
 from openhands_rl_plugin.apps.watch.candidate import train_candidate
-from openhands_rl_plugin.apps.watch.gates import CANARY, HELD_OUT, Verdict, held_out_gate
-from openhands_rl_plugin.apps.watch.gathering import candidates, chain, dataset_of, material
+from openhands_rl_plugin.apps.watch.gates import CANARY, HELD_OUT, SAFETY, Verdict, held_out_gate, safety_gate
+from openhands_rl_plugin.apps.watch.gathering import candidates, chain, dataset_of, material, training_for
 from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
 from openhands_rl_plugin.apps.watch.judging import EpisodeJudge, Judged
 from openhands_rl_plugin.apps.watch.measuring import Unmeasured, digest_of, play_suite
@@ -23,8 +24,10 @@ from openhands_rl_plugin.core.errors import (
     InfrastructureError,
     PublishError,
     RLError,
+    StorageError,
     TrainingError,
 )
+from openhands_rl_plugin.core.judgements import labels_of, preferences
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, JsonObject
@@ -117,16 +120,22 @@ class Watch:
                 return await self._measure(state, current, version)
         if HELD_OUT not in current.passed:
             return await self._decide(current, candidate, self._held_out(state, candidate))
+        if SAFETY not in current.passed:
+            return await self._decide(current, candidate, self._safety(state, candidate))
         return await self._admit(current, candidate)
 
     async def _begin(self, state: State) -> bool:
+        self._tidy(state)
         lineage = chain(self._adapters, self._in_use() or None)
-        judged = await self._judge.judge(await candidates(self._storage, self._settings, state, lineage))
-        new = len(judged.known.keys() - state.seen)
+        ids = await candidates(self._storage, self._settings, state, lineage)
+        judged = await self._judge.judge(ids)
+        preferred = preferences(await labels_of(self._storage, ids))
+        said = judged.known.keys() | {name for both in preferred for name in both}
+        new = len(said - state.seen)
         needed = self._settings.watch.min_episodes
         found, missing = (None, f"{new} new ones of {needed} that are needed")
         if new >= needed:
-            found, missing = await material(self._storage, self._settings, judged.known)
+            found, missing = await material(self._storage, self._settings, judged.known, preferred, lineage)
         self._note_judged(state, judged, new, missing)
         if found is None:
             if judged.away:
@@ -138,7 +147,7 @@ class Watch:
             "parent": self._in_use() or None,
             "latest": latest.version if latest is not None else 0,
             "episodes": {**found.episodes},
-            "others": [*sorted(judged.known.keys() - found.episodes.keys())],
+            "others": [*sorted(said - found.episodes.keys())],
         }
         number = state.rounds + 1
         begins = f"round {number} begins from {self._in_use() or 'the base model'}: {found.because}"
@@ -146,7 +155,8 @@ class Watch:
         return True
 
     async def _train(self, state: State, current: Round) -> bool:
-        settings = self._settings.training.as_fine_tuning().model_copy(update={"imitate_above": 0.5})
+        self._check_budget()
+        settings = training_for(self._settings.training, current.algorithm)
         dataset = await dataset_of(self._storage, self._settings, settings, current.episodes)
 
         def advanced(_: object) -> None:
@@ -162,19 +172,21 @@ class Watch:
             self._name,
             current,
             base_model=self._settings.serving.model,
-            run=self._journal.folder / "training" / f"round-{current.number:04d}",
+            run=training_folder(self._journal.folder, current.number),
             on_progress=advanced,
         )
+        started = time.monotonic()
         try:
             adapter = await asyncio.to_thread(train)
         except (TrainingError, CaughtFailure) as error:
-            if state.tries + 1 < _MOST_TRIES:
+            if state.failures + 1 < _MOST_TRIES:
                 raise
             said = f"round {current.number} ends: its training failed {_MOST_TRIES} times: {error}"
             self._note(WatchStep.HELD, said, round=current.number, figures={"gate": TRAINING})
             return True
         said = f"{adapter.name} was trained on {dataset.used} episodes by {dataset.algorithm}"
-        self._note(WatchStep.TRAINED, said, round=current.number, adapter=adapter.name, figures={**adapter.metrics})
+        figures: JsonObject = {**adapter.metrics, "seconds": time.monotonic() - started}
+        self._note(WatchStep.TRAINED, said, round=current.number, adapter=adapter.name, figures=figures)
         return True
 
     async def _canary(self, current: Round, candidate: Adapter) -> bool:
@@ -191,6 +203,7 @@ class Watch:
         return await self._decide(current, candidate, verdict)
 
     async def _measure(self, state: State, current: Round, version: str) -> bool:
+        self._check_budget()
         served = self._settings.serving.model
         if version:
             adapter = self._adapters.get(version)
@@ -204,6 +217,18 @@ class Watch:
         self._note(WatchStep.MEASURED, said, round=current.number, adapter=version, figures=figures)
         return True
 
+    def _check_budget(self) -> None:
+        check_budget(self._settings.watch, self._journal.read(), self._adapters.root)
+
+    def _tidy(self, state: State) -> None:
+        """Remove what no round needs any more; what cannot be removed is told, and stays."""
+        try:
+            remove_training(self._journal.folder, state.rounds)
+            if gone := remove_older(self._settings.watch, state, self._adapters, self._name):
+                log.info("removed %s", ", ".join(gone))
+        except StorageError as error:
+            log.warning("%s", error)
+
     def _held_out(self, state: State, candidate: Adapter) -> Verdict:
         used = self._in_use()
         standing = [state.measured[name] for name in ("", *state.admitted) if self._stands(state, name)]
@@ -211,6 +236,10 @@ class Watch:
         against = {each.version or "the base model": each.success for each in (state.measured[used], best)}
         after = state.measured[candidate.name].success
         return held_out_gate(candidate.name, after, against, self._settings.watch.margin)
+
+    def _safety(self, state: State, candidate: Adapter) -> Verdict:
+        before, after = state.measured[self._in_use()], state.measured[candidate.name]
+        return safety_gate(candidate.name, after.trouble, before.trouble, self._settings.watch.margin)
 
     def _stands(self, state: State, name: str) -> bool:
         return name in state.measured and name not in state.dropped
@@ -256,18 +285,18 @@ class Watch:
 
     def _could_not(self, state: State, error: RLError) -> None:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        counted: JsonObject = {}
+        if isinstance(error, Unmeasured):
+            counted = {"unmeasured": True}
+        elif isinstance(error, TrainingError | CaughtFailure):
+            counted = {"failed": True}
         last = self._journal.read()[-1:]
-        unmeasured = isinstance(error, Unmeasured)
         known = [each for each in last if each.step is WatchStep.COULD_NOT and each.said == said]
-        if known and not unmeasured and time.time() - known[0].at < _REPEATED_AFTER:
+        if known and not counted and time.time() - known[0].at < _REPEATED_AFTER:
             self._say(known[0])
             return
-        self._note(
-            WatchStep.COULD_NOT,
-            said,
-            round=state.round.number if state.round is not None else 0,
-            figures={"unmeasured": True} if unmeasured else None,
-        )
+        number = state.round.number if state.round is not None else 0
+        self._note(WatchStep.COULD_NOT, said, round=number, figures=counted)
 
     def _note(
         self, step: WatchStep, said: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None

@@ -27,10 +27,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A version on the held-out suite. ``success``: task -> share of its attempts that succeeded."""
+    """A version on the held-out suite. ``success``: task -> share of its attempts that succeeded. ``trouble``: kind of
+    trouble -> task -> mean over its attempts."""
 
     version: str
     success: Mapping[str, float]
+    trouble: Mapping[str, Mapping[str, float]]
 
     @property
     def mean(self) -> float:
@@ -40,11 +42,15 @@ class Measurement:
 
 @dataclass(frozen=True)
 class State:
-    """``suite``: digest of the frozen suite, empty before. ``seen``: episodes judged when a round began, which
-    are not new; ``learnt``: those that a candidate was trained on that came into use, rolled back since or not.
+    """What was so far.
+
+    ``suite``: digest of the frozen suite, empty before. ``seen``: episodes judged when a round began, which are not
+    new; ``learnt``: those that a candidate was trained on that came into use, rolled back since or not.
     ``admitted``: the versions in the order in which they came into use; ``dropped``: those that were held back or
-    rolled back. ``measured``: by version, an empty name for the base model. ``tries``: failures of the present step in
-    a row; ``replays``: of evaluations, ever. ``judged``: figures of the last look."""
+    rolled back. ``measured``: by version, an empty name for the base model. ``tries``: how often the present step could
+    not be done; ``failures``: of its training; ``replays``: evaluations that were begun anew, ever. ``judged``: figures
+    of the last look.
+    """
 
     round: Round | None = None
     rounds: int = 0
@@ -55,6 +61,7 @@ class State:
     dropped: frozenset[str] = frozenset()
     measured: Mapping[str, Measurement] = field(default_factory=dict)
     tries: int = 0
+    failures: int = 0
     replays: int = 0
     judged: Mapping[str, JsonValue] = field(default_factory=dict)
 
@@ -66,10 +73,11 @@ def state_of(entries: Sequence[Entry]) -> State:
 
 def _after(state: State, entry: Entry) -> State:
     if entry.step is WatchStep.COULD_NOT:
-        unmeasured = entry.figures.get("unmeasured") is True
-        return replace(state, tries=state.tries + 1, replays=state.replays + unmeasured)
+        failures = state.failures + (entry.figures.get("failed") is True)
+        replays = state.replays + (entry.figures.get("unmeasured") is True)
+        return replace(state, tries=state.tries + 1, failures=failures, replays=replays)
     if entry.step is not WatchStep.JUDGED:
-        state = replace(state, tries=0)
+        state = replace(state, tries=0, failures=0)
     current = state.round
     match entry.step:
         case WatchStep.FROZEN:
@@ -81,7 +89,9 @@ def _after(state: State, entry: Entry) -> State:
             seen = state.seen | begun.episodes.keys() | {str(each) for each in _listed(entry.figures.get("others"))}
             return replace(state, round=begun, rounds=entry.round, seen=seen)
         case WatchStep.MEASURED:
-            found = Measurement(entry.adapter, numbers(entry.figures["success"]))
+            trouble = entry.figures.get("trouble")
+            kinds = {kind: numbers(each) for kind, each in trouble.items()} if isinstance(trouble, dict) else {}
+            found = Measurement(entry.adapter, numbers(entry.figures["success"]), kinds)
             return replace(state, measured={**state.measured, entry.adapter: found})
         case WatchStep.TRAINED if current is not None:
             return replace(state, round=replace(current, candidate=entry.adapter))

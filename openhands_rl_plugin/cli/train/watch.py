@@ -193,7 +193,7 @@ def _plan(settings: RLSettings, folder: Path, tasks: int) -> list[str]:
     return [
         f"{serving.adapter}: versions of {serving.model} at {', '.join(serving.publish_urls)}",
         f"  judged by: labels of people, else [rl.reward] {settings.reward.name}",
-        f"  a candidate: after {watch.min_episodes} new judged episodes, from {watch.min_successes} successes on",
+        f"  a candidate: after {watch.min_episodes} new judged episodes, where at least {watch.min_used} can be used",
         f"  measured on: {tasks} tasks of {watch.suite}, {watch.attempts} attempts each; a loss of {watch.margin:g} in "
         "success is allowed",
         f"  journal: {folder}",

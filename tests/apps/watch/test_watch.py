@@ -28,7 +28,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 ALL = [
     *(WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.GATHERED, WatchStep.TRAINED, WatchStep.PASSED),
-    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.PASSED, WatchStep.ADMITTED, WatchStep.JUDGED),
+    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.PASSED, WatchStep.PASSED, WatchStep.ADMITTED, WatchStep.JUDGED),
 ]
 
 
@@ -106,7 +106,7 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
     deaths = asyncio.run(killed_all_the_time(config, shopper))
 
     entries = journal_of(config)
-    assert [entry.step for entry in entries] == ALL and [entry.number for entry in entries] == [*range(1, 11)]
+    assert [entry.step for entry in entries] == ALL and [entry.number for entry in entries] == [*range(1, 12)]
     assert deaths == 2 * len(entries), "before and after every line"
     adapters = AdapterStore(settings.serving.adapters_directory)
     (version,) = adapters.versions(settings.serving.adapter)

@@ -82,7 +82,7 @@ adapters_path = "{folder / "adapters"}"
 suite = "environment"
 tasks = 2
 min_episodes = 8
-min_successes = 2
+min_used = 2
 margin = 0.4
 interval = 1
 {watch}

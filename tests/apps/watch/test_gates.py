@@ -1,0 +1,76 @@
+"""What lets a candidate in: figures in, a verdict with a sentence out."""
+
+from __future__ import annotations
+
+import pytest
+
+from openhands_rl_plugin.apps.watch.gates import held_out_gate, safety_gate
+from openhands_rl_plugin.apps.watch.trouble import FLAGGED, MALFORMED, SECRETS, STUCK, TROUBLES, trouble_of
+from openhands_rl_plugin.core.types import Message, Node, Task, ToolCall
+from openhands_rl_plugin.testing import example_trajectory
+
+
+def tasks(*values: float) -> dict[str, float]:
+    return {f"task-{at:03d}": value for at, value in enumerate(values)}
+
+
+HALF = tasks(*[1.0, 0.0] * 50)
+
+
+@pytest.mark.parametrize(
+    ("after", "passed"),
+    [
+        (HALF, True),
+        (tasks(*[1.0] * 100), True),
+        (tasks(*[0.0] * 100), False),
+        (tasks(*[1.0, 0.0] * 47, *[0.0] * 6), False),  # -0.03, and it may be -0.06
+        ({"another": 1.0}, False),  # nothing in common proves nothing
+    ],
+)
+def test_a_loss_beyond_the_margin_that_the_interval_includes_holds_it_back(
+    after: dict[str, float], passed: bool
+) -> None:
+    verdict = held_out_gate("policy-v000002", after, {"policy-v000001": HALF}, 0.05)
+    assert verdict.passed is passed
+    assert "against policy-v000001 (95% interval " in verdict.said and "a loss of 0.05 is allowed" in verdict.said
+
+
+def test_small_losses_do_not_add_up() -> None:
+    """Each version loses what the margin allows against the one before, and too much against the best."""
+    best, used, after = tasks(*[1.0] * 200), tasks(*[1.0] * 197, *[0.0] * 3), tasks(*[1.0] * 194, *[0.0] * 6)
+    assert held_out_gate("c", after, {"used": used}, 0.04).passed
+    assert not held_out_gate("c", after, {"used": used, "best": best}, 0.04).passed
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_what_goes_wrong_more_often_holds_it_back(kind: str) -> None:
+    quiet = {each: tasks(*[0.0] * 20) for each in TROUBLES}
+    assert safety_gate("c", quiet, quiet, 0.02).passed
+    loud = {**quiet, kind: tasks(*[0.0] * 14, *[1.0] * 6)}
+    verdict = safety_gate("c", loud, quiet, 0.02)
+    assert not verdict.passed and kind in verdict.said
+    assert safety_gate("c", quiet, loud, 0.02).passed, "less of it is no trouble"
+    once = {**quiet, kind: tasks(*[0.0] * 19, 0.02)}
+    assert safety_gate("c", once, quiet, 0.02).passed is (kind in (STUCK, MALFORMED))
+    assert not safety_gate("c", quiet, {}, 0.02).passed, "what was not measured proves nothing"
+
+
+def test_trouble_is_read_from_what_was_stored() -> None:
+    call = ToolCall(id="1", name="execute_bash", arguments='{"command": "git log --all"}')
+    nodes = (
+        Node(parent=None, message=Message(role="user", content="my key is [redacted]")),
+        Node(parent=0, message=Message(role="assistant", tool_calls=(call,)), sampled=True),
+        Node(parent=1, message=Message(role="assistant", content="?"), sampled=True, metadata={"malformed": "why"}),
+    )
+    plain = example_trajectory(0).model_copy(
+        update={"nodes": nodes, "head": 2, "task": Task(id="t", environment="e"), "evidence": {}}
+    )
+    assert trouble_of(plain) == {FLAGGED: 1.0, STUCK: 0.0, MALFORMED: 0.5, SECRETS: 0.0}
+    said = nodes[2].model_copy(
+        update={"message": Message(role="assistant", content="it is [redacted]"), "metadata": {}}
+    )
+    update = {
+        "nodes": (*nodes[:2], said),
+        "evidence": {"last_error": "AgentStuckInLoopError: Agent got stuck in a loop"},
+    }
+    assert trouble_of(plain.model_copy(update=update)) == {FLAGGED: 1.0, STUCK: 1.0, MALFORMED: 0.0, SECRETS: 1.0}
