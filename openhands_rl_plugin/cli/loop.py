@@ -254,12 +254,13 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
     loop, serving = settings.loop, settings.serving
     done = len(LoopState.load(args.run_dir / STATE).records)
     scripted = f", {len(tasks.demonstrations)} for demonstrations" if tasks.demonstrations else ""
+    prefixed = ", failing and solved groups begin with a prefix" if loop.prefix_sampling == "adaptive" else ""
     ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
     policy = f"{serving.model or 'the base model'} at {serving.base_url}"
     return [
         f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
         f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
-        f"{loop.samples_per_task} episodes, {loop.kind}{ahead}",
+        f"{loop.samples_per_task} episodes, {loop.kind}{ahead}{prefixed}",
         f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
         f"  agent: {settings.rollout_strategy}, at most {settings.max_turns} turns, {settings.max_workers} at a time",
         f"  model: {policy if serving.base_url else f'{given_weights(args.model)}, by the embedded server'}",

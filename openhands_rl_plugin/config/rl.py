@@ -214,6 +214,10 @@ class LoopSettings(Settings):
     base_held_out: int = Field(
         default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
     )
+    prefix_sampling: Literal["none", "adaptive"] = Field(
+        default="none",
+        description="adaptive: tasks that always fail begin with a part of a success, solved ones of a failure",
+    )
     save_total_limit: int = Field(
         default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'
     )

@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.secret_shapes import (
     names_anything,
     own_secrets,
 )
-from openhands_rl_plugin.core.types import Frozen, JsonObject, Node, Tokens, Trajectory
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Node, Tokens, Trajectory
 
 REDACTED = "[redacted]"
 
@@ -95,6 +95,11 @@ def redact_trajectory(trajectory: Trajectory) -> Trajectory:
     elif not tainted:
         nodes = trajectory.nodes
     return clean.model_copy(update={"nodes": nodes})
+
+
+def is_redacted(message: Message) -> bool:
+    """Whether a secret was taken out of what the message says, or out of its calls."""
+    return any(REDACTED in text for text in (message.content or "", *(call.arguments for call in message.tool_calls)))
 
 
 def _without_tokens(node: Node) -> Node:

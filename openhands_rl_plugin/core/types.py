@@ -386,9 +386,8 @@ class Probe(Frozen):
 
 
 class EpisodeRequest(Frozen):
-    """The input of a runner for one episode, whose id follows from it. ``sample`` counts the episodes of one task in
-    its group; ``attempt`` counts the replacements of one that failed.
-    """
+    """The input of a runner for one episode, whose id follows from it. ``sample`` counts those of one task in its
+    group, ``attempt`` the replacements of a failed one. ``prefix``: the path to replay first (``rollout.prefix``)."""
 
     task: Task
     run_id: str
@@ -398,3 +397,4 @@ class EpisodeRequest(Frozen):
     seed: int = 0
     served_model: str | None = None
     sampling: SamplingParams = SamplingParams()
+    prefix: tuple[Node, ...] = ()

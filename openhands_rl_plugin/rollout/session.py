@@ -35,6 +35,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.capabilities import ReservesForks, reward_when_cut
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, JournalledEngine
+from openhands_rl_plugin.rollout.prefix import after_prefix
 
 _Begin = Callable[[Task, Limits], Awaitable[None]]
 
@@ -106,6 +107,7 @@ class AgentSession:
 
     async def _run(self, request: EpisodeRequest, started: float, begin: _Begin) -> Trajectory:
         limits = request.task.limits or self._limits
+        self._strategy = after_prefix(self._strategy, request.prefix)
         try:
             stop, failure = await self._play_until_stopped(request, limits, begin)
             evidence, lost = await self._gather_evidence()

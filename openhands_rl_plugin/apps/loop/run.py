@@ -200,6 +200,7 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         success=_criterion(job),
         probe_ids=canary,
         save_total_limit=loop.save_total_limit,
+        prefix_sampling=loop.prefix_sampling,
     )
 
 

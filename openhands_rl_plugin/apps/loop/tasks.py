@@ -123,6 +123,11 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
         raise ConfigError("--demonstrations: the script writes plain actions: set react_format = false in [rl]")
     if loop.demonstrations and tasks.suite.name in REPAIRS and host_of(settings) != "v0":
         raise ConfigError('--demonstrations: the oracle of repair tasks plays in OpenHands V0: set [rl] host = "v0"')
+    if loop.prefix_sampling != "none" and tasks.suite.software and host_of(settings) != "v0":
+        raise ConfigError(
+            '[rl.loop] prefix_sampling = "adaptive": sessions in a workspace are replayed in OpenHands V0 only: set '
+            '[rl] host = "v0", or "none"'
+        )
     both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {
         _what(tasks.suite, entry) for entry in tasks.held_out
     }

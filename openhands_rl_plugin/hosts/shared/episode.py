@@ -40,6 +40,7 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.hosts.shared.environment_reply import EnvironmentReply
 from openhands_rl_plugin.hosts.shared.loop_storage import LoopBoundStorage
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
+from openhands_rl_plugin.rollout.prefix import after_prefix
 from openhands_rl_plugin.rollout.session import context_tokens, reached
 
 LAST_ERROR = "last_error"
@@ -81,7 +82,7 @@ class HostEpisode:
     ) -> None:
         self.request = request
         self.settings = settings
-        self.strategy = strategy
+        self.strategy = after_prefix(strategy, request.prefix)
         self.strategy_spec = strategy_spec
         self.base_model = base_model
         self.environment_mode = environment_mode

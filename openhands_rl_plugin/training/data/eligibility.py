@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
-from openhands_rl_plugin.core.records import prompt_of
+from openhands_rl_plugin.core.records import prefix_of, prompt_of
 from openhands_rl_plugin.core.types import SamplingParams, StopReason, Trajectory
 from openhands_rl_plugin.training.algorithms import Kind
 
@@ -34,7 +35,8 @@ def is_overlong(trajectory: Trajectory, settings: TrainingSettings) -> bool:
 
 def samplings(trajectory: Trajectory) -> tuple[str, ...]:
     """The distinct ways of sampling of the answers that were acted on, in order: not neutral parameters with values."""
-    return tuple(sorted({_in_words(node.sampling) or "temperature 1" for node in trajectory.sampled()}))
+    own = (node.sampling for node in trajectory.sampled() if not is_replayed(node))
+    return tuple(sorted({_in_words(params) or "temperature 1" for params in own}))
 
 
 def off_policy_sampling(trajectory: Trajectory) -> str:
@@ -79,8 +81,8 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
     """The episode, with a group id for all episodes of one task and one policy version, across runs.
 
     A baseline estimates the expected return of one policy on one task, and a preference pair must differ in quality,
-    not in the way of sampling. So episodes that are compared also have the same strategy, sampling and prompt; for
-    SFT the best episodes of a task may have different ones.
+    not in the way of sampling. So episodes that are compared also have the same strategy, sampling, prompt and prefix;
+    for SFT the best episodes of a task may have different ones.
     """
     key = [*asked_in_common(trajectory.task), trajectory.policy.served_name]
     if kind != "imitation":
@@ -91,4 +93,6 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
             str(samplings(trajectory)),
             prompt_of(trajectory),
         ]
+        if (prefix := prefix_of(trajectory)) is not None:
+            key.append(prefix.in_words())
     return trajectory.model_copy(update={"group_id": "\0".join(key)})

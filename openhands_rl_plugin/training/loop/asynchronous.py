@@ -72,7 +72,7 @@ class AsyncLoop(LoopStages):
         return self._state
 
     async def _reinforce(self) -> None:
-        player = GroupRunner(self._plan, self._patient, self._parts.storage, self._server, self._newest)
+        player = GroupRunner(self._plan, self._patient, self._parts.storage, self._server, self._newest, self._prefixes)
         await player.look()
         buffer = self._supply(player)
         try:
@@ -96,6 +96,8 @@ class AsyncLoop(LoopStages):
         chosen = time.time()
         where = TrajectoryFilter(ids=batch.trajectories)
         metrics = await self._judge(where, played)
+        groups = [player.plain_group(number) for number in batch.groups]
+        metrics |= await self._prefixed(player.run_id, groups, played)
         credit = await self._credit(where, played)
         metrics |= credit.baseline.as_floats()
         adapter = None

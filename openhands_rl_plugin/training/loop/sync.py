@@ -29,9 +29,13 @@ class ClosedLoop(LoopStages):
     async def _iterate(self, stage: str) -> StageRecord:
         started = time.time()
         tasks = self._plan.tasks_of_iteration(int(stage.rsplit("-", 1)[1]))
-        played = await self._roll_out(stage, tasks, self._plan.samples_per_task, self._plan.sampling)
+        run_id = self._run_id(stage)
+        groups = {task.id: f"{run_id}/{task.id}" for task in tasks}
+        prefixes = {task.id: await self._prefixes.choose(task, run_id, groups[task.id]) for task in tasks}
+        played = await self._roll_out(stage, tasks, self._plan.samples_per_task, self._plan.sampling, prefixes=prefixes)
         rolled_out = time.time()
         metrics = await self._judge(self._where(stage), played)
+        metrics |= await self._prefixed(run_id, [*groups.values()], played)
         credit = await self._credit(self._where(stage), played)
         metrics |= credit.baseline.as_floats() | {"rollout_seconds": rolled_out - started}
         if not credit.samples:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 
+from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.records import MISSING
-from openhands_rl_plugin.core.redaction import REDACTED
+from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
 
 REMEDY = (
@@ -37,9 +38,9 @@ def causes_of(metadata: Mapping[str, object]) -> Iterator[str]:
 def _gaps(trajectory: Trajectory) -> Iterator[str]:
     with_secret: set[int] = set()
     for index, node in enumerate(trajectory.nodes):
-        if node.parent in with_secret or _is_redacted(node):
+        if node.parent in with_secret or is_redacted(node.message):
             with_secret.add(index)
-        if node.sampled:
+        if node.sampled and not is_replayed(node):
             yield from _of_answer(node, index in with_secret)
     unrecorded = trajectory.evidence.get("unrecorded")
     for path, count in unrecorded.items() if isinstance(unrecorded, dict) else ():
@@ -59,9 +60,3 @@ def _of_answer(node: Node, with_secret: bool) -> Iterator[str]:
 def _kind(unknown: str) -> str:
     """The cause without what differs from request to request."""
     return "an earlier response was not recorded" if unknown.startswith("the earlier response") else unknown
-
-
-def _is_redacted(node: Node) -> bool:
-    return REDACTED in (node.message.content or "") or any(
-        REDACTED in call.arguments for call in node.message.tool_calls
-    )
