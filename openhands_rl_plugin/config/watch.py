@@ -28,6 +28,11 @@ class WatchSettings(Settings):
         default=8, ge=1, description="episodes (preferences: pairs) that a candidate is trained on, at least"
     )
     max_episodes: int = Field(default=512, ge=1, description="episodes that one candidate is trained on, at most")
+    replay_tasks: int = Field(
+        default=0,
+        ge=0,
+        description="tasks of an environment that are played again, for attempts to compare; 0: none",
+    )
     certainty: float = Field(
         default=0.9,
         gt=0.5,
@@ -36,7 +41,9 @@ class WatchSettings(Settings):
     )
     interval: float = Field(default=60.0, ge=1, description="seconds between two looks at the store")
     tokens_per_day: int = Field(
-        default=0, ge=0, description="tokens of held-out episodes in 24 hours, after which nothing begins; 0: no bound"
+        default=0,
+        ge=0,
+        description="tokens of what it plays in 24 hours, after which nothing begins; 0: no bound",
     )
     hours_per_day: float = Field(
         default=0.0, ge=0, description="hours of training in 24 hours, after which nothing begins; 0: no bound"

@@ -17,10 +17,11 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 _DAY = 86_400.0
 _GIGABYTE = 1e9
+_PLAYED = (WatchStep.MEASURED, WatchStep.REPLAYED)
 
 
 class Spent(Frozen):
-    """In the last 24 hours: tokens of held-out episodes, and hours of training."""
+    """In the last 24 hours: tokens of held-out and replayed episodes, and hours of training."""
 
     tokens: float
     hours: float
@@ -33,7 +34,7 @@ class OverBudget(InfrastructureError):
 def spent(entries: Sequence[Entry], now: float) -> Spent:
     """What the journal says of the last 24 hours before ``now`` (Unix seconds)."""
     recent = [each for each in entries if each.at > now - _DAY]
-    tokens = sum(_number(each, "tokens") for each in recent if each.step is WatchStep.MEASURED)
+    tokens = sum(_number(each, "tokens") for each in recent if each.step in _PLAYED)
     seconds = sum(_number(each, "seconds") for each in recent if each.step is WatchStep.TRAINED)
     return Spent(tokens=tokens, hours=seconds / 3600)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
@@ -46,16 +46,23 @@ def chain(adapters: AdapterStore, current: str | None) -> tuple[str, ...]:
 
 
 async def candidates(
-    storage: TrajectoryStorage, settings: RLSettings, state: State, lineage: tuple[str, ...]
+    storage: TrajectoryStorage,
+    settings: RLSettings,
+    state: State,
+    lineage: tuple[str, ...],
+    measured: Collection[tuple[str, str]] = (),
 ) -> tuple[str, ...]:
     """Ids of the episodes that may be learnt from, oldest first: ended without a failure, not of tasks that only
     measure, sampled by the base model or by a version in ``lineage``, and not learnt from yet. Raises ``StorageError``.
+
+    ``measured``: environment and id of each task of the held-out suite, which users may have given, too.
     """
     allowed = {settings.serving.model, *lineage}
 
     def may(summary: TrajectorySummary) -> bool:
         own = summary.policy.base_model == settings.serving.model and summary.policy.served_name in allowed
-        return own and summary.split not in HELD_OUT_SPLITS and summary.id not in state.learnt
+        measures = summary.split in HELD_OUT_SPLITS or (summary.environment, summary.task_id) in measured
+        return own and not measures and summary.id not in state.learnt
 
     found = [each.id async for each in storage.summaries(TrajectoryFilter(failed=False)) if may(each)]
     return tuple(found[-_LOOKED_AT * settings.watch.max_episodes :])

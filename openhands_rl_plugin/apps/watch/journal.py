@@ -29,6 +29,8 @@ class WatchStep(StrEnum):
     FROZEN = "frozen"
     """The held-out suite is these tasks from now on."""
     JUDGED = "judged"
+    REPLAYED = "replayed"
+    """Tasks of users were played again, so that there are attempts to compare."""
     GATHERED = "gathered"
     """A round begins: these episodes, this algorithm, this parent."""
     TRAINED = "trained"

@@ -18,7 +18,7 @@ from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import JsonObject, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Task, Trajectory
 from openhands_rl_plugin.evals.runs.environment_runner import shop_for
 from openhands_rl_plugin.evals.runs.suites import WEBSHOP
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
@@ -71,32 +71,44 @@ async def play_suite(
 
     Raises ``Unmeasured`` where too many episodes failed, and what an environment that is not there raises.
     """
-    settings, tasks = job.settings, job.tasks
-    sampling = settings.sampling_params()
+    tasks = job.tasks
+    held_out = [entry.task for entry in tasks.held_out]
+    played = await play(job, storage, held_out, run_id=run_id, served_model=served_model, attempts=attempts)
+    reward = make_reward(RewardSettings(name="tests" if tasks.suite.software else "return"))
+    await rescore(storage, reward, TrajectoryFilter(run_id=run_id))
+    rewards = await stored_rewards(storage, reward, played)
+    result = _counted(played, rewards, _rule(job), len(held_out))
+    stored = [each async for each, _ in storage.find(TrajectoryFilter(ids=tuple(t.id for t in played), failed=False))]
+    return SuiteResult(result.success, {**result.figures, "trouble": by_task(stored)})
+
+
+async def play(
+    job: LoopJob, storage: TrajectoryStorage, tasks: Sequence[Task], *, run_id: str, served_model: str, attempts: int
+) -> tuple[Trajectory, ...]:
+    """Play these tasks, as the suite of ``job`` is played; the same ``run_id`` resumes. Failed episodes are returned,
+    too."""
+    settings = job.settings
     plan = RolloutPlan(
         run_id=run_id,
-        tasks=tuple(
-            entry.task.model_copy(update={"limits": entry.task.limits or job.limits}) for entry in tasks.held_out
-        ),
+        tasks=tuple(task.model_copy(update={"limits": task.limits or job.limits}) for task in tasks),
         samples_per_task=attempts,
         served_model=served_model,
-        sampling=sampling,
+        sampling=settings.sampling_params(),
         seed=settings.sampling.seed,
         concurrency=settings.max_workers,
     )
     with ExitStack() as opened:
-        if tasks.suite.name == WEBSHOP:
+        if job.tasks.suite.name == WEBSHOP:
             settings = opened.enter_context(shop_for(settings))
         if job.backend is not None:
             await job.backend.check()
         async with open_player(job, settings, storage) as runner:
-            played = await roll_out(plan, runner, storage)
-    reward = make_reward(RewardSettings(name="tests" if tasks.suite.software else "return"))
-    await rescore(storage, reward, TrajectoryFilter(run_id=run_id))
-    rewards = await stored_rewards(storage, reward, played)
-    result = _counted(played, rewards, _rule(job), len(plan.tasks))
-    stored = [each async for each, _ in storage.find(TrajectoryFilter(ids=tuple(t.id for t in played), failed=False))]
-    return SuiteResult(result.success, {**result.figures, "trouble": by_task(stored)})
+            return await roll_out(plan, runner, storage)
+
+
+def tokens_of(played: Sequence[Trajectory]) -> int:
+    """Tokens of prompts and answers together."""
+    return sum(each.usage.prompt_tokens + each.usage.completion_tokens for each in played)
 
 
 def _rule(job: LoopJob) -> Callable[[Trajectory, float], bool]:
@@ -125,6 +137,6 @@ def _counted(
         "episodes": len(played),
         "failed": len(failed),
         "mean": sum(success.values()) / len(success),
-        "tokens": sum(each.usage.prompt_tokens + each.usage.completion_tokens for each in played),
+        "tokens": tokens_of(played),
     }
     return SuiteResult(success, figures)

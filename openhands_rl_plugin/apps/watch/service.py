@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.apps.watch.budgets import check_budget, remove_older, remove_training, training_folder
 from openhands_rl_plugin.apps.watch.candidate import train_candidate
 from openhands_rl_plugin.apps.watch.gates import CANARY, HELD_OUT, SAFETY, Verdict, held_out_gate, safety_gate
-from openhands_rl_plugin.apps.watch.gathering import candidates, chain, dataset_of, material, training_for
+from openhands_rl_plugin.apps.watch.gathering import Material, candidates, chain, dataset_of, material, training_for
 from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
 from openhands_rl_plugin.apps.watch.judging import EpisodeJudge, Judged
 from openhands_rl_plugin.apps.watch.measuring import Unmeasured, digest_of, play_suite
 from openhands_rl_plugin.apps.watch.pausing import is_paused
+from openhands_rl_plugin.apps.watch.replaying import replay, replayable
 from openhands_rl_plugin.apps.watch.state import Round, State, state_of
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
@@ -30,9 +31,10 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.judgements import labels_of, preferences
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.types import Adapter, JsonObject
+from openhands_rl_plugin.core.types import Adapter, JsonObject, Task
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.training.algorithms import algorithm_of
 
 log = redacting_logger(__name__)
 
@@ -69,6 +71,7 @@ class Watch:
         self._adapters = adapters
         self._publisher = publisher
         self._journal = Journal(job.directory)
+        self._measured = {(entry.task.environment, entry.task.id) for entry in job.tasks.held_out}
         self._judge = EpisodeJudge(job.settings, storage)
         self._say = say
 
@@ -127,27 +130,41 @@ class Watch:
     async def _begin(self, state: State) -> bool:
         self._tidy(state)
         lineage = chain(self._adapters, self._in_use() or None)
-        ids = await candidates(self._storage, self._settings, state, lineage)
+        ids = await candidates(self._storage, self._settings, state, lineage, self._measured)
         judged = await self._judge.judge(ids)
         preferred = preferences(await labels_of(self._storage, ids))
         said = judged.known.keys() | {name for both in preferred for name in both}
-        new = len(said - state.seen)
-        needed = self._settings.watch.min_episodes
+        new, needed = len(said - state.seen), self._settings.watch.min_episodes
         found, missing = (None, f"{new} new ones of {needed} that are needed")
         if new >= needed:
             found, missing = await material(self._storage, self._settings, judged.known, preferred, lineage)
         self._note_judged(state, judged, new, missing)
+        if new >= needed and (found is None or algorithm_of(found.settings).kind != "reinforcement"):
+            tasks = await replayable(self._job, self._storage, list(judged.known), state.replayed)
+            if tasks:
+                return await self._replay(state, tasks)
         if found is None:
             if judged.away:
                 raise InfrastructureError(f"episodes wait, because their judge is away: {judged.away}")
             return False
+        return self._gather(state, found, said)
+
+    async def _replay(self, state: State, tasks: Sequence[Task]) -> bool:
+        self._check_budget()
+        run_id = f"{self._job.run_id}/replay/{state.replay_runs}"
+        served = await self._served(self._in_use())
+        said, figures = await replay(self._job, self._storage, tasks, run_id=run_id, served_model=served)
+        self._note(WatchStep.REPLAYED, said, adapter=self._in_use(), figures=figures)
+        return True
+
+    def _gather(self, state: State, found: Material, said: Collection[str]) -> bool:
         latest = self._adapters.latest(self._name)
         figures: JsonObject = {
             "algorithm": found.settings.algorithm,
             "parent": self._in_use() or None,
             "latest": latest.version if latest is not None else 0,
             "episodes": {**found.episodes},
-            "others": [*sorted(said - found.episodes.keys())],
+            "others": [*sorted(each for each in said if each not in found.episodes)],
         }
         number = state.rounds + 1
         begins = f"round {number} begins from {self._in_use() or 'the base model'}: {found.because}"
@@ -204,12 +221,8 @@ class Watch:
 
     async def _measure(self, state: State, current: Round, version: str) -> bool:
         self._check_budget()
-        served = self._settings.serving.model
-        if version:
-            adapter = self._adapters.get(version)
-            await self._publisher.stage(adapter)  # a server may have been started anew since
-            served = await self._publisher.served_model(adapter)
-        run_id = f"{self._job.run_id}/heldout/{version or 'base'}/{state.replays}"
+        served = await self._served(version)
+        run_id = f"{self._job.run_id}/heldout/{version or 'base'}/{state.restarts}"
         attempts = self._settings.watch.attempts
         played = await play_suite(self._job, self._storage, run_id=run_id, served_model=served, attempts=attempts)
         said = f"{version or 'the base model'} succeeds in {played.figures['mean']:.3f} of {len(played.success)} tasks"
@@ -228,6 +241,14 @@ class Watch:
                 log.info("removed %s", ", ".join(gone))
         except StorageError as error:
             log.warning("%s", error)
+
+    async def _served(self, version: str) -> str:
+        """The model's name for a completion, of a version that is loaded now; the base model's for none."""
+        if not version:
+            return self._settings.serving.model
+        adapter = self._adapters.get(version)
+        await self._publisher.stage(adapter)  # a server may have been started anew since
+        return await self._publisher.served_model(adapter)
 
     def _held_out(self, state: State, candidate: Adapter) -> Verdict:
         used = self._in_use()

@@ -48,8 +48,8 @@ class State:
     new; ``learnt``: those that a candidate was trained on that came into use, rolled back since or not.
     ``admitted``: the versions in the order in which they came into use; ``dropped``: those that were held back or
     rolled back. ``measured``: by version, an empty name for the base model. ``tries``: how often the present step could
-    not be done; ``failures``: of its training; ``replays``: evaluations that were begun anew, ever. ``judged``: figures
-    of the last look.
+    not be done; ``failures``: of its training; ``restarts``: evaluations that were begun anew, ever.
+    ``replayed``: tasks of users that were played again, in ``replay_runs``. ``judged``: figures of the last look.
     """
 
     round: Round | None = None
@@ -62,7 +62,9 @@ class State:
     measured: Mapping[str, Measurement] = field(default_factory=dict)
     tries: int = 0
     failures: int = 0
-    replays: int = 0
+    restarts: int = 0
+    replayed: frozenset[str] = frozenset()
+    replay_runs: int = 0
     judged: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -74,8 +76,8 @@ def state_of(entries: Sequence[Entry]) -> State:
 def _after(state: State, entry: Entry) -> State:
     if entry.step is WatchStep.COULD_NOT:
         failures = state.failures + (entry.figures.get("failed") is True)
-        replays = state.replays + (entry.figures.get("unmeasured") is True)
-        return replace(state, tries=state.tries + 1, failures=failures, replays=replays)
+        restarts = state.restarts + (entry.figures.get("unmeasured") is True)
+        return replace(state, tries=state.tries + 1, failures=failures, restarts=restarts)
     if entry.step is not WatchStep.JUDGED:
         state = replace(state, tries=0, failures=0)
     current = state.round
@@ -84,6 +86,9 @@ def _after(state: State, entry: Entry) -> State:
             return replace(state, suite=str(entry.figures["digest"]), measured={})
         case WatchStep.JUDGED:
             return replace(state, judged=entry.figures)
+        case WatchStep.REPLAYED:
+            tasks = {str(each) for each in _listed(entry.figures.get("tasks"))}
+            return replace(state, replayed=state.replayed | tasks, replay_runs=state.replay_runs + 1)
         case WatchStep.GATHERED:
             begun = _begun(entry)
             seen = state.seen | begun.episodes.keys() | {str(each) for each in _listed(entry.figures.get("others"))}

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,6 +153,49 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
     assert f"{version.name} is in use" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_sigkill_at_any_line_and_in_training_gives_the_same_version(
+    served: tuple[str, str], shopper: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "killed", tmp_path / "whole"]
+    folders[0].mkdir()
+    more = "[extended.rl.training]\ncheckpoint_steps = 2"
+    killed = write_config(folders[0], shop=served[0], server=served[1], more=more)
+    asyncio.run(play(load_settings(killed), "users", 16))
+    shutil.copytree(*folders)
+    whole = write_config(folders[1], shop=served[0], server=served[1], more=more)
+
+    def run(config: Path, when: str) -> int:
+        script = Path(__file__).with_name("watched.py")
+        paths = os.pathsep.join([str(Path(__file__).parents[2] / "helpers"), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, str(script), str(config), str(shopper), when]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, timeout=600).returncode
+
+    assert run(whole, "never") == 0
+    gathered, trained, admitted = (ALL.index(step) + 1 for step in (ALL[2], ALL[3], ALL[-2]))
+    for when, lines in (
+        (f"after {gathered}", gathered),
+        ("training", gathered),
+        (f"before {trained}", gathered),
+        (f"after {trained}", trained),
+        (f"after {trained + 2}", trained + 2),
+        (f"before {admitted}", admitted - 1),
+        (f"after {admitted}", admitted),
+    ):
+        assert run(killed, when) == -signal.SIGKILL
+        assert len(journal_of(killed)) == lines, when
+    assert run(killed, "never") == 0
+
+    assert [[entry.step for entry in journal_of(config)] for config in (killed, whole)] == [ALL, ALL]
+    versions = [
+        AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
+        for settings in map(load_settings, (killed, whole))
+    ]
+    assert [len(each) for each in versions] == [1, 1]
+    assert versions[0][0].sha256 == versions[1][0].sha256, "the same weights, whatever ended the process"
+
+
 def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopper: Path, tmp_path: Path) -> None:
     """People say that the bad way is the good one: what they say counts, and the held-out suite does not let it in."""
     config = write_config(tmp_path, shop=served[0], server=served[1], watch="max_episodes = 16")
@@ -164,6 +212,24 @@ def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopp
     (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
     assert version.name not in httpx.get(f"{served[1]}/v1/models").text, "it is not served any more"
     assert asyncio.run(look(config, shopper)) == [], "the same episodes are not trained on again"
+
+
+@pytest.mark.slow
+def test_tasks_are_played_again_where_their_attempts_cannot_be_compared(
+    served: tuple[str, str], shopper: Path, tmp_path: Path
+) -> None:
+    more = '[extended.rl.training]\nalgorithm = "grpo"\n[extended.rl.loop]\nsamples_per_task = 6'
+    config = write_config(tmp_path, shop=served[0], server=served[1], watch="replay_tasks = 2", more=more)
+    settings = load_settings(config)
+    asyncio.run(play(settings, "users", 8))
+    said = asyncio.run(look(config, shopper))
+    steps = [WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.REPLAYED, WatchStep.JUDGED, WatchStep.GATHERED]
+    assert [each.step for each in said][:6] == [*steps, WatchStep.TRAINED]
+    assert said[2].figures["tasks"] == ["users-6", "users-7"] and said[2].figures["episodes"] == 12
+    assert said[4].figures["algorithm"] == "grpo" and "that can be compared" in said[4].said
+    (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
+    assert said[5].adapter == version.name
+    assert [each.said for each in said if each.step is WatchStep.COULD_NOT] == []
 
 
 def test_trouble_is_one_line_and_the_next_look_goes_on(

@@ -135,6 +135,7 @@ async def test_what_is_learnt_from_is_of_the_lineage_and_not_held_out(store: Fil
     ids = await candidates(store, settings(), learnt, ("policy-v000001",))
     assert set(ids) == {"episode-tiny-1", "episode-tiny-2", "episode-tiny-3", "ours"}
     assert dropped not in ids
+    assert await candidates(store, settings(), learnt, (), {("shop", "task")}) == (), "users may give those, too"
 
 
 async def test_the_algorithm_follows_from_what_is_there(store: FileTrajectoryStorage) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +15,7 @@ from shopper_model import GOAL, INSTRUCTION
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-from openhands_rl_plugin.apps.watch.journal import Entry
+from openhands_rl_plugin.apps.watch.journal import Entry, WatchStep
 from openhands_rl_plugin.apps.watch.service import Watch
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -162,6 +164,44 @@ async def look(config: Path, model: Path) -> list[Entry]:
     return said
 
 
+class Doomed(Watch):
+    """Ends its process at once before or after a line of its journal: "before 4"."""
+
+    when = "never"
+
+    def _note(self, step: WatchStep, said: str, **more: object) -> None:
+        number = len(self._journal.read()) + 1
+        if self.when == f"before {number}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._note(step, said, **more)  # type: ignore[arg-type]
+        if self.when == f"after {number}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_training() -> None:
+    """Ends its process at once in the middle of training."""
+    from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+
+    made = TrainProgress.__init__
+
+    def init(self: TrainProgress, *values: object, **named: object) -> None:
+        made(self, *values, **named)  # type: ignore[arg-type]
+        if self.done == self.total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    TrainProgress.__init__ = init  # type: ignore[method-assign]
+
+
+async def _one_step(config: Path, model: Path, when: str) -> None:
+    Doomed.when = when
+    if when == "training":
+        die_in_training()
+    async with watching(config, model, kind=Doomed) as watch:
+        await watch.look()
+
+
 if __name__ == "__main__":
-    for each in asyncio.run(look(Path(sys.argv[1]), Path(sys.argv[2]))):
-        print(each.step, each.said, flush=True)
+    import torch
+
+    torch.set_num_threads(1)
+    asyncio.run(_one_step(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
