@@ -31,6 +31,7 @@ _EXPORTS = {
     "RLAgentConfig": "config.rl:RLSettings",
     "RLError": "core.errors",
     "RLSettings": "config.rl",
+    "RolloutOptions": "config.rollout",
     "SamplingParams": "core.types",
     "Score": "core.types",
     "StandardReActStrategy": "rollout.strategies.react",
@@ -44,6 +45,7 @@ _EXPORTS = {
     "demo_model": "apps.demo.model:ensure_model",
     "load_settings": "config.toml",
     "make_template": "core.templates.families:template_for",
+    "play": "apps.rollout.play",
 }
 """Public name -> module, ``module:name`` where the name there differs. ``__init__.pyi`` repeats this for editors."""
 

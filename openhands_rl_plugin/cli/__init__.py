@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, str] = {
     "list": "list stored episodes",
     "loop": "roll out, train and publish in turn, over an environment or a suite of tasks",
     "report": "report evaluations: pass@1, pass@k, best@k, failures, tokens, cost",
+    "rollout": "play one episode against an endpoint, for a trainer: reward, token ids, logprobs",
     "run": "let the agent work on a task in a folder, and record it",
     "score": "score stored episodes with a reward, a verifier, what people labelled, or by hand",
     "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",

@@ -57,12 +57,6 @@ another strategy, model, seed or limit is not continued: give each experiment it
 """
 _SWE_GYM_TEMPERATURES = (0.0, 0.5)
 _ANSWER = "tokens of one completion (default: as in [llm]; of an environment, [rl] max_response_length)"
-_BOUNDS = {
-    "max_iterations": "max_turns",
-    "max_prompt_length": "max_prompt_length",
-    "max_obs_length": "max_obs_length",
-    "workers": "max_workers",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,17 +151,15 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.config.success import success_rule
     from openhands_rl_plugin.config.toml import load_settings
-    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, stated_bounds
     from openhands_rl_plugin.evals.runs.suites import WEBSHOP, find_suite
 
     settings = load_settings(args.config) if args.config is not None else RLSettings()
     suite = find_suite(args.suite, args.split).of_environment(settings.env_name)
-    # What a file does not say is a bound of environments only: its defaults are made for short conversations.
-    said = settings.model_fields_set if suite.software else set(RLSettings.model_fields)
-    model = _model(args)
-    if "max_response_length" in said and "max_output_tokens" not in model.model_fields_set:
-        model = model.model_copy(update={"max_output_tokens": settings.max_response_length})
-    bounds = {name: getattr(settings, own) for name, own in _BOUNDS.items() if own in said}
+    bounds, model = stated_bounds(settings, software=suite.software), _model(args)
+    answer = bounds.pop("max_response_length", None)
+    if answer is not None and "max_output_tokens" not in model.model_fields_set:
+        model = model.model_copy(update={"max_output_tokens": answer})
     given = {name: value for name, value in given_fields(args, EvaluationPlan).items() if value is not None}
     environment = WEBSHOP if suite.name == WEBSHOP else settings.env_name
     host = host_of(settings)

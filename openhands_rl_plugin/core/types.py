@@ -85,7 +85,8 @@ class Tokens(Frozen):
     logprobs: tuple[float, ...] = ()
 
 
-_VERSIONED = re.compile(r"(?P<name>.+)-v(?P<version>\d{6,})\Z")
+_TRL = "trl-policy"  # whose versions are counted without zeros
+_VERSIONED = re.compile(rf"(?P<name>.+(?=-v\d{{6}})|{_TRL})-v(?P<version>\d+)\Z")
 
 
 class PolicyRef(Frozen):
@@ -97,9 +98,8 @@ class PolicyRef(Frozen):
 
     @classmethod
     def from_served_name(cls, base_model: str, served: str) -> Self:
-        """Read ``<adapter>-v000007`` as an adapter version and any other name as the base model.
-
-        SGLang calls an adapter ``<base model>:<adapter>``.
+        """Read ``<adapter>-v000007`` and TRL's ``trl-policy-v7`` (SGLang: ``<base model>:<adapter>``) as versions of
+        adapters, and any other name as the base model.
         """
         served = served.removeprefix(f"{base_model}:")
         if (match := _VERSIONED.match(served)) is None:
@@ -114,7 +114,7 @@ class PolicyRef(Frozen):
 
 def versioned_name(adapter: str, version: int) -> str:
     """``("shop", 7)`` -> ``"shop-v000007"``: a name is used for one set of weights only, ever."""
-    return f"{adapter}-v{version:06d}"
+    return f"{adapter}-v{version}" if adapter == _TRL else f"{adapter}-v{version:06d}"
 
 
 class Usage(Frozen):

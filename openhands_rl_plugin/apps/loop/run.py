@@ -25,8 +25,7 @@ from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOp
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
-from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle
 from openhands_rl_plugin.evals.tasks.repair.oracle_server import serve_oracle
@@ -358,22 +357,12 @@ class _Oracle:
 
 def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
     """The plan of ``openhands-rl evaluate`` for the same tasks."""
-    serving = settings.serving
     return EvaluationPlan(
         suite=job.tasks.suite.name,
         dataset=job.tasks.suite.dataset,
         split=job.tasks.suite.split,
         agent=RL_AGENT,
-        model=EvaluatedModel(
-            name=serving.model,
-            base_url=serving.base_url,
-            api_key_env=serving.api_key_env,
-            temperature=settings.sampling.temperature,
-            max_output_tokens=settings.max_response_length,
-            timeout=serving.request_timeout,
-            native_tool_calling=job.native_tool_calling,
-            token_ids=True,
-        ),
+        model=served_model(settings, native_tool_calling=job.native_tool_calling),
         out=job.directory / EVALUATION,
         workers=settings.max_workers,
         graders=job.graders,

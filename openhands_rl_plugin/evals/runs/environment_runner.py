@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -87,12 +87,16 @@ def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str
 
 
 def row_tasks(environment: str, file: Path, split: str) -> tuple[EvalTask, ...]:
-    """A task for each row of a file; ``reset`` gets the row. Raises ``ConfigError``.
+    """``tasks_of_rows`` of a file. Raises ``ConfigError``."""
+    return tasks_of_rows(environment, tuple(read_rows(file)), split)
+
+
+def tasks_of_rows(environment: str, rows: Sequence[JsonObject], split: str) -> tuple[EvalTask, ...]:
+    """A task for each row; ``reset`` gets the row.
 
     A task has the name that its row gives, if no other row has it, else the row's number.
     """
     name = folder_name(environment)
-    rows = tuple(read_rows(file))
     names = tuple(_name_of(row) for row in rows)
     held = Counter(names)
     eval_tasks = []

@@ -60,7 +60,7 @@ async def evaluate(
     evaluation = Evaluation(plan, eval_tasks, by=by, access=access, retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
-        async with _open_eval_runner(
+        async with open_eval_runner(
             plan, suite, settings, storage, backend, grade, evaluation.scratch, processes
         ) as runner:
             await evaluation.run(runner, listener)
@@ -69,7 +69,7 @@ async def evaluate(
 
 
 @asynccontextmanager
-async def _open_eval_runner(
+async def open_eval_runner(
     plan: EvaluationPlan,
     suite: Suite,
     settings: RLSettings,
@@ -79,6 +79,7 @@ async def _open_eval_runner(
     scratch: Path,
     processes: int,
 ) -> AsyncIterator[EvalRunner]:
+    """The runner of a plan, with its own shop where that is the suite. ``scratch`` holds checkouts in use."""
     options = options_of(plan, suite, processes)
     with ExitStack() as opened:
         if suite.name == WEBSHOP:

@@ -9,11 +9,18 @@ from pathlib import Path
 from pydantic import Field
 
 from openhands_rl_plugin.config.host import HostName
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 
 _LIMIT_S = 7200.0
+_BOUNDS = {
+    "max_iterations": "max_turns",
+    "max_prompt_length": "max_prompt_length",
+    "max_obs_length": "max_obs_length",
+    "workers": "max_workers",
+}
 
 
 class RunSpec(Frozen):
@@ -124,3 +131,28 @@ class EvaluationPlan(Frozen):
             served_model=self.model.name if self.base_model else None,
             sampling=SamplingParams(temperature=run.temperature, top_p=self.model.top_p),
         )
+
+
+def stated_bounds(settings: RLSettings, *, software: bool) -> JsonObject:
+    """Fields of a plan, and ``max_response_length``, that ``[rl]`` bounds.
+
+    What a file does not say is a bound of environments only: its defaults are made for short conversations.
+    """
+    said = settings.model_fields_set if software else set(RLSettings.model_fields)
+    names = {**_BOUNDS, "max_response_length": "max_response_length"}
+    return {name: getattr(settings, own) for name, own in names.items() if own in said}
+
+
+def served_model(settings: RLSettings, *, native_tool_calling: bool = True, token_ids: bool = True) -> EvaluatedModel:
+    """The policy of ``[rl.serving]``, sampled as ``[rl.sampling]`` says."""
+    serving = settings.serving
+    return EvaluatedModel(
+        name=serving.model,
+        base_url=serving.base_url,
+        api_key_env=serving.api_key_env,
+        temperature=settings.sampling.temperature,
+        max_output_tokens=settings.max_response_length,
+        timeout=serving.request_timeout,
+        native_tool_calling=native_tool_calling,
+        token_ids=token_ids,
+    )

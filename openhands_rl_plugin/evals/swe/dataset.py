@@ -206,7 +206,7 @@ def _loads(text: str) -> JsonValue:
 
 
 def _members(file: Path, document: JsonValue) -> Iterator[tuple[str, object]]:
-    if isinstance(document, dict) and not document.keys() & {"instance_id"}:
+    if isinstance(document, dict) and not document.keys() & {"instance_id", "environment"}:
         for name, row in document.items():
             yield f"{file}[{name!r}]", {"instance_id": name, **row} if isinstance(row, dict) else row
         return

@@ -28,6 +28,13 @@ def is_interrupted(trajectory: Trajectory) -> bool:
     return trajectory.stop in _INTERRUPTED
 
 
+def is_cut_short(trajectory: Trajectory) -> bool:
+    """Whether a limit, not the task, ended the episode or truncated its last answer."""
+    last = next(reversed([*trajectory.sampled()]), None)
+    by_limit = trajectory.stop in _LIMIT_REACHED or trajectory.stop is StopReason.TIMEOUT
+    return by_limit or (last is not None and last.finish_reason == "length")
+
+
 def is_overlong(trajectory: Trajectory, settings: TrainingSettings) -> bool:
     """Whether a limit cut the episode short and ``overlong`` excludes such episodes (DAPO's overlong filtering)."""
     return settings.overlong == "leave-out" and trajectory.stop in _LIMIT_REACHED

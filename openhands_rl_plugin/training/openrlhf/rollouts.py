@@ -37,6 +37,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.training.data.eligibility import is_cut_short
 from openhands_rl_plugin.training.openrlhf.engine import OpenRLHFEngine, TokenGenerator
 
 CONFIG, REWARD, TEMPLATE, RETRIES = (
@@ -45,8 +46,6 @@ CONFIG, REWARD, TEMPLATE, RETRIES = (
     "OPENHANDS_RL_TEMPLATE",
     "OPENHANDS_RL_RETRIES",
 )
-CUT_SHORT = frozenset({StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TIMEOUT})
-"""Stop reasons of episodes that were ended by a limit, not by the task."""
 
 
 class Rollout(TypedDict):
@@ -209,12 +208,6 @@ def total_of(score: Score, task: str) -> float:
     if score.reward is None:
         raise TrainingError(f"task {task}: {score.reward_version} gave no reward; OpenRLHF needs one for every episode")
     return score.reward
-
-
-def is_cut_short(trajectory: Trajectory) -> bool:
-    """Whether a limit ended the episode or truncated its last answer."""
-    last = next(reversed([*trajectory.sampled()]), None)
-    return trajectory.stop in CUT_SHORT or (last is not None and last.finish_reason == "length")
 
 
 def logs_of(trajectory: Trajectory) -> dict[str, float]:

@@ -1,0 +1,121 @@
+"""``openhands-rl rollout``: one episode against an endpoint, as one JSON object, for the trainer of others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
+from openhands_rl_plugin.cli.options.foreground import sayable
+from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
+from openhands_rl_plugin.config.rollout import RolloutOptions
+from openhands_rl_plugin.core.errors import EpisodeError, RLError
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.apps.rollout.tasks import TaskSource
+    from openhands_rl_plugin.core.types import JsonObject
+    from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+
+INVALID = 3
+"""The exit code without a valid episode."""
+
+EPILOG = """examples:
+  openhands-rl rollout --task webshop-3 --base-url http://127.0.0.1:8100/v1 --model policy --json
+  openhands-rl rollout --task swe-tasks.jsonl --id pytest-dev__pytest-7373 --base-url URL --model trl-policy-v3 \\
+      --host v1 --max-turns 30 --json >episode.json
+  openhands-rl rollout --task 17 --config config.toml          # task 17 of [rl] env_name, at [rl.serving]
+  echo '{"id": "a", "environment": "textarena/Wordle-v0", "data": {"idx": 4}}' \\
+      | openhands-rl rollout --task - --config config.toml --strategy BestOfN --json
+
+A FILE has rows in SWE-bench's columns, tasks (id, environment, instruction, data), or rows of the environment that [rl]
+names: .jsonl, .json or .parquet. An ID is one of swe-local or repair-1, -2, -3 (another suite: --suite), webshop-N, or
+a number. -: one row as JSON on standard input.
+
+With --json one object goes to standard output, everything else to standard error: reward, segments (input_ids, mask,
+logprobs), messages; or failure with its kind: infrastructure (worth a retry), environment, model, grader, configuration
+(the command has to be changed). Exit code 0: a valid episode, whatever its reward; 3: none, and no reward. The episode
+is stored; with --run-id, --group-id and --sample it is played once, however often the command is run.
+"""
+RESUME = "nothing is reported for this episode; run the command again"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The task, and one option for each field of ``RolloutOptions``."""
+    parser.add_argument("--task", required=True, metavar="FILE|ID|-", help="the task: an id, or a file with its row")
+    parser.add_argument("--json", action="store_true", help="print the episode as one JSON object")
+    parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: [rl.storage])")
+    add_fields(parser, RolloutOptions, lists="words")
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Play it; exit code 3 without a valid episode."""
+    # Otherwise OpenHands logs every step.
+    os.environ.setdefault("LOG_LEVEL", "ERROR")
+    try:
+        with redirect_stdout(sys.stderr):
+            played = await _play(args)
+    except RLError as error:
+        return _refused(error, args)
+    if args.json:
+        print(played.model_dump_json())
+    else:
+        print(sayable(_described(played)))
+    if played.failure is not None and not args.json:
+        print(sayable(f"error: {played.failure.message}"), file=sys.stderr)
+    return 0 if played.failure is None else INVALID
+
+
+async def _play(args: argparse.Namespace) -> PlayedRollout:
+    from openhands_rl_plugin.apps.rollout.play import play
+
+    task, options = _source(args.task), read_fields(args, RolloutOptions)
+    if args.store is None:
+        return await play(task, options)
+    async with open_store(args.store, create=True) as storage:
+        return await play(task, options, storage=storage)
+
+
+def _source(task: str) -> TaskSource:
+    from openhands_rl_plugin.core.errors import ConfigError
+
+    if task != "-":
+        return task
+    try:
+        row = json.loads(sys.stdin.read())
+    except ValueError as error:
+        raise ConfigError(f"--task -: standard input is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError("--task -: standard input must be one JSON object, the task")
+    return row
+
+
+def _refused(error: RLError, args: argparse.Namespace) -> int:
+    """Nothing was played, or nothing could be stored: the reason, as the failure of an episode has it."""
+    message = str(error)
+    kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
+    if args.json:
+        failure: JsonObject = {"kind": kind, "message": message, "boundary": "rollout.start"}
+        print(json.dumps({"schema_version": 1, "reward": None, "failure": failure, "segments": []}))
+    for line in message.splitlines():
+        print(sayable(f"error: {line}"), file=sys.stderr)
+    return INVALID
+
+
+def _described(played: PlayedRollout) -> str:
+    """A few lines for a person."""
+    sizes = ", ".join(f"{len(each.input_ids):,} tokens ({sum(each.mask):,} sampled)" for each in played.segments)
+    reward = "none" if played.reward is None else f"{played.reward:g} ({played.reward_version})"
+    lines = [
+        f"{played.task_id}: reward {reward}, {played.turns} turns, {played.stop.value}, {played.seconds:.1f} s",
+        f"  policy: {played.policy.served_name}; segments: {sizes or 'none'}",
+        f"  recorded as {played.trajectory_id}",
+    ]
+    if played.off_policy:
+        lines.append(f"  not to be reinforced: {played.off_policy}")
+    if played.shortened:
+        lines.append("  what came after a secret is left out")
+    return "\n".join(lines)

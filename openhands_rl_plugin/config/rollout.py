@@ -1,0 +1,79 @@
+"""What ``openhands-rl rollout`` and ``play`` are told: an endpoint, and how one episode is played against it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import ConfigError
+
+
+class RolloutOptions(Settings):
+    """One episode. What is not set is as ``[rl]`` of ``config`` says, or as its defaults are.
+
+    ``run_id``, ``group_id`` and ``sample`` name the episode: one that is stored under the same names is returned
+    instead of being played again. By default every episode is a new one.
+    """
+
+    base_url: HttpUrl = Field(default="", description="OpenAI-compatible endpoint, up to and including /v1")
+    model: str = Field(default="", description="name of the policy on the endpoint, of a base model or an adapter")
+    base_model: str = Field(default="", description="base model of the policy, where the endpoint does not say it")
+    api_key_env: VariableName = Field(
+        default="", description="NAME of the environment variable with the endpoint's key"
+    )
+    config: Path | None = Field(default=None, description="configuration file with [rl]")
+    host: Literal["auto", "v0", "v1"] = Field(default="auto", description="OpenHands to run; auto: as [rl] host says")
+    suite: str = Field(default="", description="suite of the task, where its id is in several")
+    id: str = Field(default="", description="which task of a file with several rows")
+    strategy: str = Field(default="", description="rollout strategy; its options are in [rl.strategy] of the file")
+    temperature: float | None = Field(default=None, ge=0, le=10, description="sampling temperature of the policy")
+    seed: int | None = Field(default=None, ge=0, description="sampling seed; by default another one each time")
+    max_turns: int | None = Field(default=None, ge=1, description="completions of the episode")
+    max_prompt_length: int | None = Field(default=None, ge=1, description="tokens of the longest prompt")
+    max_response_length: int | None = Field(default=None, ge=1, description="tokens of one completion")
+    max_obs_length: int | None = Field(default=None, ge=1, description="tokens of an observation")
+    token_ids: bool = Field(
+        default=True, description="ask for token ids and logprobs; false: the endpoint records them itself"
+    )
+    native_tool_calling: bool = Field(default=True, description="tool calls by the endpoint's API; false: in the text")
+    timeout: float = Field(default=7200.0, gt=0, description="seconds of the episode")
+    test_timeout: float = Field(default=1800.0, gt=0, description="seconds of a patch's tests")
+    command_timeout: int = Field(default=300, ge=1, description="seconds of one command of the agent")
+    backend: Literal["local", "docker"] = Field(default="local", description="where repository tasks run")
+    mirror: Path | None = Field(default=None, description="folder of git repositories as owner/name.git")
+    cache: Path | None = Field(default=None, description="folder of the local back end's Python environments")
+    network: bool = Field(default=False, description="let tests use the network")
+    run_id: str = Field(default="", max_length=200, description="name of the run in the store")
+    group_id: str = Field(default="", max_length=200, description="name of the group of episodes that are compared")
+    sample: int = Field(default=0, ge=0, description="number of the episode in its group")
+
+    def settings(self) -> RLSettings:
+        """``[rl]`` with these options over it; ``[rl.serving]`` names the endpoint. Raises ``ConfigError``."""
+        settings = load_settings(self.config) if self.config is not None else RLSettings()
+        own = {"base_url": self.base_url, "model": self.model, "api_key_env": self.api_key_env}
+        serving = settings.serving.model_copy(update={name: value for name, value in own.items() if value})
+        if not (serving.base_url and serving.model):
+            raise ConfigError("which endpoint? give --base-url URL and --model NAME, or [rl.serving] of a --config")
+        if serving.api_key_env and not os.environ.get(serving.api_key_env):
+            raise ConfigError(f"--api-key-env: the environment variable {serving.api_key_env} is not set")
+        sampled = {"temperature": self.temperature, "seed": self.seed}
+        bounds = ("max_turns", "max_prompt_length", "max_response_length", "max_obs_length")
+        given: dict[str, object] = {name: value for name in bounds if (value := getattr(self, name)) is not None}
+        if self.host != "auto":
+            given["host"] = self.host
+        if self.strategy:
+            given["rollout_strategy"] = self.strategy
+            given["strategy"] = settings.strategy if self.strategy == settings.rollout_strategy else {}
+        given["serving"] = serving
+        given["sampling"] = settings.sampling.model_copy(
+            update={name: value for name, value in sampled.items() if value is not None}
+        )
+        # Validated anew: the names of strategies are.
+        kept = {name: getattr(settings, name) for name in settings.model_fields_set if name not in given}
+        return RLSettings.model_validate({**kept, **given})

@@ -1,0 +1,175 @@
+"""One episode against an endpoint: the shop and a repair task through the installed OpenHands, and what fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+from scripted_model import ScriptedModel, says, serve, with_prompt_ids
+
+from evaluation.performance.hosts.instant_model import instant_model, script
+from openhands_rl_plugin import FileTrajectoryStorage, PolicyRef, RolloutOptions, Task, cli, play
+from openhands_rl_plugin.apps.rollout.tasks import find_task
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import FailureKind, StopReason
+from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances
+from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+
+SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[ScriptedModel]:
+    with serve() as server:
+        server.context = 4096
+        server.policies |= {"base": lambda _: says(SEARCH), "trl-policy-v3": lambda _: says(SEARCH)}
+        server.policies["blind"] = lambda _: with_prompt_ids(says(SEARCH), None)
+        server.scripts["base"].clear()
+        server.adapters["trl-policy-v3"] = "base"
+        yield server
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileTrajectoryStorage:
+    return FileTrajectoryStorage(tmp_path / "store", durable=False)
+
+
+def options(model: ScriptedModel, name: str = "base", **more: object) -> RolloutOptions:
+    return RolloutOptions.model_validate({"base_url": model.url, "model": name, "max_turns": 2, **more})
+
+
+async def test_an_episode_of_the_shop(model: ScriptedModel, store: FileTrajectoryStorage):
+    played = await play("webshop-3", options(model, "trl-policy-v3"), storage=store)
+    assert (played.reward, played.failure, played.turns, played.cut_short) == (0.0, None, 2, True)
+    assert played.policy == PolicyRef(base_model="base", adapter="trl-policy", version=3)
+    assert played.policy.served_name == "trl-policy-v3" and not played.off_policy
+    (segment,) = played.segments
+    sampled = [*SEARCH.encode(), 260]
+    assert [each for each, own in zip(segment.input_ids, segment.mask, strict=True) if own] == sampled * 2
+    assert {each for each, own in zip(segment.logprobs, segment.mask, strict=True) if own} == {-0.5}
+    assert segment.policy == played.policy
+    assert PlayedRollout.model_validate_json(played.model_dump_json()) == played
+    (kept,) = [trajectory async for trajectory, _ in store.find()]
+    assert kept.id == played.trajectory_id and kept.messages() == played.messages
+
+
+async def test_an_episode_with_a_name_is_played_once(model: ScriptedModel, store: FileTrajectoryStorage):
+    named = {"run_id": "step-7", "group_id": "webshop-3"}
+    before = len(model.requests["base"])
+    first = await play("webshop-3", options(model, **named), storage=store)
+    again = await play("webshop-3", options(model, **named), storage=store)
+    other = await play("webshop-3", options(model, **named, sample=1), storage=store)
+    assert again == first and other.trajectory_id != first.trajectory_id and other.group_id == first.group_id
+    played = model.requests["base"][before:]
+    assert len(played) == 4 and played[0]["seed"] != played[2]["seed"]
+
+
+async def test_no_token_ids(model: ScriptedModel, store: FileTrajectoryStorage):
+    """An endpoint that has none is a failed episode, unless it is said to record them itself."""
+    model.scripts["blind"].clear()
+    failed = await play("webshop-3", options(model, "blind"), storage=store)
+    assert failed.failure is not None and (failed.failure.kind, failed.reward) == (FailureKind.MODEL, None)
+    assert "no token ids were recorded" in failed.failure.message and not failed.segments
+    recorded = await play("webshop-3", options(model, "blind", token_ids=False), storage=store)
+    assert (recorded.failure, recorded.reward, recorded.segments) == (None, 0.0, ())
+
+
+async def test_what_took_too_long_has_no_reward(model: ScriptedModel, store: FileTrajectoryStorage):
+    late = await play("webshop-3", options(model, timeout=0.001), storage=store)
+    assert late.stop is StopReason.TIMEOUT and late.failure is not None and "--timeout" in late.failure.message
+    assert (late.reward, late.segments) == (None, ())
+
+
+async def test_a_search_is_no_sample_of_the_policy(model: ScriptedModel, store: FileTrajectoryStorage):
+    played = await play("webshop-3", options(model, strategy="BestOfN", max_turns=1), storage=store)
+    assert played.strategy.name == "BestOfN" and played.off_policy.startswith("BestOfN chose")
+
+
+@needs_bubblewrap
+async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
+    instance = repair_instances(1, "heldout")[0]
+    mend = f"git apply <<'EOF'\n{instance.patch}\nEOF"
+    said = script([{"bash": mend}, {"finish": "done"}])
+    row = row_of(instance.model_copy(update={"problem_statement": said}))
+    with instant_model() as url:
+        asked = RolloutOptions(base_url=url, model="instant", max_turns=6, command_timeout=30)
+        played = await play(row, asked, storage=store)
+    assert played.failure is None, played.failure
+    assert (played.reward, played.reward_version, played.resolved) == (1.0, "tests-1", True)
+    assert played.stop is StopReason.TERMINATED and len(played.segments) == 1 and sum(played.segments[0].mask) > 0
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    """The kind of failure, and its one line."""
+    assert cli.main(["rollout", *words, "--json"]) == 3
+    out, err = capsys.readouterr()
+    (line,) = out.splitlines()
+    found = json.loads(line)
+    assert found["reward"] is None and found["segments"] == []
+    assert err == f"error: {found['failure']['message']}\n"
+    return found["failure"]["kind"], found["failure"]["message"]
+
+
+def test_bad_input_is_one_line_and_a_kind(
+    model: ScriptedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", (tmp_path / "empty").open("w+"))
+    two = tmp_path / "two.jsonl"
+    two.write_text('{"id": "a", "environment": "webshop"}\n{"id": "b", "environment": "webshop"}\n')
+    there = ["--base-url", model.url, "--model", "base"]
+    for words, kind, said in (
+        (["webshop-3", "--base-url", "http://127.0.0.1:1/v1", "--model", "base"], "infrastructure", "no model server"),
+        (["webshop-3"], "configuration", "give --base-url URL and --model NAME"),
+        (["webshop-3", "--base-url", model.url, "--model", "none"], "configuration", "does not serve none"),
+        (["sdist__Unidecode-1.4.0-edf4db8", *there], "configuration", "did you mean 'sdist__Unidecode-1.4.0-edf4db8e'"),
+        (["webshop-9999", *there], "configuration", "webshop has no task 9999"),
+        (["x", "--suite", "webshop", *there], "configuration", "given by its number"),
+        ([str(two), *there], "configuration", "has 2 tasks (a, b, ...): choose one with --id"),
+        ([str(two), "--id", "c", *there], "configuration", "unknown task 'c'"),
+        (["-", *there], "configuration", "standard input is not JSON"),
+        (["webshop-3", "--strategy", "Best", *there], "configuration", "did you mean 'BestOfN'"),
+        (["webshop-3", "--temperature", "-1", *there], "configuration", "--temperature"),
+        (["webshop-3", "--api-key-env", "NOT_SET_ANYWHERE", *there], "configuration", "NOT_SET_ANYWHERE is not set"),
+    ):
+        found = refused(capsys, "--task", *words)
+        assert found[0] == kind and said in found[1], found
+
+
+def test_the_command_prints_one_object(model: ScriptedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["rollout", "--task", "webshop-3", "--base-url", model.url, "--model", "base", "--max-turns", "1"]
+    assert cli.main([*words, "--store", str(tmp_path / "store"), "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert PlayedRollout.model_validate_json(line).task_id == "webshop-3"
+    assert cli.main([*words, "--store", str(tmp_path / "store")]) == 0
+    assert "webshop-3: reward 0 (return-1), 1 turns" in capsys.readouterr().out
+
+
+def test_what_a_task_is(tmp_path: Path):
+    own, none = RLSettings(env_name="textarena/Wordle-v0"), RolloutOptions()
+    assert find_task("7", none, own).entry.task.data == {"idx": 7}
+    assert find_task("textarena__Wordle-v0-7", none, own).entry.task.id == "textarena__Wordle-v0-7"
+    shop = find_task("webshop-3", none, own)
+    assert (shop.suite.name, shop.settings.env_name) == ("webshop", "webshop")
+    task = Task(id="x", environment="gymnasium/FrozenLake-v1", data={"idx": 2})
+    assert find_task(task, none, own).settings.env_name == task.environment
+    assert find_task(task.model_dump(mode="json"), none, own).entry.task == task
+    local = find_task("sdist__Unidecode-1.4.0-edf4db8e", none, own)
+    assert local.suite.software and local.entry.task.split in ("train", "heldout")
+    again = find_task(local.entry.task, none, own)
+    assert again.entry.instance == local.entry.instance
+    assert find_task(local.entry.row, none, own).entry.instance == local.entry.instance
+    file = tmp_path / "task.json"
+    file.write_text(task.model_dump_json())
+    assert find_task(str(file), none, own).entry.task == task
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "a", "word": "x"}\n{"id": "b", "word": "y"}\n')
+    chosen = find_task(rows, RolloutOptions(id="textarena__Wordle-v0-b"), own)
+    assert chosen.entry.task.data == {"idx": 1, "row": {"id": "b", "word": "y"}}
+    with pytest.raises(ConfigError, match="the task: id: must be a valid string"):
+        find_task({"id": 3, "environment": "webshop"}, none, own)
