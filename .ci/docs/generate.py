@@ -129,7 +129,7 @@ _GROUPS = {
     "Environments and tools": ["BaseEnvClient", "WebEnvClient", "ToolBase", "ToolEnvironment"],
     "Strategies": ["StandardReActStrategy", "ToTStrategy", "MCTSStrategy"],
     "Engines, adapters, templates": ["OpenAIEngine", "AdapterStore", "make_template"],
-    "Rollouts for trainers": ["play", "RolloutOptions"],
+    "Rollouts for trainers": ["play", "PlayOptions"],
     "Stores": ["FileTrajectoryStorage", "MongoDBTrajectoryStorage"],
     "Errors": ["RLError", "ConfigError"],
 }  # fmt: skip

@@ -60,6 +60,7 @@ _MODULES = {
     "import": "import_",
     "label": "judging.label",
     "list": "list_",
+    "rollout": "work.rollout",
     "run": "work.run",
     "score": "judging.score",
     "train": "train.train",

@@ -14,7 +14,7 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 
 
-class RolloutOptions(Settings):
+class PlayOptions(Settings):
     """One episode. What is not set is as ``[rl]`` of ``config`` says, or as its defaults are.
 
     ``run_id``, ``group_id`` and ``sample`` name the episode: one that is stored under the same names is returned

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from openhands_rl_plugin.apps.rollout.tasks import FoundTask, TaskSource, find_task
+from openhands_rl_plugin.apps.rollout.tasks import FoundTask, GivenTask, find_task
 from openhands_rl_plugin.config.build import check_environment_server, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.config.rollout import RolloutOptions
+from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
@@ -50,7 +50,7 @@ _RETURN, _TESTS = "return", "tests"
 _SECONDS = 10.0
 
 
-async def play(task: TaskSource, options: RolloutOptions, *, storage: TrajectoryStorage | None = None) -> PlayedRollout:
+async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStorage | None = None) -> PlayedRollout:
     """Play one episode of ``task`` against the endpoint of ``options``, grade it, and store it.
 
     ``task`` is an id (``"webshop-3"``, of ``swe-local`` or ``repair-1``, or the number of a task of ``[rl] env_name``),
@@ -73,7 +73,7 @@ class _Job(NamedTuple):
     """``found`` with the base model in its settings; ``policy`` is what the endpoint calls the weights."""
 
     found: FoundTask
-    options: RolloutOptions
+    options: PlayOptions
     policy: str
 
     @property
@@ -87,7 +87,7 @@ class _Job(NamedTuple):
         return make_reward(own.overridden(_TESTS) if self.found.suite.software and own.name == _RETURN else own)
 
 
-def _prepared(found: FoundTask, options: RolloutOptions) -> _Job:
+def _prepared(found: FoundTask, options: PlayOptions) -> _Job:
     """Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server."""
     settings, serving = found.settings, found.settings.serving
     host_of(settings)
@@ -127,7 +127,7 @@ async def _played(job: _Job, storage: TrajectoryStorage) -> PlayedRollout:
 
 
 @asynccontextmanager
-async def _backend(found: FoundTask, options: RolloutOptions) -> AsyncIterator[InstanceBackend | None]:
+async def _backend(found: FoundTask, options: PlayOptions) -> AsyncIterator[InstanceBackend | None]:
     if not found.suite.software:
         yield None
         return

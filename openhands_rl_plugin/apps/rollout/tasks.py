@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.rollout import RolloutOptions
+from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject, Task
 from openhands_rl_plugin.core.validation import problems, unknown_name
@@ -30,7 +30,7 @@ from openhands_rl_plugin.evals.runs.suites import (
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
 from openhands_rl_plugin.evals.swe.types import Instance
 
-TaskSource = str | Path | Task | Mapping[str, JsonValue]
+GivenTask = str | Path | Task | Mapping[str, JsonValue]
 """An id, a file, a task, or a row of a data set."""
 
 _HERE = (LOCAL, *REPAIRS)
@@ -47,7 +47,7 @@ class FoundTask(NamedTuple):
     settings: RLSettings
 
 
-def find_task(source: TaskSource, options: RolloutOptions, settings: RLSettings) -> FoundTask:
+def find_task(source: GivenTask, options: PlayOptions, settings: RLSettings) -> FoundTask:
     """The one task that is meant. Raises ``ConfigError`` for none, and for several."""
     if isinstance(source, Task):
         return _of_task(source, settings)

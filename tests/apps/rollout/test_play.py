@@ -12,7 +12,7 @@ from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, says, serve, with_prompt_ids
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin import FileTrajectoryStorage, PolicyRef, RolloutOptions, Task, cli, play
+from openhands_rl_plugin import FileTrajectoryStorage, PlayOptions, PolicyRef, Task, cli, play
 from openhands_rl_plugin.apps.rollout.tasks import find_task
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -40,8 +40,8 @@ def store(tmp_path: Path) -> FileTrajectoryStorage:
     return FileTrajectoryStorage(tmp_path / "store", durable=False)
 
 
-def options(model: ScriptedModel, name: str = "base", **more: object) -> RolloutOptions:
-    return RolloutOptions.model_validate({"base_url": model.url, "model": name, "max_turns": 2, **more})
+def options(model: ScriptedModel, name: str = "base", **more: object) -> PlayOptions:
+    return PlayOptions.model_validate({"base_url": model.url, "model": name, "max_turns": 2, **more})
 
 
 async def test_an_episode_of_the_shop(model: ScriptedModel, store: FileTrajectoryStorage):
@@ -98,7 +98,7 @@ async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
     said = script([{"bash": mend}, {"finish": "done"}])
     row = row_of(instance.model_copy(update={"problem_statement": said}))
     with instant_model() as url:
-        asked = RolloutOptions(base_url=url, model="instant", max_turns=6, command_timeout=30)
+        asked = PlayOptions(base_url=url, model="instant", max_turns=6, command_timeout=30)
         played = await play(row, asked, storage=store)
     assert played.failure is None, played.failure
     assert (played.reward, played.reward_version, played.resolved) == (1.0, "tests-1", True)
@@ -151,7 +151,7 @@ def test_the_command_prints_one_object(model: ScriptedModel, tmp_path: Path, cap
 
 
 def test_what_a_task_is(tmp_path: Path):
-    own, none = RLSettings(env_name="textarena/Wordle-v0"), RolloutOptions()
+    own, none = RLSettings(env_name="textarena/Wordle-v0"), PlayOptions()
     assert find_task("7", none, own).entry.task.data == {"idx": 7}
     assert find_task("textarena__Wordle-v0-7", none, own).entry.task.id == "textarena__Wordle-v0-7"
     shop = find_task("webshop-3", none, own)
@@ -169,7 +169,7 @@ def test_what_a_task_is(tmp_path: Path):
     assert find_task(str(file), none, own).entry.task == task
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"id": "a", "word": "x"}\n{"id": "b", "word": "y"}\n')
-    chosen = find_task(rows, RolloutOptions(id="textarena__Wordle-v0-b"), own)
+    chosen = find_task(rows, PlayOptions(id="textarena__Wordle-v0-b"), own)
     assert chosen.entry.task.data == {"idx": 1, "row": {"id": "b", "word": "y"}}
     with pytest.raises(ConfigError, match="the task: id: must be a valid string"):
         find_task({"id": 3, "environment": "webshop"}, none, own)

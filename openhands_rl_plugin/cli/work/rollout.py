@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
-from openhands_rl_plugin.config.rollout import RolloutOptions
+from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import EpisodeError, RLError
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.rollout.tasks import TaskSource
+    from openhands_rl_plugin.apps.rollout.tasks import GivenTask
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
@@ -44,11 +44,11 @@ RESUME = "nothing is reported for this episode; run the command again"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The task, and one option for each field of ``RolloutOptions``."""
+    """The task, and one option for each field of ``PlayOptions``."""
     parser.add_argument("--task", required=True, metavar="FILE|ID|-", help="the task: an id, or a file with its row")
     parser.add_argument("--json", action="store_true", help="print the episode as one JSON object")
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: [rl.storage])")
-    add_fields(parser, RolloutOptions, lists="words")
+    add_fields(parser, PlayOptions, lists="words")
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -72,14 +72,14 @@ async def run(args: argparse.Namespace) -> int:
 async def _play(args: argparse.Namespace) -> PlayedRollout:
     from openhands_rl_plugin.apps.rollout.play import play
 
-    task, options = _source(args.task), read_fields(args, RolloutOptions)
+    task, options = _source(args.task), read_fields(args, PlayOptions)
     if args.store is None:
         return await play(task, options)
     async with open_store(args.store, create=True) as storage:
         return await play(task, options, storage=storage)
 
 
-def _source(task: str) -> TaskSource:
+def _source(task: str) -> GivenTask:
     from openhands_rl_plugin.core.errors import ConfigError
 
     if task != "-":
