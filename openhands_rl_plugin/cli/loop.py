@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     check_alone()
     settings = _settings(args)
     try:
-        from openhands_rl_plugin.apps.loop.run import check_trainable
+        from openhands_rl_plugin.apps.loop.checks import check_trainable
         from openhands_rl_plugin.apps.loop.tasks import loop_tasks
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "openhands", "openhands") from error

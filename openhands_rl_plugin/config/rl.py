@@ -211,6 +211,11 @@ class LoopSettings(Settings):
     warm_start_rate: float = Field(
         default=0.0, ge=0, le=1, description="learning rate of that fine-tuning; 0: learning_rate of [rl.training]"
     )
+    drills: int = Field(
+        default=0,
+        ge=0,
+        description="repair: edits of functions of Python's library that the fine-tuning has beside the demonstrations",
+    )
     base_held_out: int = Field(
         default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
     )

@@ -44,16 +44,17 @@ class RepairOptions(Frozen):
     level: int = Field(default=1, ge=1, le=3)
     held_out: int = Field(default=100, ge=1)
     base_held_out: int = Field(default=24, ge=1)
-    demonstrations: int = Field(default=200, ge=1)
+    demonstrations: int = Field(default=64, ge=1)
+    drills: int = Field(default=800, ge=0)
     iterations: int = Field(default=8, ge=0)
     tasks_per_iteration: int = Field(default=8, ge=1)
     samples_per_task: int = Field(default=8, ge=2)
     concurrency: int = Field(default=12, ge=1)
     processes: int = Field(default=1, ge=0)
-    max_turns: int = 12
+    max_turns: int = 12  # the oracle takes as many where it errs three times at level 3
     answer_tokens: int = Field(default=224, ge=16)
     """Of an answer at most; the longest edit of the oracle takes 190."""
-    warm_start_epochs: int = 2
+    warm_start_epochs: int = 1
     warm_start_rate: float = 1e-3
     reinforcement_rate: float = 2e-4
     loop: LoopSettings = LoopSettings()
@@ -65,12 +66,12 @@ class RepairOptions(Frozen):
                 "held_out": 2,
                 "base_held_out": 2,
                 "demonstrations": 4,
+                "drills": 4,
                 "iterations": 1,
                 "tasks_per_iteration": 1,
                 "samples_per_task": 2,
                 "concurrency": 2,
-                "max_turns": 8,  # of the oracle, when it errs at level 3
-                "answer_tokens": 32,
+                "answer_tokens": 24,
             }
         )
 

@@ -16,7 +16,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, publ
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.adapters.whole import WeightsPublisher
 from openhands_rl_plugin.rollout.in_process import SessionRunner
-from openhands_rl_plugin.training.loop.stages import LoopParts
+from openhands_rl_plugin.training.loop.stages import Lessons, LoopParts
 
 STATE = "state.json"
 PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
@@ -42,11 +42,13 @@ async def open_parts(
     reward: Reward,
     objective: Reward,
     demonstrator: EpisodeRunner | None = None,
+    lessons: Lessons | None = None,
 ) -> AsyncIterator[LoopParts]:
     """The parts of a loop; it publishes to all servers of ``[rl.serving]``.
 
     ``model`` is the directory of the base model; ``shop`` the options that the embedded shop was started with, for its
-    demonstrations, unless a ``demonstrator`` plays them. Raises ``ConfigError`` and ``TrainingError``.
+    demonstrations, unless a ``demonstrator`` plays them. ``lessons``: see ``LoopParts``.
+    Raises ``ConfigError`` and ``TrainingError``.
     """
     from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
     from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -71,6 +73,7 @@ async def open_parts(
             tokenizer=tokenizer,
             make_trainer=lambda chosen, adapter: trainer(model, chosen, adapter=adapter),
             state_file=directory / STATE,
+            **({"lessons": lessons} if lessons is not None else {}),
         )
     finally:
         await publisher.aclose()

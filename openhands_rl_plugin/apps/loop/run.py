@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from openhands_rl_plugin.apps.loop.checks import check_trainable, needs_scaled, refuse_unscaled
 from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.apps.studio.reports.listener import RunReport
-from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
-from openhands_rl_plugin.config.rl import IN_PROCESS, LoopSettings, RewardSettings, RLSettings
+from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
+from openhands_rl_plugin.config.rl import LoopSettings, RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Limits, Task, Trajectory
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
@@ -26,19 +27,20 @@ from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
+from openhands_rl_plugin.evals.runs.suites import REPAIRS
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.tasks.repair.drills import lessons
 from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle
 from openhands_rl_plugin.evals.tasks.repair.oracle_server import serve_oracle
+from openhands_rl_plugin.evals.tasks.repair.rows import spec_of
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
-from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
-from openhands_rl_plugin.rollout.scoring import refuse_labels, refuse_without_workspace
-from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
-from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
+from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener, LoopParts
 from openhands_rl_plugin.training.trainer.memory_estimate import check_fits
 
 RETURN, TESTS = "return", "tests"
@@ -77,92 +79,6 @@ class LoopResult:
     state: LoopState
     changes: tuple[StageChange, ...]
     report: Path
-
-
-def check_trainable(settings: RLSettings) -> None:
-    """Raise ``ConfigError`` for settings that a loop cannot train with, or whose adapter could not be served."""
-    refuse_labels(make_reward(settings.reward), "nobody labels while a loop runs")
-    training = settings.training
-    if training.method != "full":
-        training.check_servable()
-        if training.adapt_experts and settings.serving.server == "embedded":
-            raise ConfigError(
-                '[rl.training] adapt_experts = true: `openhands-rl serve` ([rl.serving] server = "embedded") cannot '
-                "load adapters of experts; serve the model with vLLM, or set false"
-            )
-    elif settings.loop.kind == "async":
-        raise ConfigError(
-            '[rl.training] method = "full" replaces the served weights, and an asynchronous loop ends episodes on the '
-            'former ones: set [rl.loop] kind = "sync", or method = "lora"'
-        )
-    if algorithm_of(training).kind != "reinforcement":
-        raise ConfigError(
-            f'[rl.training] algorithm = "{training.algorithm}" is not an RL algorithm: choose '
-            '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
-        )
-    if training.sharding == "layers":
-        raise ConfigError(
-            '[rl.training] sharding = "layers" splits a model among several processes, and a loop trains in one: leave '
-            '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
-        )
-    for where, name, value in _sampled_by(settings):
-        if name == "temperature" and value == 0:
-            raise ConfigError(f"{where}{name} = 0: greedy answers have no probability to train on; set it above 0")
-        if altering_parameters({name: value}):
-            neutral = NEUTRAL_PARAMETERS.get(name, 1.0)
-            raise ConfigError(
-                f"{where}{name} = {value:g}: answers would not be sampled from the policy's own distribution, and the "
-                f"gradient would be wrong; set {neutral:g}"
-            )
-    if _gives_unscaled(settings):
-        _refuse_unscaled(settings, EmbeddedServer.NAME)
-    if training.tree == "path" and getattr(make_strategy(settings), "selects", False):
-        raise ConfigError(
-            f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
-            'episodes are no samples of the policy: set [rl.training] tree = "proposals" (or "branches"), or act '
-            "without a search (StandardReAct)"
-        )
-
-
-def _gives_unscaled(settings: RLSettings) -> bool:
-    """Whether the rollouts' logprobs are known to be those of temperature 1; other servers are asked."""
-    serving = settings.serving
-    return settings.engine == IN_PROCESS or serving.server == "embedded" or not serving.publish_urls
-
-
-def _refuse_unscaled(settings: RLSettings, server: str, remedy: str = "") -> None:
-    """Raise ``ConfigError`` where ``server`` reports logprobs of temperature 1 and others are needed."""
-    if (needed := _needs_scaled(settings)) is not None:
-        what, instead = needed
-        raise ConfigError(
-            f"{what}: {server} reports logprobs of temperature 1, which were not sampled from; {remedy}set 1.0, or "
-            f"{instead}"
-        )
-
-
-def _needs_scaled(settings: RLSettings) -> tuple[str, str] | None:
-    """Which settings need the logprobs of another temperature than 1, and what to set where a server has none."""
-    training = settings.training
-    heated = [each for each in _sampled_by(settings) if each[1] == "temperature" and each[2] != 1]
-    if not heated or (training.old_logprobs != "recorded" and training.correction == "none"):
-        return None
-    recorded = training.old_logprobs == "recorded"
-    key = 'old_logprobs = "recorded"' if recorded else f'correction = "{training.correction}"'
-    where, name, value = heated[0]
-    what = f"{where}{name} = {value:g} with [rl.training] {key}"
-    return what, 'old_logprobs = "auto"' if recorded else 'correction = "none"'
-
-
-def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, str, float]]:
-    """Where all parameters that actions are sampled with are set, their names and values: the settings' and the
-    strategy's own."""
-    options: object = getattr(make_strategy(settings), "options", None)
-    asked = {"[rl.strategy] ": options, "[rl.strategy] sampling.": getattr(options, "sampling", None)}
-    for where, values in {"[rl.sampling] ": settings.sampling, **asked}.items():
-        for name in ("temperature", "top_p", *NEUTRAL_PARAMETERS):
-            value: object = getattr(values, name, None)
-            if isinstance(value, int | float):
-                yield where, name, value
 
 
 def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:
@@ -248,6 +164,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 reward=reward,
                 objective=objective,
                 demonstrator=demonstrator,
+                lessons=_lessons(job),
             ) as parts,
         ):
             await _require_servers(job, parts)
@@ -270,9 +187,9 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
 
 async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
     """All weights go into a server that takes them, fit into memory, and begin as the base model on the server."""
-    if _needs_scaled(job.settings) is not None:
+    if needs_scaled(job.settings) is not None:
         for url in await parts.publisher.unscaled(job.settings.serving.model, probe_ids(job.model)):
-            _refuse_unscaled(job.settings, url, "start vLLM with --logprobs-mode processed_logprobs, or ")
+            refuse_unscaled(job.settings, url, "start vLLM with --logprobs-mode processed_logprobs, or ")
     if job.settings.training.method != "full":
         return
     check_fits(job.model, job.settings.training, 0, free_memory())
@@ -339,6 +256,19 @@ async def open_demonstrator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIt
         )
         async with open_player(job, settings, storage) as runner:
             yield _Oracle(runner)
+
+
+def _lessons(job: LoopJob) -> Lessons | None:
+    """Of the oracle's episodes what is right in them, and drills; ``None`` where the demonstrations are others."""
+    level = REPAIRS.get(job.tasks.suite.name)
+    if level is None:
+        return None
+    known = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
+    strange = frozenset(spec_of(entry.instance).function for entry in job.tasks.held_out if entry.instance is not None)
+    loop, seed = job.settings.loop, job.settings.sampling.seed
+    if loop.drills and job.native_tool_calling:
+        raise ConfigError("--drills: their calls are in the text: add --no-native-tool-calling, or leave it at 0")
+    return partial(lessons, instances=known, seed=seed, drills=loop.drills, level=level, strange=strange)
 
 
 class _Oracle:

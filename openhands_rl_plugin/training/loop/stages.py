@@ -77,11 +77,19 @@ class LoopListener:
         """A stage ended and is saved in ``state``; the loop waits for this before the next stage."""
 
 
+Lessons = Callable[[Sequence[Trajectory]], Sequence[Trajectory]]
+
+
+def _as_they_are(demonstrations: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    return demonstrations
+
+
 @dataclass(frozen=True)
 class LoopParts:
     """The components of a loop. ``demonstrator`` runs the demonstrations, ``runner`` all other episodes.
 
-    ``reward`` is used for evaluation and reports; ``objective`` is maximised by training.
+    ``reward`` is used for evaluation and reports; ``objective`` is maximised by training. ``lessons``: what the warm
+    start imitates, made of the demonstrations that succeeded.
     """
 
     runner: EpisodeRunner
@@ -94,6 +102,7 @@ class LoopParts:
     tokenizer: ChatTokenizer
     make_trainer: Callable[[TrainingSettings, Adapter | None], Trainer]
     state_file: Path
+    lessons: Lessons = _as_they_are
 
 
 class LoopStages:
@@ -163,7 +172,8 @@ class LoopStages:
                 f"none of the {len(played)} demonstrations succeeded; is the environment the right one?"
             )
         good.sort(key=lambda trajectory: trajectory.id)
-        samples = [each for trajectory in good for each in demonstration_samples(trajectory, self._parts.tokenizer)]
+        lessons = await asyncio.to_thread(self._parts.lessons, good)
+        samples = [each for lesson in lessons for each in demonstration_samples(lesson, self._parts.tokenizer)]
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
         metrics = await self._learn(stage, trainer.sft, samples)
         adapter = await self._publish(stage, trainer, metrics.steps, metrics.as_floats())

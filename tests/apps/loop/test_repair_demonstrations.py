@@ -22,7 +22,7 @@ SETTINGS = RLSettings(
     workspace=WorkspaceSettings(prompt="compact"),
     loop=LoopSettings(demonstrations=4, held_out=5),
     host="v0",
-    max_turns=10,
+    max_turns=12,
 )
 
 
@@ -35,6 +35,13 @@ def test_a_loop_over_repair_tasks_holds_out_packages():
 def test_other_repositories_have_no_demonstrations():
     with pytest.raises(ConfigError, match="swe-local has no scripted ones, only webshop, repair-1"):
         loop_tasks(TaskSource(suite="swe-local"), SETTINGS)
+
+
+def test_drills_are_of_repair_tasks_with_demonstrations():
+    for suite, demonstrations in (("webshop", 4), ("repair-1", 0)):
+        loop = LoopSettings(demonstrations=demonstrations, drills=4, held_out=5)
+        with pytest.raises(ConfigError, match="--drills: they have the form of demonstrations of repair-1"):
+            loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop, "react_format": False}))
 
 
 @needs_bubblewrap

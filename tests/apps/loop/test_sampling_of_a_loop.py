@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from openhands_rl_plugin.apps.loop.run import check_trainable
+from openhands_rl_plugin.apps.loop.checks import check_trainable
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 

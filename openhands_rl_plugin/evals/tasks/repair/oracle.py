@@ -10,6 +10,7 @@ import difflib
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
@@ -18,8 +19,9 @@ from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
 from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, RUN_TESTS, RepairSpec, spec_of
 
 ORACLE = "repair-oracle"
-WRONG_FIX, WRONG_TEXT = 0.2, 0.15
-"""Shares of episodes with an edit that does not repair, and with one whose ``old_str`` is not in the file."""
+WRONG_FIX, WRONG_TEXT = 0.3, 0.15
+"""Shares of edits that do not repair, and of those whose ``old_str`` is not in the file."""
+MOST_ERRORS = 3
 _NAME = re.compile(r"\A<function=(\w+)>\n")
 _PARAMETER = re.compile(r"^<parameter=(\w+)>(.*?)</parameter>\n(?=<)", re.DOTALL | re.MULTILINE)
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
@@ -30,6 +32,13 @@ class Replacement(Frozen):
 
     old: str
     new: str
+
+
+class OracleCall(NamedTuple):
+    """An answer. ``errs``: an edit that does not repair, which is there for what follows it."""
+
+    text: str
+    errs: bool = False
 
 
 class RepairOracle:
@@ -61,20 +70,30 @@ def _is_seen(instance: Instance, text: str) -> bool:
 
 def oracle_calls(instance: Instance, seed: int) -> list[str]:
     """The answers of an episode, in their order."""
+    return [call.text for call in oracle_plan(instance, seed)]
+
+
+def oracle_plan(instance: Instance, seed: int) -> list[OracleCall]:
+    """The answers of an episode, in their order, and which of them err."""
     spec = spec_of(instance)
     choice = random.Random(f"{seed} {instance.instance_id}")
     path = f"/workspace/{DIRECTORY}/{spec.path}"
     wrong, right = spec.files[spec.path], fixed_text(instance)
     calls = [*_search(instance), _view(path), _tests()]
-    error = choice.random()
-    if error < WRONG_FIX and (other := _other_fix(spec, wrong, right, choice)) is not None:
-        calls += [_edit(path, replacement(wrong, other)), _tests()]
-        wrong = other
-    elif error < WRONG_FIX + WRONG_TEXT:
-        edit = replacement(wrong, right)
-        calls.append(_edit(path, Replacement(old=_misread(edit.old, wrong, choice), new=edit.new)))
-    calls += [_edit(path, replacement(wrong, right)), _tests(), _call("finish", message="The tests pass.")]
-    return calls
+    plan = [OracleCall(text) for text in calls]
+    for _ in range(MOST_ERRORS):
+        error = choice.random()
+        if error < WRONG_FIX and (other := _other_fix(spec, wrong, right, choice)) is not None:
+            plan += [OracleCall(edit_call(path, replacement(wrong, other)), errs=True), OracleCall(_tests())]
+            wrong = other
+        elif WRONG_FIX <= error < WRONG_FIX + WRONG_TEXT:
+            edit = replacement(wrong, right)
+            misread = Replacement(old=_misread(edit.old, wrong, choice), new=edit.new)
+            plan.append(OracleCall(edit_call(path, misread), errs=True))
+        else:
+            break
+    end = [edit_call(path, replacement(wrong, right)), _tests(), _call("finish", message="The tests pass.")]
+    return [*plan, *map(OracleCall, end)]
 
 
 def parsed_call(text: str) -> tuple[str, dict[str, str]]:
@@ -157,7 +176,8 @@ def _tests() -> str:
     return _call("execute_bash", command=f"python3 {RUN_TESTS}", security_risk="LOW")
 
 
-def _edit(path: str, edit: Replacement) -> str:
+def edit_call(path: str, edit: Replacement) -> str:
+    """An edit of a file."""
     changed = {"old_str": edit.old, "new_str": edit.new}
     return _call("str_replace_editor", command="str_replace", path=path, **changed, security_risk="MEDIUM")
 

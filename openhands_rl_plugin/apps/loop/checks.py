@@ -1,0 +1,99 @@
+"""Settings that a loop cannot train with are refused before its first episode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openhands_rl_plugin.config.build import make_reward, make_strategy
+from openhands_rl_plugin.config.rl import IN_PROCESS, RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
+from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
+from openhands_rl_plugin.rollout.scoring import refuse_labels
+from openhands_rl_plugin.training.algorithms import algorithm_of
+
+
+def check_trainable(settings: RLSettings) -> None:
+    """Raise ``ConfigError`` for settings that a loop cannot train with, or whose adapter could not be served."""
+    refuse_labels(make_reward(settings.reward), "nobody labels while a loop runs")
+    training = settings.training
+    if training.method != "full":
+        training.check_servable()
+        if training.adapt_experts and settings.serving.server == "embedded":
+            raise ConfigError(
+                '[rl.training] adapt_experts = true: `openhands-rl serve` ([rl.serving] server = "embedded") cannot '
+                "load adapters of experts; serve the model with vLLM, or set false"
+            )
+    elif settings.loop.kind == "async":
+        raise ConfigError(
+            '[rl.training] method = "full" replaces the served weights, and an asynchronous loop ends episodes on the '
+            'former ones: set [rl.loop] kind = "sync", or method = "lora"'
+        )
+    if algorithm_of(training).kind != "reinforcement":
+        raise ConfigError(
+            f'[rl.training] algorithm = "{training.algorithm}" is not an RL algorithm: choose '
+            '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
+        )
+    if training.sharding == "layers":
+        raise ConfigError(
+            '[rl.training] sharding = "layers" splits a model among several processes, and a loop trains in one: leave '
+            '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
+        )
+    for where, name, value in _sampled_by(settings):
+        if name == "temperature" and value == 0:
+            raise ConfigError(f"{where}{name} = 0: greedy answers have no probability to train on; set it above 0")
+        if altering_parameters({name: value}):
+            neutral = NEUTRAL_PARAMETERS.get(name, 1.0)
+            raise ConfigError(
+                f"{where}{name} = {value:g}: answers would not be sampled from the policy's own distribution, and the "
+                f"gradient would be wrong; set {neutral:g}"
+            )
+    if _gives_unscaled(settings):
+        refuse_unscaled(settings, EmbeddedServer.NAME)
+    if training.tree == "path" and getattr(make_strategy(settings), "selects", False):
+        raise ConfigError(
+            f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
+            'episodes are no samples of the policy: set [rl.training] tree = "proposals" (or "branches"), or act '
+            "without a search (StandardReAct)"
+        )
+
+
+def _gives_unscaled(settings: RLSettings) -> bool:
+    """Whether the rollouts' logprobs are known to be those of temperature 1; other servers are asked."""
+    serving = settings.serving
+    return settings.engine == IN_PROCESS or serving.server == "embedded" or not serving.publish_urls
+
+
+def refuse_unscaled(settings: RLSettings, server: str, remedy: str = "") -> None:
+    """Raise ``ConfigError`` where ``server`` reports logprobs of temperature 1 and others are needed."""
+    if (needed := needs_scaled(settings)) is not None:
+        what, instead = needed
+        raise ConfigError(
+            f"{what}: {server} reports logprobs of temperature 1, which were not sampled from; {remedy}set 1.0, or "
+            f"{instead}"
+        )
+
+
+def needs_scaled(settings: RLSettings) -> tuple[str, str] | None:
+    """Which settings need the logprobs of another temperature than 1, and what to set where a server has none."""
+    training = settings.training
+    heated = [each for each in _sampled_by(settings) if each[1] == "temperature" and each[2] != 1]
+    if not heated or (training.old_logprobs != "recorded" and training.correction == "none"):
+        return None
+    recorded = training.old_logprobs == "recorded"
+    key = 'old_logprobs = "recorded"' if recorded else f'correction = "{training.correction}"'
+    where, name, value = heated[0]
+    what = f"{where}{name} = {value:g} with [rl.training] {key}"
+    return what, 'old_logprobs = "auto"' if recorded else 'correction = "none"'
+
+
+def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, str, float]]:
+    """Where all parameters that actions are sampled with are set, their names and values: the settings' and the
+    strategy's own."""
+    options: object = getattr(make_strategy(settings), "options", None)
+    asked = {"[rl.strategy] ": options, "[rl.strategy] sampling.": getattr(options, "sampling", None)}
+    for where, values in {"[rl.sampling] ": settings.sampling, **asked}.items():
+        for name in ("temperature", "top_p", *NEUTRAL_PARAMETERS):
+            value: object = getattr(values, name, None)
+            if isinstance(value, int | float):
+                yield where, name, value

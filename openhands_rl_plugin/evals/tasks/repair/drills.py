@@ -1,0 +1,150 @@
+"""Drills: one edit of a function of Python's standard library with a bug, in the form of a demonstration.
+
+A demonstration teaches how to work, at the price of a whole episode; which edit repairs which bug takes many more
+examples than there are tasks. A drill has the look at the file and the edit only; nothing is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from openhands_rl_plugin.core.types import Node, Trajectory
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.bugs.positions import parse
+from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
+from openhands_rl_plugin.evals.tasks.repair.oracle import edit_call, oracle_plan, replacement
+from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, Level, RepairSpec, spec_of, statement
+from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
+
+_LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site-packages/", "dist-packages/")
+_MOST_OF_A_FUNCTION = 3
+
+
+def lessons(
+    demonstrations: Sequence[Trajectory],
+    instances: Sequence[Instance],
+    *,
+    seed: int,
+    drills: int,
+    level: Level,
+    strange: frozenset[str] = frozenset(),
+) -> list[Trajectory]:
+    """What a policy is fine-tuned on: the right answers of the oracle's episodes, and ``drills`` in their form.
+
+    ``strange``: names of functions that no drill may show, those of the held-out tasks.
+    """
+    by_id = {each.instance_id: each for each in instances}
+    known = [(each, by_id[each.task.id]) for each in demonstrations]
+    right = [_without_errors(each, instance, seed) for each, instance in known]
+    return [*right, *_drills(known, seed, drills, level, strange)]
+
+
+def _without_errors(episode: Trajectory, instance: Instance, seed: int) -> Trajectory:
+    """The episode with its errors as context, not as something to imitate."""
+    plan = oracle_plan(instance, seed)
+    answers = [at for at in episode.path() if episode.nodes[at].sampled]
+    wrong = {at for at, call in zip(answers, plan, strict=True) if call.errs}
+    nodes = [
+        node.model_copy(update={"sampled": False}) if at in wrong else node for at, node in enumerate(episode.nodes)
+    ]
+    return episode.model_copy(update={"nodes": tuple(nodes)})
+
+
+def _drills(
+    known: Sequence[tuple[Trajectory, Instance]], seed: int, count: int, level: Level, strange: frozenset[str]
+) -> Iterator[Trajectory]:
+    if not count:
+        return
+    source = random.Random(f"{seed} drills")
+    kinds = [str(spec_of(instance).kind) for _, instance in known]
+    functions: list[SlicedFunction] = []
+    made = 0
+    for turn in range(_MOST_OF_A_FUNCTION):
+        for function in functions if turn else library_functions(source):
+            if made == count:
+                return
+            if function.name in strange:
+                continue
+            if not turn:
+                functions.append(function)
+            bugs: dict[str, list[str]] = {}
+            for kind, text in bugs_in(function.text, function.name):
+                bugs.setdefault(kind, []).append(text)
+            # The kinds as often as in the tasks, of those that the function can have.
+            if not (possible := [kind for kind in kinds if kind in bugs]):
+                continue
+            wrong = source.choice(bugs[source.choice(possible)])
+            episode, instance = known[made % len(known)]
+            drill = _drill(episode, spec_of(instance), instance, function, wrong, level)
+            if drill is not None:
+                made += 1
+                yield drill.model_copy(update={"id": f"drill-{seed}-{turn}-{made}"})
+
+
+def library_functions(source: random.Random) -> Iterator[SlicedFunction]:
+    """The functions of this Python's standard library that are short and stand alone, module by module in the order of
+    ``source``. Modules are read when their turn comes: all of them take seconds."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
+    kept = [path for path in paths if not path.startswith(_LEFT_OUT) and "/test" not in path]
+    source.shuffle(kept)
+    for path in kept:
+        try:
+            text = (root / path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        slicer = PackageSlicer({path: text})
+        yield from filter(None, (slicer.slice(path, name) for name in _functions(text)))
+
+
+def _functions(text: str) -> Iterator[str]:
+    try:
+        tree = parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    yield from (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def _drill(
+    episode: Trajectory, spec: RepairSpec, instance: Instance, function: SlicedFunction, wrong: str, level: Level
+) -> Trajectory | None:
+    """``None`` where the episode does not show the file as ``cat -n`` does."""
+    edit = replacement(wrong, function.text)
+    line = wrong[: wrong.index(edit.old)].count("\n") + 1
+    # Without the failing test that level 3 names there is nothing to be found: the function is told.
+    told = spec.model_copy(update={"path": function.path, "function": function.name, "line": line})
+    test = f"test_{function.name.strip('_')}.py::test_1"
+    changed = {
+        instance.problem_statement: statement(told, 2 if level == 3 else level, [test]),
+        _numbered(spec.files[spec.path]): _numbered(wrong),
+        spec.path: function.path,
+    }
+    shown = _numbered(spec.files[spec.path])
+    path = [episode.nodes[at] for at in episode.path()]
+    asked = next((at for at, node in enumerate(path) if node.sampled), 0)
+    seen = next((at for at in range(asked + 1, len(path)) if shown in str(path[at].message.content)), 0)
+    if not seen or not path[seen - 1].sampled:
+        return None
+    kept = [*path[:asked], path[seen - 1], path[seen]]
+    nodes = [_like(node, changed, at) for at, node in enumerate(kept)]
+    text = edit_call(f"/workspace/{DIRECTORY}/{function.path}", edit)
+    answer = nodes[-2].message.model_copy(update={"content": text})
+    nodes.append(nodes[-2].model_copy(update={"parent": len(nodes) - 1, "message": answer}))
+    return episode.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})
+
+
+def _like(node: Node, changed: Mapping[str, str], at: int) -> Node:
+    text = str(node.message.content or "")
+    for old, new in changed.items():
+        text = text.replace(old, new)
+    message = node.message.model_copy(update={"content": text})
+    return node.model_copy(update={"parent": at - 1 if at else None, "message": message})
+
+
+def _numbered(text: str) -> str:
+    """As ``cat -n`` shows it in OpenHands' editors."""
+    return "\n".join(f"{at:6}\t{line}" for at, line in enumerate(text.split("\n"), start=1))

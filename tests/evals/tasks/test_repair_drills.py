@@ -1,0 +1,104 @@
+"""What a policy is fine-tuned on before it repairs: the oracle's right answers, and drills in their form."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from openhands_rl_plugin.core.types import Message, Node, Task, Trajectory
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.repair.drills import lessons, library_functions
+from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
+from openhands_rl_plugin.evals.tasks.repair.oracle import oracle_plan
+from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_of
+from openhands_rl_plugin.testing.samples import sample_episode
+
+VALUE = r"<parameter={}>(.*?)</parameter>\n(?=<)"
+
+
+def numbered(text: str) -> str:
+    return "\n".join(f"{at:6}\t{line}" for at, line in enumerate(text.split("\n"), start=1))
+
+
+def played(instance: Instance, seed: int = 0) -> Trajectory:
+    """The oracle's episode, with answers of the tools that have the file in them."""
+    spec = spec_of(instance)
+    nodes = [
+        Node(parent=None, message=Message(role="system", content="tools")),
+        Node(parent=0, message=Message(role="user", content=f"{instance.problem_statement} It is /workspace/repo.")),
+    ]
+    for call in oracle_plan(instance, seed):
+        nodes.append(Node(parent=len(nodes) - 1, message=Message(role="assistant", content=call.text), sampled=True))
+        shown = f"file {spec.path}:\n{numbered(spec.files[spec.path])}\n" if "view" in call.text else "done"
+        nodes.append(Node(parent=len(nodes) - 1, message=Message(role="user", content=shown)))
+    task = Task(id=instance.instance_id, environment="swe", data={})
+    return sample_episode("e").model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1, "task": task})
+
+
+@pytest.fixture(scope="module")
+def instances() -> tuple[Instance, ...]:
+    return repair_instances(1, "train")[:12]
+
+
+def test_errors_are_context_and_what_follows_is_learnt(instances: tuple[Instance, ...]) -> None:
+    found = lessons([*map(played, instances)], instances, seed=0, drills=0, level=1)
+    assert len(found) == len(instances)
+    left = 0
+    for lesson, instance in zip(found, instances, strict=True):
+        plan = oracle_plan(instance, 0)
+        assert [node.message.content for node in lesson.nodes if node.sampled] == [
+            call.text for call in plan if not call.errs
+        ]
+        left += sum(call.errs for call in plan)
+    assert left > 0
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...], level: int) -> None:
+    at_level = repair_instances(level, "train")[: len(instances)]  # type: ignore[arg-type]
+    episodes = [played(each, 3) for each in at_level]
+    found, again = (
+        lessons(episodes, at_level, seed=3, drills=30, level=level)[12:]  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    assert found == again and len({each.id for each in found}) == 30
+    paths: Counter[str] = Counter()
+    for drill in found:
+        system, told, view, shown, edit = (str(node.message.content) for node in drill.nodes)
+        path, old, new = (re.findall(VALUE.format(key), edit, re.DOTALL)[0] for key in ("path", "old_str", "new_str"))
+        wrong = "\n".join(line[7:] for line in shown.split("\n")[1:-1])
+        assert system == "tools" and f"<parameter=path>{path}<" in view and wrong.count(old) == 1
+        right = wrong.replace(old, new)
+        name = [node.name for node in ast.parse(right).body if isinstance(node, ast.FunctionDef)]
+        assert any(wrong in (text for _, text in bugs_in(right, each)) for each in name)
+        line = wrong[: wrong.index(old)].count("\n") + 1
+        file = path.removeprefix("/workspace/repo/")
+        assert (f"The bug is in line {line} of {file}." in told) == (level == 1)
+        assert file in told and not any(spec_of(each).path in told for each in at_level)
+        paths[path] += 1
+    assert len(paths) > 3
+
+
+def test_drills_show_no_function_that_is_held_out() -> None:
+    instances = repair_instances(1, "train")[:2]
+    shown = functions_of(lessons([*map(played, instances)], instances, seed=0, drills=8, level=1)[2:])
+    strange = frozenset(sorted(shown)[::2])
+    others = functions_of(lessons([*map(played, instances)], instances, seed=0, drills=8, level=1, strange=strange)[2:])
+    assert len(others) == len(shown) == 8 and not others & strange
+
+
+def functions_of(drills: Sequence[Trajectory]) -> set[str]:
+    """The names in their statements: a test has the name of its function."""
+    return {re.findall(r" in test_(\w+)\.py fails", str(each.nodes[1].message.content))[0] for each in drills}
+
+
+def test_functions_of_the_library_stand_alone() -> None:
+    found = list(itertools.islice(library_functions(random.Random(0)), 20))
+    assert found and all(len(each.text) <= 1600 and f"def {each.name}(" in each.text for each in found)
+    assert found == list(itertools.islice(library_functions(random.Random(0)), 20))
