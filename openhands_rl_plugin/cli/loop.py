@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
 from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fields, settings_from
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries, typed
+from openhands_rl_plugin.cli.options.serving import served_policy
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
 from openhands_rl_plugin.cli.options.versions import BASE, starting_point
-from openhands_rl_plugin.cli.options.weights import at_server, given_weights
+from openhands_rl_plugin.cli.options.weights import given_weights
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -54,9 +55,6 @@ evaluation, the iterations, and a final evaluation. [rl.training] configures the
 [rl.serving] names no server, the embedded one serves --model during the run. Episodes are stored in [rl.storage],
 adapters in [rl.serving] adapters_path, and the state of the run in --run-dir.
 """
-_CACHE_BYTES = 256 * 1024**2
-_MOST_AT_ONCE = 256
-_LONGEST_QUEUE = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +131,7 @@ def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, star
         forget(directory)
     claim(directory, _identity(args, settings))
     started = time.monotonic()
-    with ProgressListener(settings.loop.stages) as listener, _servers(args, settings, tasks, directory) as found:
+    with ProgressListener(settings.loop.stages) as listener, _served(args, settings, tasks, directory) as found:
         job = replace(_job(args, *found, tasks, directory), start=start)
         result = asyncio.run(_run(args, job, listener))
     _report(result, listener)
@@ -194,55 +192,29 @@ def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
 
 
 @contextmanager
-def _servers(
+def _served(
     args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
 ) -> Iterator[tuple[RLSettings, Path]]:
     """The settings with all addresses, and the weights of the base model. Servers that are not named are started."""
     from openhands_rl_plugin.apps.demo.child import free_port, running_command
     from openhands_rl_plugin.evals.runs.suites import WEBSHOP
 
-    logs = directory / "logs"
     with ExitStack() as opened:
         if tasks.suite.name == WEBSHOP:
-            shop = opened.enter_context(running_command(["env", "webshop"], free_port(), logs / "webshop.log"))
+            log = directory / "logs" / "webshop.log"
+            shop = opened.enter_context(running_command(["env", "webshop"], free_port(), log))
             options = settings.environment if settings.env_name == WEBSHOP else {}
             there = {"env_name": WEBSHOP, "env_server_base": shop, "environment": options}
             settings = settings.model_copy(update=there)
-        if settings.serving.base_url:
-            yield at_server(settings, args.model)
-            return
-        model = given_weights(args.model)
-        name = settings.serving.model or model.name
-        url = opened.enter_context(running_command(_serve(settings, model, name), free_port(), logs / "serve.log"))
-        own = {"base_url": f"{url}/v1", "base_urls": (), "model": name, "api_key_env": "", "server": "embedded"}
-        yield settings.model_copy(update={"serving": settings.serving.model_copy(update=own)}), model
-
-
-def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
-    """The command of the embedded server, sized for the run."""
-    sizes = {
-        "max-batch": min(settings.max_workers, _MOST_AT_ONCE),
-        "max-queue": max(settings.max_workers, _LONGEST_QUEUE),
-        "max-adapters": settings.loop.kept_versions + 1,
-        "cache-bytes": _CACHE_BYTES,
-        # "auto": a processor without bfloat16 does not emulate it token by token.
-        "dtype": "float32" if settings.training.dtype == "float32" else "auto",
-        "api-key-env": "",
-    }
-    words = ["serve", "--model", str(model), "--served-model-name", name]
-    return [*words, *(f"--{option}={size}" for option, size in sizes.items())]
+        yield opened.enter_context(served_policy(settings, args.model, directory))
 
 
 def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
-    """What identifies the run: all settings but addresses, paths and concurrency."""
-    where = {"env_port": True, "env_server_base": True, "max_workers": True, "executor": True, "verifier": True}
-    kept = {"model", "adapter", "adapters_path"}
-    serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
-    loop = {"patience": True, "save_total_limit": True}
-    rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": loop})
-    model = str(args.model.resolve()) if args.model is not None else None
-    begun = {"start": args.start} if args.start != BASE else {}
-    return {"tasks": _source(args).model_dump(mode="json"), "timeout": args.timeout, "model": model, "rl": rl, **begun}
+    from openhands_rl_plugin.apps.loop.claim import identity_of
+
+    start = args.start if args.start != BASE else ""
+    tasks = _source(args).model_dump(mode="json")
+    return identity_of(settings, tasks, model=args.model, timeout=args.timeout, start=start)
 
 
 def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:

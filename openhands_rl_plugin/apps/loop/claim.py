@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.files import write_file
@@ -47,6 +48,19 @@ def held(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def identity_of(
+    settings: RLSettings, tasks: JsonObject, *, model: Path | None, timeout: float, start: str = ""
+) -> JsonObject:
+    """What identifies a run, for ``claim``: all settings but addresses, paths and concurrency; ``start``: a version."""
+    where = {"env_port": True, "env_server_base": True, "max_workers": True, "executor": True, "verifier": True}
+    kept = {"model", "adapter", "adapters_path"}
+    serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
+    loop = {"patience": True, "save_total_limit": True}
+    rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": loop})
+    weights = str(model.resolve()) if model is not None else None
+    return {"tasks": tasks, "timeout": timeout, "model": weights, "rl": rl, **({"start": start} if start else {})}
 
 
 def claim(directory: Path, options: JsonObject) -> None:

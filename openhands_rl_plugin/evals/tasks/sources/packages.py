@@ -121,10 +121,15 @@ def parse_source(text: str) -> Package:
     place, _, commit = text.partition("@") if not re.match(r"[\w.+-]+@|[a-z+]+://[^/]*@", text) else (text, "", "")
     if "://" in place or place.endswith(".git") or (Path(place) / ".git").exists() or (Path(place) / "HEAD").exists():
         where = place if "://" in place or not Path(place).exists() else str(Path(place).resolve())
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(place.rstrip("/")).resolve().name.removesuffix(".git"))
-        return Package(name=name.strip("._-") or "repository", git=where, commit=commit or "HEAD")
+        return Package(name=package_name(Path(place.rstrip("/")).resolve()), git=where, commit=commit or "HEAD")
     path = Path(text)
     if path.is_file():
         name = re.sub(r"\.(tar\.\w+|tgz|zip)$", "", path.name)
         return Package(name=re.sub(r"[^A-Za-z0-9._-]", "-", name).strip("._-"), archive=path.resolve())
     raise ConfigError(f"{text} is no source: give name==version, an archive, a git repository, or a plan (.toml)")
+
+
+def package_name(folder: Path) -> str:
+    """The name of the package in the repository of that folder."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.name.removesuffix(".git")).strip("._-")
+    return name or "repository"

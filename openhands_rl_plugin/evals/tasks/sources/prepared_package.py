@@ -22,7 +22,9 @@ _READABLE = re.compile(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True)
 class PreparedPackage:
-    """``tests`` are those that passed in each of the runs on ``tree`` and can be read off a log."""
+    """``tests`` are those that passed in each of the runs on ``tree`` and can be read off a log; ``flickering`` ones
+    passed in some.
+    """
 
     package: Package
     plan: TaskPlan
@@ -34,6 +36,7 @@ class PreparedPackage:
     requirements: tuple[str, ...]
     first_run: TestRun
     tests: frozenset[str]
+    flickering: frozenset[str] = frozenset()
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -76,7 +79,9 @@ def prepare_tree(
     found = layout_of(tree)
     arguments = package.tests or found.arguments
     if not arguments:
-        raise ConfigError(f"{package.label}: no tests found in it; name them in a plan (tests = [...])")
+        raise ConfigError(
+            f"{package.label}: no tests found in it; name them (--tests of `improve`, tests = [...] in a plan)"
+        )
     if not found.code:
         raise ConfigError(f"{package.label}: no Python code found in it beside the tests")
     requirements = tuple(dict.fromkeys([*plan.requirements, *package.requirements, *found.requirements]))
@@ -88,13 +93,15 @@ def prepare_tree(
     tests = frozenset(test for test in first.passed & second.passed if _usable(test, package.avoid))
     if len(tests) < 2:
         raise ConfigError(f"{package.label}: fewer than two tests pass twice in a row; nothing can be measured by them")
-    return PreparedPackage(package, plan, origin, tree, older, found, sandbox, requirements, first, tests)
+    changing = first.passed ^ second.passed
+    return PreparedPackage(package, plan, origin, tree, older, found, sandbox, requirements, first, tests, changing)
 
 
 def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:
     if run.timed_out:
         raise ConfigError(
-            f"{package.label}: its tests take more than {timeout:g} s; run fewer (tests = [...] in a plan)"
+            f"{package.label}: its tests take more than {timeout:g} s; run fewer of them (--tests of `improve`, "
+            "tests = [...] in a plan)"
         )
     if run.crashed:
         raise ConfigError(f"{package.label}: its tests do not run: {run.crashed}")

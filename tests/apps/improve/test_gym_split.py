@@ -1,0 +1,83 @@
+"""Training and held-out tasks share no file, and held-out fixes are the newer ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from openhands_rl_plugin.apps.improve.split import (
+    ACROSS,
+    LEAST_HELD_OUT,
+    LEAST_TRAINING,
+    SPARE,
+    SplitTask,
+    TaskSplit,
+    split_tasks,
+)
+from openhands_rl_plugin.core.errors import ConfigError
+
+
+def injected(count: int, files: int, seed: int = 0) -> list[SplitTask]:
+    order = random.Random(seed)
+    return [SplitTask(id=f"bug-{at}", files=frozenset({f"m{order.randrange(files)}.py"})) for at in range(count)]
+
+
+def fix(at: int, *files: str) -> SplitTask:
+    return SplitTask(id=f"fix-{at}", files=frozenset(files), time=at)
+
+
+def check(tasks: list[SplitTask], split: TaskSplit) -> None:
+    known = {task.id: task for task in tasks}
+    training, held_out = ([known[name] for name in part] for part in (split.training, split.held_out))
+    assert not {file for task in training for file in task.files} & {file for task in held_out for file in task.files}
+    times = [[task.time for task in part if task.time is not None] for part in (training, held_out)]
+    assert not (times[0] and times[1]) or max(times[0]) < min(times[1])
+    assert sorted([*split.training, *split.held_out, *split.dropped]) == sorted(known)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_share_no_file_and_the_held_out_fixes_are_newer(seed: int) -> None:
+    order = random.Random(seed)
+    fixes = [fix(at, *(f"m{order.randrange(9)}.py" for _ in range(order.choice([1, 1, 2])))) for at in range(12)]
+    tasks = [*fixes, *injected(30, 9, seed)]
+    split = split_tasks(tasks, 24, 10, seed=1)
+    check(tasks, split)
+    assert len(split.training) >= LEAST_TRAINING and len(split.held_out) >= LEAST_HELD_OUT
+    assert split == split_tasks(tasks, 24, 10, seed=1)
+
+
+def test_no_more_than_were_asked_for() -> None:
+    tasks = injected(60, 12)
+    split = split_tasks(tasks, 20, 6, seed=1)
+    assert (len(split.training), len(split.held_out)) == (20, 6)
+    assert set(split.dropped.values()) == {SPARE}
+
+
+def test_fewer_than_were_asked_for_are_shared_out() -> None:
+    split = split_tasks(injected(24, 8), 64, 32, seed=1)
+    assert 6 <= len(split.held_out) <= 10 and not split.dropped
+
+
+def test_a_fix_across_both_parts_is_dropped() -> None:
+    tasks = [*injected(40, 2), fix(1, "m0.py", "m1.py")]
+    split = split_tasks(tasks, 20, 20, seed=1)
+    assert split.dropped["fix-1"] == ACROSS
+    check(tasks, split)
+
+
+@pytest.mark.parametrize(("count", "files"), [(7, 7), (40, 1), (1, 1)])
+def test_too_few_are_counted_in_one_line(count: int, files: int) -> None:
+    with pytest.raises(ConfigError, match=f"of {count} good ones.*at least 4 and 4 are needed") as refused:
+        split_tasks(injected(count, files), 32, 16, seed=1)
+    assert "\n" not in str(refused.value)
+
+
+def test_fixes_of_one_part_alone_need_no_cut_in_time() -> None:
+    tasks = [
+        *injected(12, 1),
+        *(SplitTask(id=f"other-{at}", files=frozenset({"x.py"})) for at in range(4)),
+        fix(9, "m0.py"),
+    ]
+    split = split_tasks(tasks, 16, 4, seed=1)
+    assert "fix-9" in split.training and not split.dropped

@@ -1,0 +1,182 @@
+"""``openhands-rl improve``: what is refused before anything is made, what a run keeps, and the price of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from broken_repository import CODE, commit, gym_repository, units_repository
+from needs import needs_bubblewrap
+from tiny_model import write_model, write_tokenizer
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.apps.improve.gym import Gym
+from openhands_rl_plugin.apps.improve.survey import Survey
+from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+
+MODEL = "reader"
+_TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / MODEL
+    write_model(folder, num_hidden_layers=1, max_position_embeddings=8192)
+    write_tokenizer(folder, _TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[str]:
+    config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", threads=1)
+    with running_server(config) as url:
+        yield url
+
+
+def words(repository: Path, folder: Path, *more: str) -> list[str]:
+    return ["improve", "--repo", str(repository), "--run-dir", str(folder / "run"), "--no-studio", *more]
+
+
+def config(folder: Path, server: str, more: str = "") -> Path:
+    file = folder / "config.toml"
+    file.write_text(f"""
+[rl]
+max_turns = 3
+max_prompt_length = 7000
+max_response_length = 256
+max_workers = 2
+{more}
+[rl.storage]
+path = "{folder / "trajectories"}"
+[rl.loop]
+iterations = 2
+tasks_per_iteration = 4
+samples_per_task = 3
+[rl.serving]
+base_url = "{server}/v1"
+adapters_path = "{folder / "adapters"}"
+""")
+    return file
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def made_gym(folder: Path, repository: Path) -> None:
+    """The tasks of an earlier run, as it left them."""
+    from openhands_rl_plugin.apps.improve.repository import find_repository
+
+    found = find_repository(repository)
+    (folder / "tasks").mkdir(parents=True)
+    (folder / "tasks/repository.json").write_text(found.model_dump_json())
+    instance = Instance(instance_id="a", repo="git/gym", base_commit="0" * 40, problem_statement="It is wrong. " * 20)
+    for part, name in (("train", "gym"), (HELD_OUT, "gym-heldout")):
+        rows = [
+            instance.model_copy(update={"instance_id": f"{part}-{at}", "extra": {"split": part}}) for at in range(4)
+        ]
+        (folder / f"tasks/{name}.jsonl").write_text("".join(json.dumps(row_of(each)) + "\n" for each in rows))
+    survey = Survey(tests=30, steady=28, failing=1, flickering=1, unnamed=0, files=4, seconds=2.0, size=4000)
+    gym = Gym(
+        survey=survey,
+        training="gym.jsonl",
+        held_out="gym-heldout.jsonl",
+        counts=(4, 4),
+        fixes=(1, 1),
+        files=(2, 2),
+        tried=12,
+        dropped={"no test notices it": 4},
+        grading=2.0,
+        longest=instance.problem_statement,
+    )
+    (folder / "tasks/gym.json").write_text(gym.model_dump_json())
+
+
+def test_what_is_no_gym_is_refused_in_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, empty = tmp_path / "plain", tmp_path / "empty"
+    plain.mkdir()
+    subprocess.run(["git", "init", "--quiet", str(empty)], check=True)
+    units = units_repository(tmp_path / "units")
+    for repository, more, says in (
+        (tmp_path / "nowhere", [], "there is no such folder"),
+        (plain, [], "is no git repository: tasks are made of commits; run `git init`"),
+        (empty, [], "has no commit yet"),
+        (units, ["--commit", "v9"], "has no commit v9"),
+        (units, ["--model", str(plain)], "this is not the folder of a model"),
+        (units, ["--model", str(model), "--samples-per-task", "1"], "--samples-per-task: "),
+        (units, ["--model", str(model), "--python", "2.7"], "--python: "),
+        (units, ["--model", str(model), "--held-out", "1"], "--held-out: must be greater than or equal to 4"),
+        (units, ["--model", str(model), "--config", "nowhere.toml"], "there is no such file"),
+    ):
+        assert cli.main(words(repository, tmp_path, *more)) == 1
+        assert says in error_of(capsys)
+    assert not (tmp_path / "run/tasks").exists(), "nothing is begun"
+
+
+@needs_bubblewrap
+def test_a_repository_without_tests_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "units"
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    commit(folder, "first", units=CODE)
+    assert cli.main(words(folder, tmp_path, "--model", str(model), "--dry-run")) == 1
+    assert "units: no tests found in it" in error_of(capsys)
+    assert cli.main(words(folder, tmp_path, "--model", str(model), "--tasks", "5", "--dry-run")) == 1
+    assert "holds a run with other options (tasks: 32, now 5)" in error_of(capsys)
+    assert cli.main(words(folder, tmp_path, "--model", str(model), "--tasks", "5", "--dry-run", "--fresh")) == 1
+    assert "no tests found" in error_of(capsys)
+
+
+def test_a_context_without_room_is_refused_before_any_task(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(model, short)
+    settings = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 1024}))
+    units = units_repository(tmp_path / "units")
+    assert cli.main(words(units, tmp_path, "--model", str(short))) == 1
+    assert "no room for an episode" in error_of(capsys)
+    assert not (tmp_path / "run/tasks").exists()
+
+
+def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
+    server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = gym_repository(tmp_path / "gym")
+    made_gym(tmp_path / "run", repository)
+    given = ["--config", str(config(tmp_path, server)), "--dry-run"]
+    assert cli.main(words(repository, tmp_path, *given)) == 0
+    said = capsys.readouterr().out
+    assert "4 to train on (1 past fixes; they change 2 files), 4 held out" in said
+    assert "1 of 30 tests fail before any bug" in said and "4: no test notices it" in said
+    assert "compact prompt: the model reads 8,192 tokens" in said and "tool calls in the text" in said
+    assert "24 to train on, 8 to evaluate" in said and "tokens/s" in said and "GB" in said
+
+    commit(repository, "later", shapes=(repository / "shapes.py").read_text() + "\n\nPI = 3\n")
+    assert cli.main(words(repository, tmp_path, *given, "--json")) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["tasks"]["counts"] == [4, 4] and found["price"]["episodes"] == 24 and found["price"]["sampled"] > 0
+    assert "by now: --fresh makes tasks of that" in printed.err
+    assert not (tmp_path / "run/state.json").exists() and not (tmp_path / "trajectories").exists()
+
+    huge = ["--iterations", "100000000", "--tasks-per-iteration", "100"]
+    assert cli.main(words(repository, tmp_path, *given, *huge)) == 1
+    assert "free some, or choose another --run-dir" in error_of(capsys)
+    given[1] = str(config(tmp_path, server, 'rollout_strategy = "StandardReAct"\nmax_obs_length = 100'))
+    (tmp_path / "config.toml").write_text((tmp_path / "config.toml").read_text().replace("7000", "8000"))
+    assert cli.main(words(repository, tmp_path, *given)) == 1
+    assert "are 8,256 tokens, and the model reads 8,192" in error_of(capsys)
+
+    (tmp_path / "run/tasks/gym.json").write_text("{")
+    assert cli.main(words(repository, tmp_path, "--config", str(config(tmp_path, server)), "--dry-run")) == 1
+    assert "gym.json cannot be read" in error_of(capsys)
