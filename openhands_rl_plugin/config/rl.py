@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    FiniteFloat,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, FiniteFloat, ValidationError, ValidationInfo, model_validator
 from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
