@@ -37,8 +37,11 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.eligibility import is_cut_short
 from openhands_rl_plugin.training.openrlhf.engine import OpenRLHFEngine, TokenGenerator
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
+from openhands_rl_plugin.trajectories.exchange.trainers.openrlhf import observed_tokens
 
 CONFIG, REWARD, TEMPLATE, RETRIES = (
     "OPENHANDS_RL_CONFIG",
@@ -217,18 +220,11 @@ def logs_of(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _rollout(trajectory: Trajectory, score: Score, prompt: str, label: object, *, with_logprobs: bool) -> Rollout:
-    ids: list[int] = []
-    logprobs: list[float] = []
-    ranges: list[tuple[int, int]] = []
-    for node in trajectory.sampled():
-        tokens = node.tokens
-        assert tokens is not None  # the engine gives them
-        if ids and not tokens.extends:
-            raise TrainingError(f"task {trajectory.task.id}: its turns are not one sequence; use StandardReAct")
-        ids += tokens.prompt_ids
-        ranges.append((len(ids), len(ids) + len(tokens.sampled_ids)))
-        ids += tokens.sampled_ids
-        logprobs += [0.0] * len(tokens.prompt_ids) + [*(tokens.logprobs or [0.0] * len(tokens.sampled_ids))]
+    try:
+        # A server that was not asked for logprobs gave none.
+        tokens = observed_tokens(samples_of(trajectory, need_logprobs=with_logprobs))
+    except ExchangeError as error:
+        raise TrainingError(f"task {trajectory.task.id}: {error}") from error
     reward = total_of(score, trajectory.task.id)
     return Rollout(
         prompt=prompt,
@@ -237,9 +233,9 @@ def _rollout(trajectory: Trajectory, score: Score, prompt: str, label: object, *
         mm_train_inputs=None,
         reward=reward,
         scores=reward,
-        observation_tokens=ids,
-        action_ranges=ranges,
-        rollout_log_probs=logprobs if with_logprobs else None,
+        observation_tokens=tokens["observation_tokens"],
+        action_ranges=tokens["action_ranges"],
+        rollout_log_probs=tokens["rollout_log_probs"] if with_logprobs else None,
         truncated=is_cut_short(trajectory),
         extra_logs=logs_of(trajectory),
     )

@@ -1,6 +1,6 @@
 """ATIF, the Agent Trajectory Interchange Format of Harbor, both ways, with token ids and logprobs.
 
-Written is ATIF-v1.7, in which unknown fields are forbidden; read is every version. A step's ``metrics`` have the whole
+Written is ATIF-v1.8, in which unknown fields are forbidden; read is every version. A step's ``metrics`` have the whole
 prompt's ids, those of the answer, and a logprob for each of these. What ATIF has no field for (the task, the judgement,
 rewards of steps, arguments as they were written) stands in ``extra``, so our own files are read back without loss.
 """

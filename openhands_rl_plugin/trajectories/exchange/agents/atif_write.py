@@ -1,4 +1,4 @@
-"""Episodes as ATIF-v1.7; ``atif`` says what stands where."""
+"""Episodes as ATIF-v1.8; ``atif`` says what stands where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openhands_rl_plugin.trajectories.exchange.dates import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.judgement import resolved, score_of
 
-VERSION = "ATIF-v1.7"
+VERSION = "ATIF-v1.8"
 _SOURCES = {"system": "system", "user": "user"}
 
 
@@ -58,6 +58,7 @@ def _document(
     return {
         "schema_version": VERSION,
         "session_id": trajectory.id if number == 0 else f"{trajectory.id}-{number + 1}",
+        "trajectory_id": trajectory.id if number == 0 else f"{trajectory.id}-{number + 1}",
         "agent": agent,
         "steps": [*_steps(trajectory, path, seen)],
         "extra": extra,
@@ -104,6 +105,8 @@ def _agent_step(node: Node, prompt_ids: Sequence[int]) -> JsonObject:
         step["reasoning_content"] = reasoning
     if message.tool_calls:
         step["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if node.sampled:
+        step["llm_call_count"] = 1
     if node.tokens is not None:
         metrics: JsonObject = {
             "prompt_tokens": len(prompt_ids),
