@@ -244,11 +244,7 @@ class RLSettings(Settings):
         default=True, description="true: Thought and Action; false: the whole answer is the action"
     )
     env_name: str = Field(
-        default="webshop",
-        min_length=1,
-        max_length=200,
-        pattern=r"^[^\x00-\x1f\x7f]+$",
-        description="name of the environment",
+        default="webshop", max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$", description="name of the environment"
     )
     env_port: int = Field(default=8000, ge=1, le=65535, description="port of the environment's server")
     env_server_base: HttpUrl = Field(
