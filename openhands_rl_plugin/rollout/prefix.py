@@ -14,7 +14,7 @@ import re
 from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.acted import PREFIX, is_replayed
-from openhands_rl_plugin.core.errors import CaughtFailure
+from openhands_rl_plugin.core.errors import CaughtFailure, EpisodeError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
 from openhands_rl_plugin.core.records import PrefixNote
 from openhands_rl_plugin.core.redaction import is_redacted
@@ -138,7 +138,10 @@ class PrefixStrategy:
     def _next(self, tree: EpisodeTree, engine: LLMEngine) -> int:
         node = self._prefix[len(tree.path())]
         if isinstance(engine, ReadsAnswers):
-            engine.read_again(node.message)
+            try:
+                engine.read_again(node.message)
+            except EpisodeError as error:
+                raise _differed(f"the host cannot execute an answer of the replayed prefix: {error}") from error
         return tree.propose(Completion(message=node.message, metadata=node.metadata))
 
     def _compare(self, tree: EpisodeTree) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -125,10 +126,12 @@ class PrefixSampler:
 
 def next_share(earlier: Sequence[_Judged]) -> float:
     """The share of the next prefix after the last group of a task."""
-    if not earlier:
-        return 0.0
-    last = max(earlier, key=lambda each: each.trajectory.times.finished).trajectory.group_id
-    group = [each for each in earlier if each.trajectory.group_id == last]
+    sizes = Counter(each.trajectory.group_id for each in earlier)
+    whole = [each for each in earlier if sizes[each.trajectory.group_id] > 1]
+    if not whole:
+        return 0.0  # a single attempt cannot have a signal
+    last = max(whole, key=lambda each: each.trajectory.times.finished).trajectory.group_id
+    group = [each for each in whole if each.trajectory.group_id == last]
     note = prefix_of(group[0].trajectory)
     share = note.share if note is not None else 0.0
     objectives = [each.objective for each in group if each.objective is not None]

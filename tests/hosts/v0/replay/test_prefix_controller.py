@@ -1,4 +1,4 @@
-"""A prefix replayed in a workspace by OpenHands' controller: executed, compared, context of what follows."""
+"""A prefix replayed by OpenHands' controller, in a workspace and in the shop: executed, compared, and then context."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.records import prefix_of
 from openhands_rl_plugin.core.types import EpisodeRequest, Node, StopReason, Task, Trajectory
+from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.prefix import begun_with, can_begin_others, has_differed, prefix_nodes
@@ -85,6 +86,29 @@ async def test_a_session_goes_on_from_a_prefix(server: ScriptedModel, native: bo
     sent = server.requests["worker"][asked]["messages"]
     assert "cat answer.txt" in json.dumps(sent), "what was replayed is in its prompt"
     assert source.messages()[:6] == played.messages()[:6] and source.messages() != played.messages(), "but for a time"
+
+
+def shopper(body: dict[str, Any]) -> dict[str, Any]:
+    """Searches, then turns pages."""
+    turn = sum(message["role"] == "assistant" for message in body["messages"])
+    return says(("search[soft cotton socks]", "click[Next >]", "click[< Prev]")[turn])
+
+
+async def test_an_environment_goes_on_from_a_prefix(server: ScriptedModel) -> None:
+    server.policies["shopper"] = shopper
+    serving = ServingSettings(base_url=server.url, model="shopper", request_timeout=20.0)
+    with running_webshop() as shop:
+        host, port = shop.rsplit(":", 1)
+        where = {"env_server_base": host, "env_port": int(port), "react_format": False}
+        runner = ControllerRunner(RLSettings.model_validate({"serving": serving, "max_turns": 3, **where}))
+        task = Task(id="shop", environment="webshop", data={"idx": 1})
+        source = await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g"))
+        begun = begun_with(EpisodeRequest(task=task, run_id="r", group_id="g"), prefix_nodes(source, 2, good=False))
+        played = await runner.run(begun)
+        await runner.close()
+    assert (played.failure, played.messages()) == (None, source.messages())
+    assert [is_replayed(node) for node in played.sampled()] == [True, True, False]
+    assert played.usage.calls == 1 and played.stop is StopReason.MAX_TURNS
 
 
 async def test_a_workspace_that_answers_otherwise_ends_the_replay(server: ScriptedModel) -> None:
