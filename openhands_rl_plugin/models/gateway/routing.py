@@ -9,7 +9,16 @@ from openhands_rl_plugin.core.errors import StorageError, describe
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 
 LATEST = "latest"
-_State = tuple[int, int, int]
+FileState = tuple[int, int, int]
+
+
+def file_state(path: Path) -> FileState | None:
+    """What changes when a file is written or replaced; ``None`` without one. Raises ``OSError``."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 class AdapterRoute:
@@ -24,7 +33,7 @@ class AdapterRoute:
         self._pointer = self._store.root / f"{adapter}.current.json"
         self._base_model = base_model
         self._names = frozenset((LATEST, adapter, *aliases))
-        self._state: _State | None = None
+        self._state: FileState | None = None
         self._current = base_model
 
     def knows(self, model: str) -> bool:
@@ -40,11 +49,8 @@ class AdapterRoute:
             self._state = state
         return self._current
 
-    def _pointer_state(self) -> _State | None:
+    def _pointer_state(self) -> FileState | None:
         try:
-            found = os.stat(self._pointer)
-        except FileNotFoundError:
-            return None
+            return file_state(self._pointer)
         except OSError as error:
             raise StorageError(f"{self._pointer} cannot be read: {describe(error)}") from error
-        return found.st_mtime_ns, found.st_ino, found.st_size
