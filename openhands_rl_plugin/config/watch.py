@@ -18,7 +18,7 @@ class WatchSettings(Settings):
     tasks: int = Field(default=100, ge=1, description="tasks of the suite that are used, at most")
     attempts: int = Field(default=1, ge=1, le=64, description="episodes per task and version")
     margin: float = Field(
-        default=0.02,
+        default=0.05,
         ge=0,
         lt=1,
         description="loss in success that the 95% interval of the paired difference may not include",

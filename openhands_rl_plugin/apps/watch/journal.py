@@ -59,6 +59,11 @@ class Entry(Frozen):
     figures: JsonObject = Field(default_factory=dict)
 
 
+def folder_of(root: Path, name: str) -> Path:
+    """Where the journal of an adapter's watch lies: beside its versions below ``root``."""
+    return root / f"{name}.watch"
+
+
 class Journal:
     """The journal in ``folder``, which several processes may append to. Methods raise ``StorageError``."""
 

@@ -12,7 +12,7 @@ from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, GraderError, RLError, StorageError
-from openhands_rl_plugin.core.judgements import OPINION, consensus, labels_of
+from openhands_rl_plugin.core.judgements import OPINION, consensus, labels_of, scores_of
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Failure, Score, Trajectory
@@ -86,6 +86,8 @@ class EpisodeJudge:
         self._reward: Reward = make_reward(settings.reward)
         self._said: dict[str, Judgement | str] = {}
         self._why: dict[str, str] = {}
+        self._last: dict[str, Score | None] = {}
+        """The newest score of what was judged: another one may say otherwise."""
 
     async def judge(self, ids: Sequence[str]) -> Judged:
         """What is known of these episodes, which have ended without a failure. Raises ``StorageError``.
@@ -101,7 +103,9 @@ class EpisodeJudge:
             by_people = {each: _by_people(said) for each, said in labels.items() if each not in divided}
             told = {each: found for each, found in by_people.items() if found is not None}
             others = [each for each in some if each not in told and each not in divided]
-            away = await self._by_reward([each for each in others if each not in self._said]) or away
+            scores = await scores_of(self._storage, others)
+            changed = [each for each in others if self._last.get(each) != _newest(scores, each)]
+            away = await self._by_reward([each for each in others if each not in self._said or each in changed]) or away
             for each in some:
                 found = DIVIDED if each in divided else told.get(each) or self._said.get(each) or self._why[each]
                 if isinstance(found, Judgement):
@@ -119,6 +123,8 @@ class EpisodeJudge:
     async def _by_reward(self, ids: Sequence[str]) -> str:
         """Let the reward judge these, and keep what it says; returns why it could not."""
         self._why |= dict.fromkeys(ids, UNJUDGED)
+        for each in ids:
+            self._said.pop(each, None)
         if not ids or isinstance(self._reward, JudgesLabels):
             return ""
         where, away = TrajectoryFilter(ids=tuple(ids)), ""
@@ -132,6 +138,7 @@ class EpisodeJudge:
             self._why |= dict.fromkeys(ids, AWAY)
         async for trajectory, scores in self._storage.find(where):
             score = known_score(self._reward, trajectory, scores)
+            self._last[trajectory.id] = scores[-1] if scores else None
             if score is not None and score.reward is not None:
                 self._said[trajectory.id] = self._decided(trajectory, score)
         return away
@@ -145,6 +152,11 @@ class EpisodeJudge:
             return Judgement(value, value >= sure, by) if decided else UNDECIDED
         rule = success_rule(trajectory.task.environment, self._settings.reward)
         return Judgement(value, rule.holds(value, trajectory.stop), by)
+
+
+def _newest(scores: Mapping[str, Sequence[Score]], identity: str) -> Score | None:
+    found = scores.get(identity, ())
+    return found[-1] if found else None
 
 
 def _reason(failure: Failure) -> str:

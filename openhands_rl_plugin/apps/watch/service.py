@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.apps.watch.budgets import check_budget, remove_older, remove_training, training_folder
@@ -74,6 +73,8 @@ class Watch:
         self._measured = {(entry.task.environment, entry.task.id) for entry in job.tasks.held_out}
         self._judge = EpisodeJudge(job.settings, storage)
         self._say = say
+        self._fruitless: int | None = None
+        """What was judged when there was nothing to train on; the same again is not read again."""
 
     def check(self) -> None:
         """Freeze the held-out suite, or raise ``ConfigError`` where it is another than before."""
@@ -91,7 +92,10 @@ class Watch:
     async def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Look at the store every ``interval`` seconds until ``stopped``; trouble is noted and waited out."""
         while not stopped():
-            await self.look()
+            try:
+                await self.look()
+            except StorageError as error:
+                log.warning("%s", error)  # the journal itself takes no line: the disk is full, or away
             tries = state_of(self._journal.read()).tries
             await asyncio.sleep(min(_LONGEST_WAIT, self._settings.watch.interval * 2 ** min(tries, 10)))
 
@@ -135,19 +139,23 @@ class Watch:
         preferred = preferences(await labels_of(self._storage, ids))
         said = judged.known.keys() | {name for both in preferred for name in both}
         new, needed = len(said - state.seen), self._settings.watch.min_episodes
-        found, missing = (None, f"{new} new ones of {needed} that are needed")
-        if new >= needed:
+        found, missing, tasks = None, f"{new} new ones of {needed} that are needed", ()
+        there = hash((frozenset(judged.known.items()), frozenset(preferred.items())))
+        if new >= needed and there == self._fruitless:
+            missing = str(state.judged.get("missing"))
+        elif new >= needed:
             found, missing = await material(self._storage, self._settings, judged.known, preferred, lineage)
+            if found is None or algorithm_of(found.settings).kind != "reinforcement":
+                tasks = await replayable(self._job, self._storage, list(judged.known), state.replayed)
         self._note_judged(state, judged, new, missing)
-        if new >= needed and (found is None or algorithm_of(found.settings).kind != "reinforcement"):
-            tasks = await replayable(self._job, self._storage, list(judged.known), state.replayed)
-            if tasks:
-                return await self._replay(state, tasks)
-        if found is None:
-            if judged.away:
-                raise InfrastructureError(f"episodes wait, because their judge is away: {judged.away}")
-            return False
-        return self._gather(state, found, said)
+        if tasks:
+            return await self._replay(state, tasks)
+        if found is not None:
+            return self._gather(state, found, said)
+        self._fruitless = there
+        if judged.away:
+            raise InfrastructureError(f"episodes wait, because their judge is away: {judged.away}")
+        return False
 
     async def _replay(self, state: State, tasks: Sequence[Task]) -> bool:
         self._check_budget()
@@ -328,8 +336,3 @@ class Watch:
         """The version in use; empty for the base model."""
         current = self._adapters.current(self._name)
         return current.name if current is not None else ""
-
-
-def folder_of(adapters: AdapterStore, name: str) -> Path:
-    """Where the journal of an adapter's watch lies: beside its versions."""
-    return adapters.root / f"{name}.watch"

@@ -69,11 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch, or answer about it. Raises ``RLError`` when the settings, the servers or the store are unusable."""
+    from openhands_rl_plugin.apps.watch.journal import folder_of
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     settings = load_settings(args.config)
     adapters = AdapterStore(settings.serving.adapters_directory.resolve())
-    folder = adapters.root / f"{settings.serving.adapter}.watch"
+    folder = folder_of(adapters.root, settings.serving.adapter)
     if args.action == _RUN:
         return _watch(args, settings, adapters, folder)
     if args.action == "status":

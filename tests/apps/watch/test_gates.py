@@ -14,16 +14,16 @@ def tasks(*values: float) -> dict[str, float]:
     return {f"task-{at:03d}": value for at, value in enumerate(values)}
 
 
-HALF = tasks(*[1.0, 0.0] * 50)
+HALF = tasks(*[1.0, 0.0] * 25)
 
 
 @pytest.mark.parametrize(
     ("after", "passed"),
     [
         (HALF, True),
-        (tasks(*[1.0] * 100), True),
-        (tasks(*[0.0] * 100), False),
-        (tasks(*[1.0, 0.0] * 47, *[0.0] * 6), False),  # -0.03, and it may be -0.06
+        (tasks(*[1.0] * 50), True),
+        (tasks(*[0.0] * 50), False),
+        (tasks(*[1.0, 0.0] * 23, *[0.0] * 4), False),  # -0.04, and it may be more
         ({"another": 1.0}, False),  # nothing in common proves nothing
     ],
 )
@@ -37,12 +37,12 @@ def test_a_loss_beyond_the_margin_that_the_interval_includes_holds_it_back(
 
 def test_small_losses_do_not_add_up() -> None:
     """Each version loses what the margin allows against the one before, and too much against the best."""
-    best, used, after = tasks(*[1.0] * 200), tasks(*[1.0] * 197, *[0.0] * 3), tasks(*[1.0] * 194, *[0.0] * 6)
-    assert held_out_gate("c", after, {"used": used}, 0.04).passed
-    assert not held_out_gate("c", after, {"used": used, "best": best}, 0.04).passed
+    best, used, after = tasks(*[1.0] * 60), tasks(*[1.0] * 59, 0.0), tasks(*[1.0] * 57, *[0.0] * 3)
+    assert held_out_gate("c", after, {"used": used}, 0.09).passed
+    assert not held_out_gate("c", after, {"used": used, "best": best}, 0.09).passed
 
 
-@pytest.mark.parametrize("kind", TROUBLES)
+@pytest.mark.parametrize("kind", [SECRETS, STUCK])
 def test_what_goes_wrong_more_often_holds_it_back(kind: str) -> None:
     quiet = {each: tasks(*[0.0] * 20) for each in TROUBLES}
     assert safety_gate("c", quiet, quiet, 0.02).passed

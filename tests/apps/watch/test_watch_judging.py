@@ -95,6 +95,14 @@ async def test_people_come_first_and_contradictions_wait(store: FileTrajectorySt
     assert only.open == {"labels contradict each other": 1, "nobody has judged it": 1}
 
 
+async def test_a_later_verdict_counts(store: FileTrajectoryStorage) -> None:
+    chosen, name = settings(), "episode-tiny-1"
+    judge = EpisodeJudge(chosen, store)
+    assert (await judge.judge([name])).known[name] == Judgement(0.0, False, "recorded-1")
+    await store.add_scores([Score(trajectory_id=name, reward=1.0, reward_version="verdict-1")])
+    assert (await judge.judge([name])).known[name] == Judgement(1.0, True, "recorded-1")
+
+
 async def test_what_nobody_paid_or_judged_waits(store: FileTrajectoryStorage) -> None:
     unpaid = episode(9, 0.0, task=Task(id="t", environment="workspace", instruction="do it"))
     nodes = tuple(node.model_copy(update={"reward": None}) for node in unpaid.nodes)
