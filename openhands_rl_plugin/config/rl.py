@@ -21,6 +21,7 @@ from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, S
 from openhands_rl_plugin.config.sampling import SamplingSettings as SamplingSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
+from openhands_rl_plugin.config.verifier import VerifierSettings as VerifierSettings
 from openhands_rl_plugin.config.watch import WatchSettings as WatchSettings
 from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -127,30 +128,6 @@ class ServingSettings(Settings):
             f"[rl.serving] api_key_env: the environment variable {self.api_key_env} is not set; "
             f"export {self.api_key_env}=... or remove the line"
         )
-
-
-class VerifierSettings(Settings):
-    """``[rl.verifier]``: labels, data and calibration of `openhands-rl train --verifier`."""
-
-    label: str = Field(
-        default="resolved",
-        min_length=1,
-        description="target: resolved (from the evidence), or a reward's name (its stored scores)",
-    )
-    label_at: float = Field(default=1.0, description="for a reward: a score of at least this is a success")
-    max_length: int = Field(
-        default=10_240,
-        ge=1,
-        description="tokens of an episode and the question about it; longer episodes are cut in the middle",
-    )
-    negatives: float = Field(default=1.0, ge=0, description="failures per success in training; 0: all")
-    held_out: float = Field(
-        default=0.2, gt=0, lt=1, description="fraction of the tasks for evaluation, never trained on"
-    )
-    calibration: Literal["none", "temperature", "platt"] = Field(
-        default="none",
-        description="how predictions are made probabilities, on the held-out tasks: temperature or Platt scaling",
-    )
 
 
 class RewardSettings(Settings):
