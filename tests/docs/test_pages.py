@@ -119,6 +119,7 @@ STORIES = {
     "worlds": Story(tuple(f"tutorials/{name}.md" for name in ("search", "evaluate", "loop")), check=searched),
     "http": Story(("reference/http.md",), fixer),
     "tools": Story(("howto/tools.md",), seller),
+    "trainers": Story(("howto/trainers.md",), fixer),
     "repository tasks": Story(("howto/repository-tasks.md",), repository),
 }
 # Seconds each: no model is made.
