@@ -264,7 +264,7 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
 
     entries = _entries(args, suite, settings)
     store = args.store or str(plan.out / STORE)
-    async with open_store(store, create=True) as storage, _backend(args, suite) as backend:
+    async with open_store(store, create=True) as storage, _backend(args, entries) as backend:
         with ExitStack() as shown:
             await evaluate(
                 plan,
@@ -283,9 +283,9 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
 def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite, settings: RLSettings) -> None:
     """Raise for what all episodes would fail of: the model server, the environment, the interpreters."""
     from openhands_rl_plugin.config.build import check_environment_server
+    from openhands_rl_plugin.evals.runs.backends import is_light
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
     from openhands_rl_plugin.evals.swe.preflight import check_gradable
-    from openhands_rl_plugin.evals.tasks.repair.rows import is_repair
     from openhands_rl_plugin.models.engines.preflight import check_model_server
 
     model = evaluation.plan.model
@@ -293,17 +293,18 @@ def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite,
     if suite.name == ENVIRONMENT:
         check_environment_server(settings)
     rows = [entry.instance for entry in evaluation.eval_tasks if entry.instance is not None]
-    instances = [each for each in rows if not is_repair(each)]
+    instances = [each for each in rows if not is_light(each)]
     if not args.no_grade and instances and (left := check_gradable(instances, containers=args.backend == "docker")):
         print(sayable(left), file=sys.stderr)
 
 
 @asynccontextmanager
-async def _backend(args: argparse.Namespace, suite: Suite) -> AsyncIterator[InstanceBackend | None]:
-    if not suite.software:
+async def _backend(args: argparse.Namespace, entries: Sequence[EvalTask]) -> AsyncIterator[InstanceBackend | None]:
+    instances = [entry.instance for entry in entries if entry.instance is not None]
+    if not instances:
         yield None
         return
-    async with open_backend(args, network=args.network, suite=args.suite) as backend:
+    async with open_backend(args, instances, network=args.network) as backend:
         yield backend
 
 

@@ -70,11 +70,11 @@ async def run(args: argparse.Namespace) -> int:
 
     Raises ``RLError`` when it is known before that nothing can be graded.
     """
+    from openhands_rl_plugin.evals.runs.backends import is_light
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
     from openhands_rl_plugin.evals.swe.preflight import check_gradable, commonest
     from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
-    from openhands_rl_plugin.evals.tasks.repair.rows import is_repair
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
@@ -90,11 +90,11 @@ async def run(args: argparse.Namespace) -> int:
     plan = GradingPlan(run_id=args.run_id, workers=args.workers, timeout=args.timeout)
     predictions = found.rows
     several = len({each.model_name_or_path for each in predictions}) > 1
-    async with open_backend(args, network=args.network) as backend:
+    asked = {each.instance_id for each in predictions}
+    chosen = [instance for instance in instances if instance.instance_id in asked]
+    async with open_backend(args, chosen, network=args.network) as backend:
         await backend.check()
-        asked = {each.instance_id for each in predictions}
-        chosen = [instance for instance in instances if instance.instance_id in asked]
-        others = [instance for instance in chosen if not is_repair(instance)]
+        others = [instance for instance in chosen if not is_light(instance)]
         if others and (left := check_gradable(others, containers=args.backend == "docker")):
             print(sayable(left), file=sys.stderr)
         with progress_bar("grading", len(predictions)) as bar:

@@ -149,7 +149,8 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
 
     if not job.tasks.suite.software:
         return await run_loop(job, listener)
-    async with open_backend(args, suite=args.suite) as backend:
+    instances = [entry.instance for entry in job.tasks.entries if entry.instance is not None]
+    async with open_backend(args, instances) as backend:
         return await run_loop(replace(job, backend=backend), listener)
 
 

@@ -5,10 +5,15 @@ What others wrote is shown on a terminal, never obeyed: control sequences become
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
-from openhands_rl_plugin.core.types import Message, Node, Trajectory
+from openhands_rl_plugin.core.templates.function_text import read_function_text
+from openhands_rl_plugin.core.types import Message, Node, ToolCall, Trajectory
+
+FINISH = "finish"
+"""The name of OpenHands' tool that ends an episode; its ``message`` is the answer."""
 
 # Control characters except for tab and line feed, and what turns the direction of writing.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -54,6 +59,30 @@ def _replayed(node: Node) -> Message:
     """The message in the form in which its host repeats it."""
     form = node.metadata.get("replayed_as")
     return Message.model_validate(form) if isinstance(form, dict) else node.message
+
+
+def last_answer(trajectory: Trajectory) -> str | None:
+    """What the agent said last: the message of its ``finish``, also of one in the text, or a reply without a call.
+
+    ``None`` where it said nothing, or where its last message is another call.
+    """
+    last = next((each for each in reversed(trajectory.messages()) if each.role == "assistant"), None)
+    if last is None:
+        return None
+    if last.tool_calls:
+        return _finish_message(last.tool_calls)
+    parsed = read_function_text(last.content or "")
+    return _finish_message(parsed.calls) if parsed.calls else last.content
+
+
+def _finish_message(calls: Sequence[ToolCall]) -> str | None:
+    said = next((call.arguments for call in calls if call.name == FINISH), None)
+    try:
+        given = json.loads(said) if said is not None else None
+    except (ValueError, RecursionError):
+        return None
+    message = given.get("message") if isinstance(given, dict) else None
+    return message if isinstance(message, str) else None
 
 
 def visible(text: str) -> str:

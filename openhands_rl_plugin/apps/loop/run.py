@@ -27,7 +27,7 @@ from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
-from openhands_rl_plugin.evals.runs.suites import REPAIRS
+from openhands_rl_plugin.evals.runs.suites import REPAIRS, graded_by
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.tasks.repair.drills import lessons
 from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle
@@ -43,7 +43,7 @@ from openhands_rl_plugin.training.loop.router import rollout_settings
 from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener, LoopParts
 from openhands_rl_plugin.training.trainer.memory_estimate import check_fits
 
-RETURN, TESTS = "return", "tests"
+RETURN = "return"
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class LoopResult:
 
 
 def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:
-    """The reward that is maximised: ``[rl.reward]``. The return of a software task is the result of its tests."""
-    return settings.reward.overridden(TESTS) if _is_verdict(tasks, settings) else settings.reward
+    """The reward that is maximised: ``[rl.reward]``. The return of a software task is what its grading says."""
+    return graded_by(tasks.entries, settings.reward) if _is_verdict(tasks, settings) else settings.reward
 
 
 def _is_verdict(tasks: LoopTasks, settings: RLSettings) -> bool:
@@ -147,7 +147,8 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     _note_start(job)
     title, stages = job.title or job.tasks.suite.name, job.settings.loop.stages
     facts = RunFacts.begin(job.directory, plan, title=title, stages=stages, command=job.command)
-    reward = make_reward(RewardSettings(name=TESTS if job.tasks.suite.software else RETURN))
+    software = job.tasks.suite.software
+    reward = make_reward(graded_by(job.tasks.entries, job.settings.reward) if software else RewardSettings(name=RETURN))
     objective = make_reward(objective_of(job.tasks, job.settings))
     storage = open_storage(job.settings)
     try:
@@ -234,8 +235,9 @@ async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectorySto
             yield runner
             return
         strategy, tasks = options.strategy_spec(settings), job.tasks
-        player = open_swe_runner(plan, runner, strategy, storage, job.backend, job.directory / CHECKOUTS)
-        yield GradedRunner(player, (*tasks.demonstrations, *tasks.training, *tasks.held_out))
+        reward = graded_by(tasks.entries, settings.reward)
+        player = open_swe_runner(plan, runner, strategy, storage, job.backend, job.directory / CHECKOUTS, reward=reward)
+        yield GradedRunner(player, tasks.entries)
 
 
 @asynccontextmanager

@@ -18,14 +18,18 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.selection import Selection
 from openhands_rl_plugin.evals.runs.suites import (
+    ENDINGS,
+    FILE_SPLITS,
     LOCAL,
     REPAIRS,
     WEBSHOP,
     Suite,
     environment_tasks,
     find_suite,
+    has_splits,
     swe_tasks,
 )
+from openhands_rl_plugin.evals.swe.dataset import read_instances
 
 _SPLITS: Mapping[str, tuple[str, str]] = dict.fromkeys((LOCAL, WEBSHOP, *REPAIRS), ("train", HELD_OUT))
 """Suite -> its split for training, and the one that is held out."""
@@ -59,10 +63,15 @@ class LoopTasks(NamedTuple):
     training: tuple[EvalTask, ...]
     held_out: tuple[EvalTask, ...]
 
+    @property
+    def entries(self) -> tuple[EvalTask, ...]:
+        """All of them."""
+        return (*self.demonstrations, *self.training, *self.held_out)
+
 
 def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
     """The tasks in the order of the run's seed. Raises ``ConfigError`` for a suite that has too few."""
-    splits = _SPLITS.get(source.suite) if source.rows is None else None
+    splits = _splits(source)
     suite = find_suite(source.suite, source.split or (splits[0] if splits else None))
     chosen = Selection(include=source.include, exclude=source.exclude)
     pool = [*chosen.of(_entries(suite, settings, source.count, source.rows), lambda entry: entry.task.id)]
@@ -84,10 +93,20 @@ def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
 
 def measured_tasks(source: TaskSource, settings: RLSettings, most: int) -> LoopTasks:
     """Tasks of which all are held out, ``most`` of them at most and always the same ones. Raises ``ConfigError``."""
-    splits = _SPLITS.get(source.suite) if source.rows is None else None
+    splits = _splits(source)
     suite = find_suite(source.suite, splits[1] if splits else None)
     entries = _shuffled(_entries(suite, settings, source.count, source.rows), _HELD_OUT_ORDER)
     return LoopTasks(suite, (), (), _measured(entries[:most]))
+
+
+def _splits(source: TaskSource) -> tuple[str, str] | None:
+    """The splits for training and held out: the suite's, or those that the rows of a file name."""
+    if source.rows is not None:
+        return None
+    named = source.suite.endswith(ENDINGS) and source.split is None and source.held_out_rows is None
+    if named and has_splits(read_instances(Path(source.suite))):
+        return FILE_SPLITS
+    return _SPLITS.get(source.suite)
 
 
 def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path | None) -> tuple[EvalTask, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from openhands_rl_plugin.apps.rollout.tasks import FoundTask, GivenTask, find_task
 from openhands_rl_plugin.config.build import check_environment_server, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.host import host_of
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
@@ -34,7 +34,7 @@ from openhands_rl_plugin.evals.runs.episodes import GradedEpisode
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model, stated_bounds
-from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
+from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, graded_by
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.engines.preflight import check_model_server
@@ -46,7 +46,7 @@ from openhands_rl_plugin.training.data.shortened import until_secret
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
 _SCRATCH = "openhands-rl-rollout-"
-_RETURN, _TESTS = "return", "tests"
+_RETURN = "return"
 _SECONDS = 10.0
 
 
@@ -82,9 +82,14 @@ class _Job(NamedTuple):
 
     @property
     def reward(self) -> Reward:
-        """``[rl.reward]``. The return of a repository task is the result of its tests, as in a loop."""
+        """``[rl.reward]``. The return of a repository task is what its grading says, as in a loop."""
         own = self.settings.reward
-        return make_reward(own.overridden(_TESTS) if self.found.suite.software and own.name == _RETURN else own)
+        return make_reward(self.graded if self.found.suite.software and own.name == _RETURN else own)
+
+    @property
+    def graded(self) -> RewardSettings:
+        """The reward that a repository task is graded by."""
+        return graded_by((self.found.entry,), self.settings.reward)
 
 
 def _prepared(found: FoundTask, options: PlayOptions) -> _Job:
@@ -120,7 +125,7 @@ async def _played(job: _Job, storage: TrajectoryStorage) -> PlayedRollout:
         plan = _plan(job, folder)
         async with (
             _backend(found, options) as backend,
-            open_eval_runner(plan, found.suite, job.settings, storage, backend, True, folder, 0) as runner,
+            open_eval_runner(plan, found.suite, job.settings, storage, backend, job.graded, True, folder, 0) as runner,
         ):
             graded = await runner.run(_request(job, plan), found.entry)
     return await _rollout(job, graded)

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Task, Trajectory
 from openhands_rl_plugin.evals.runs.environment_runner import shop_for
-from openhands_rl_plugin.evals.runs.suites import WEBSHOP
+from openhands_rl_plugin.evals.runs.suites import WEBSHOP, graded_by
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 
@@ -74,7 +74,8 @@ async def play_suite(
     tasks = job.tasks
     held_out = [entry.task for entry in tasks.held_out]
     played = await play(job, storage, held_out, run_id=run_id, served_model=served_model, attempts=attempts)
-    reward = make_reward(RewardSettings(name="tests" if tasks.suite.software else "return"))
+    graded = graded_by(tasks.entries, job.settings.reward) if tasks.suite.software else RewardSettings(name="return")
+    reward = make_reward(graded)
     await rescore(storage, reward, TrajectoryFilter(run_id=run_id))
     rewards = await stored_rewards(storage, reward, played)
     result = _counted(played, rewards, _rule(job), len(held_out))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+    from openhands_rl_plugin.evals.swe.types import Instance
 
 
 def add_tasks(group: argparse._ActionsContainer) -> None:
@@ -46,20 +47,14 @@ def add_repositories(group: argparse._ActionsContainer) -> None:
 
 @asynccontextmanager
 async def open_backend(
-    args: argparse.Namespace, *, network: bool = False, suite: str = ""
+    args: argparse.Namespace, instances: Iterable[Instance], *, network: bool = False
 ) -> AsyncIterator[InstanceBackend]:
-    """The back end that ``add_repositories`` chose, until the block ends; ``network``: tests may use it.
-
-    Suites of repair tasks have one of their own, which needs no environments.
+    """The back end that ``add_repositories`` chose, for these instances, until the block ends; ``network``: tests may
+    use it.
     """
     from openhands_rl_plugin.evals.runs.backends import make_backend
-    from openhands_rl_plugin.evals.runs.suites import REPAIRS
-    from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 
-    if suite in REPAIRS:
-        backend: InstanceBackend = RepairBackend()
-    else:
-        backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network)
+    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network, instances=instances)
     try:
         yield backend
     finally:

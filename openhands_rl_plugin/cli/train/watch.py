@@ -170,7 +170,8 @@ async def _serve(args: argparse.Namespace, job: LoopJob, adapters: AdapterStore,
         async with publisher:
             if not job.tasks.suite.software:
                 return await _looked(args, watch(job))
-            async with open_backend(args, suite=job.tasks.suite.name) as backend:
+            instances = [entry.instance for entry in job.tasks.entries if entry.instance is not None]
+            async with open_backend(args, instances) as backend:
                 return await _looked(args, watch(replace(job, backend=backend)))
     finally:
         await storage.close()

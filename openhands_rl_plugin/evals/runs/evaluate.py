@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from openhands_rl_plugin.config.build import make_strategy
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.build import make_reward, make_strategy
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -19,7 +19,7 @@ from openhands_rl_plugin.evals.runs.evaluation import Evaluation
 from openhands_rl_plugin.evals.runs.outcome import Outcome
 from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, SessionAccess
 from openhands_rl_plugin.evals.runs.prompts import REPLIES
-from openhands_rl_plugin.evals.runs.suites import WEBSHOP, Suite
+from openhands_rl_plugin.evals.runs.suites import TESTS, WEBSHOP, Suite, graded_by
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.local import HostRunner
@@ -31,6 +31,7 @@ STORE = "trajectories"
 
 _MOST_PROCESSES = 8
 _ISOLATION = "bubblewrap"
+_BY_TESTS = RewardSettings(name=TESTS)
 
 
 async def evaluate(
@@ -60,8 +61,9 @@ async def evaluate(
     evaluation = Evaluation(plan, eval_tasks, by=by, access=access, retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
+        reward = graded_by(eval_tasks, settings.reward)
         async with open_eval_runner(
-            plan, suite, settings, storage, backend, grade, evaluation.scratch, processes
+            plan, suite, settings, storage, backend, reward, grade, evaluation.scratch, processes
         ) as runner:
             await evaluation.run(runner, listener)
     finally:
@@ -75,6 +77,7 @@ async def open_eval_runner(
     settings: RLSettings,
     storage: TrajectoryStorage,
     backend: InstanceBackend | None,
+    reward: RewardSettings,
     grade: bool,
     scratch: Path,
     processes: int,
@@ -89,7 +92,7 @@ async def open_eval_runner(
             if backend is None:
                 yield EnvironmentRunner(plan, host, strategy=strategy, storage=storage, success=plan.success)
             else:
-                yield open_swe_runner(plan, host, strategy, storage, backend, scratch, grade=grade)
+                yield open_swe_runner(plan, host, strategy, storage, backend, scratch, reward=reward, grade=grade)
 
 
 def open_swe_runner(
@@ -100,11 +103,20 @@ def open_swe_runner(
     backend: InstanceBackend,
     scratch: Path,
     *,
+    reward: RewardSettings = _BY_TESTS,
     grade: bool = True,
 ) -> SweRunner:
-    """A runner for SWE-bench instances. ``backend`` gives the checkouts and grades."""
-    grader = backend if grade else None
-    return SweRunner(plan, host, strategy=strategy, storage=storage, checkouts=backend, grader=grader, scratch=scratch)
+    """A runner for SWE-bench instances. ``backend`` gives the checkouts and grades; ``reward``: see ``graded_by``."""
+    return SweRunner(
+        plan,
+        host,
+        strategy=strategy,
+        storage=storage,
+        checkouts=backend,
+        grader=backend if grade else None,
+        scratch=scratch,
+        reward=make_reward(reward),
+    )
 
 
 def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOptions:

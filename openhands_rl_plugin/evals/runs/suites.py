@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
+from openhands_rl_plugin.config.rl import RewardSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
 from openhands_rl_plugin.core.types import Frozen, Task
 from openhands_rl_plugin.core.validation import unknown_name
@@ -16,14 +17,18 @@ from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.localization.rows import LOCALIZATION, all_localization
 from openhands_rl_plugin.evals.tasks.repair.rows import LEVELS, Level, repair_instances
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 
 LOCAL = "swe-local"
+TESTS = "tests"
+"""The reward of tasks with tests."""
 REPAIRS: Mapping[str, Level] = {f"{REPAIR}-{level}": level for level in LEVELS}
 """The suites of repair tasks, by what their statements give away."""
 ENDINGS = (".jsonl", ".json", ".parquet")
 
+FILE_SPLITS = ("train", "heldout")
 _KEPT = ("instance_id", "repo", "version", "base_commit", "problem_statement")
 
 
@@ -75,13 +80,15 @@ def swe_tasks(suite: Suite, dataset_file: Path | None = None) -> tuple[EvalTask,
     if dataset_file is not None:
         instances = read_instances(dataset_file)
     elif suite.name == LOCAL:
-        instances = _of_split(read_instances(local_rows()), suite.split)
+        instances = _of_split(read_instances(local_rows()), suite.split, LOCAL)
     elif suite.name in REPAIRS:
         instances = repair_instances(REPAIRS[suite.name], suite.split)
     elif suite.on_hub:
         instances = _from_hub(suite)
     else:
         instances = read_instances(Path(suite.name))
+        if suite.split in FILE_SPLITS and has_splits(instances):
+            instances = _of_split(instances, suite.split, suite.name)
     return tuple(swe_task(instance, suite) for instance in instances)
 
 
@@ -96,6 +103,13 @@ def swe_task(instance: Instance, suite: Suite) -> EvalTask:
         split=suite.split,
     )
     return EvalTask(task, row, instance)
+
+
+def graded_by(entries: Iterable[EvalTask], reward: RewardSettings) -> RewardSettings:
+    """The reward of software tasks: their tests, or of localization tasks ``localization``, with the weights of
+    ``reward`` if that is it. Raises ``ConfigError`` where there are both kinds.
+    """
+    return reward.overridden(LOCALIZATION if all_localization(entry.instance for entry in entries) else TESTS)
 
 
 def environment_tasks(
@@ -121,13 +135,18 @@ def local_rows() -> Path:
     return Path(str(files("openhands_rl_plugin.evals.tasks") / "data" / "swe_local.jsonl"))
 
 
-def _of_split(instances: tuple[Instance, ...], split: str) -> tuple[Instance, ...]:
+def has_splits(instances: Iterable[Instance]) -> bool:
+    """Whether rows say in a column ``split`` which of them are to train on and which are held out."""
+    return {str(each.extra.get("split")) for each in instances} == set(FILE_SPLITS)
+
+
+def _of_split(instances: tuple[Instance, ...], split: str, name: str) -> tuple[Instance, ...]:
     if split == "all":
         return instances
     chosen = tuple(instance for instance in instances if instance.extra.get("split") == split)
     if not chosen:
         known = sorted({str(instance.extra.get("split")) for instance in instances})
-        raise ConfigError(f"{LOCAL} has no split {split!r}; it has {', '.join([*known, 'all'])}")
+        raise ConfigError(f"{name} has no split {split!r}; it has {', '.join([*known, 'all'])}")
     return chosen
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
+from openhands_rl_plugin.core.transcript import last_answer
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
@@ -32,6 +32,7 @@ from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.run_evaluation import grade_with_retries
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.tasks.localization.rows import is_localization, submission
 from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge
@@ -41,6 +42,7 @@ _CHECKOUT = "instance.checkout"
 
 class SweRunner:
     """Rolls out instances with ``host``, which stores episodes, and grades them with ``grader`` (``None``: no grading).
+    ``reward`` makes scores of the verdicts.
 
     The plan's ``workers`` bound checkouts and episodes, its ``graders`` bound gradings, so that patches are tested
     while other episodes wait for the model. ``scratch`` holds the checkouts in use.
@@ -56,6 +58,7 @@ class SweRunner:
         checkouts: InstanceBackend,
         grader: InstanceBackend | None,
         scratch: Path,
+        reward: Reward,
     ) -> None:
         self._plan = plan
         self._checkouts = checkouts
@@ -64,7 +67,7 @@ class SweRunner:
         self._scratch = scratch
         self._host = host
         self._strategy = strategy
-        self._reward: Reward = registry.build("rewards", "tests")
+        self._reward = reward
         self._rollouts = asyncio.Semaphore(plan.workers)
         self._gradings = asyncio.Semaphore(plan.graders)
 
@@ -131,10 +134,13 @@ class SweRunner:
 
     async def _grade(self, trajectory: Trajectory, instance: Instance, grader: InstanceBackend) -> PatchVerdict:
         patch = trajectory.evidence.get("git_patch")
-        if not isinstance(patch, str):
+        if is_localization(instance):
+            whole = patch if isinstance(patch, str) and not trajectory.evidence.get("git_patch_cut") else ""
+            patch = submission(whole, last_answer(trajectory))
+        elif not isinstance(patch, str):
             why = str(trajectory.evidence.get("git_patch_missing") or "the episode left no patch")
             return _verdict(instance, VerdictKind.INFRASTRUCTURE, why)
-        if trajectory.evidence.get("git_patch_cut"):
+        elif trajectory.evidence.get("git_patch_cut"):
             return _verdict(instance, VerdictKind.REFUSED, "the change is larger than a recorded patch may be")
         logs = InstanceLogs(self._plan.out / trajectory.run_id / "eval_logs" / instance.instance_id)
         timeout, retries = self._plan.test_timeout, self._plan.retries

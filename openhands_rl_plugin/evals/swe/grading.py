@@ -303,11 +303,18 @@ def _printed_bounds(lines: Sequence[str]) -> tuple[int | None, int | None]:
 
 
 async def grade_and_log(
-    instance: Instance, patch: str, logs: InstanceLogs, grade: Callable[[], Awaitable[PatchVerdict]]
+    instance: Instance,
+    patch: str,
+    logs: InstanceLogs,
+    grade: Callable[[], Awaitable[PatchVerdict]],
+    *,
+    checked: bool = True,
 ) -> PatchVerdict:
-    """The verdict with its time and logs; infrastructure failures are verdicts, too."""
+    """The verdict with its time and logs; infrastructure failures are verdicts, too. An empty or refused patch is not
+    graded unless ``checked`` is false.
+    """
     began = time.monotonic()
-    verdict = before_box(instance, patch)
+    verdict = before_box(instance, patch) if checked else None
     try:
         if verdict is None:
             logs.write_patch(patch)

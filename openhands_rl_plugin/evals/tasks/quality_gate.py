@@ -185,7 +185,9 @@ def duplicates(instances: Sequence[Instance], lineage: Mapping[str, TaskLineage]
 
 
 def _same_task(one: Instance, other: Instance, lineage: Mapping[str, TaskLineage]) -> bool:
-    if one.patch == other.patch or set(one.fail_to_pass) == set(other.fail_to_pass):
+    if one.patch == other.patch:
+        return True
+    if one.fail_to_pass and set(one.fail_to_pass) == set(other.fail_to_pass):
         return True
     mine, theirs = lineage.get(one.instance_id), lineage.get(other.instance_id)
     if mine is None or theirs is None or not mine.function:

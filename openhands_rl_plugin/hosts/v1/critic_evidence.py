@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Protocol, runtime_checkable
 
-from openhands.sdk.tool.builtins import FinishTool
-from pydantic import BaseModel, ValidationError
-
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.transcript import last_answer
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.rollout.scoring import JudgesWorkspace
 
@@ -66,21 +64,3 @@ class Gathering:
         if ran.timed_out and asked.timeout > self._seconds:
             raise GraderError(f"its command took longer than {self._seconds:g} s; raise the critic's timeout")
         return ran
-
-
-class _Finish(BaseModel):
-    message: str
-
-
-def last_answer(trajectory: Trajectory) -> str | None:
-    """What the agent said last: the message of its ``finish``, or a reply without a call."""
-    last = next((node.message for node in reversed(trajectory.nodes) if node.message.role == "assistant"), None)
-    if last is None:
-        return None
-    if not last.tool_calls:
-        return last.content
-    said = next((call.arguments for call in last.tool_calls if call.name == FinishTool.name), None)
-    try:
-        return _Finish.model_validate_json(said).message if said is not None else None
-    except ValidationError:
-        return None

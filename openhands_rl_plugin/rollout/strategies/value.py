@@ -223,9 +223,9 @@ class RewardValue:
 
     def __init__(self, options: RewardValueOptions | None = None, *, reward: Reward) -> None:
         name = reward.version.partition("-")[0]
-        if name in ("tests", "command"):
+        if name in ("tests", "command", "localization"):
             raise ConfigError(
-                f"value 'reward' cannot judge by reward = {name!r}, because a task's tests run only after its episode: "
+                f"value 'reward' cannot judge by reward = {name!r}, because a task is graded only after its episode: "
                 'use another reward, or value = "model" or "verifier"'
             )
         self._reward = reward

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from git_backend import FIX, GitBackend, git, make_instances
 
+from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -132,6 +133,7 @@ async def main(folder: Path, count: int) -> None:
             checkouts=backend,
             grader=backend,
             scratch=evaluation.scratch,
+            reward=build("rewards", "tests"),
         )
         try:
             await evaluation.run(player)

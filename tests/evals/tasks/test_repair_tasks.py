@@ -18,10 +18,10 @@ from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
 from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 from openhands_rl_plugin.evals.tasks.repair.kinds import KINDS, bugs_in
 from openhands_rl_plugin.evals.tasks.repair.making import RepairPlan, make_repair
-from openhands_rl_plugin.evals.tasks.repair.repository import commit_of
 from openhands_rl_plugin.evals.tasks.repair.rows import at_level, repair_instances, repository_files, spec_of
 from openhands_rl_plugin.evals.tasks.repair.slices import LONGEST_FUNCTION, PackageSlicer
 from openhands_rl_plugin.evals.tasks.repair.variations import varied
+from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, suite_file
 
 EVERY_KIND = '''def shorten(text, width=10, mark='...', keep=True):

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.environments.workspace.visible import installed_parts, is_system
+from openhands_rl_plugin.evals.swe.types import Checkout, Mount
 
 _ASK = "import sys, ensurepip; print('%d.%d' % sys.version_info[:2]); print(sys.base_prefix)"
 
@@ -48,6 +50,17 @@ def find_uv() -> Path:
     if found is None:
         raise ConfigError("uv is not installed, which environments are made with; get it with: pip install uv")
     return Path(found).resolve()
+
+
+def with_own_interpreter(directory: Path) -> Checkout:
+    """A checkout whose commands have the Python that runs this program."""
+    prefix = Path(sys.base_prefix).resolve()
+    parts = [] if is_system(prefix.parts[1]) else installed_parts(prefix)
+    return Checkout(
+        directory=directory,
+        mounts=tuple(Mount(host=part, inside=str(part)) for part in parts),
+        variables={"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+    )
 
 
 def _candidates(version: str) -> Iterator[Path]:

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
-from openhands_rl_plugin.environments.workspace.visible import installed_parts, is_system
+from openhands_rl_plugin.evals.swe.backends.interpreters import with_own_interpreter
 from openhands_rl_plugin.evals.swe.grading import grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict, TestsStatus, VerdictKind
-from openhands_rl_plugin.evals.tasks.repair.repository import make_repository
-from openhands_rl_plugin.evals.tasks.repair.rows import RepairSpec, is_repair, repository_files, spec_of
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
+from openhands_rl_plugin.evals.tasks.repair.rows import RepairSpec, repository_files, spec_of
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
+from openhands_rl_plugin.evals.tasks.sources.one_commit import apply_patch, make_repository
 from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 _CALLING = Path(__file__).with_name("calling.py")
@@ -33,41 +30,26 @@ _MOST_FILES, _MOST_BYTES = 100, 2**20
 
 
 class RepairBackend:
-    """An ``InstanceBackend`` for repair tasks. Rows of other kinds go to ``other``; without it they are refused."""
+    """An ``InstanceBackend`` for repair tasks. Rows of other kinds are refused."""
 
     name = "local"
-
-    def __init__(self, other: InstanceBackend | None = None) -> None:
-        self._other = other
 
     async def check(self) -> None:
         """Raise ``ConfigError`` when instances cannot run here."""
         await asyncio.to_thread(check_bubblewrap)
-        if self._other is not None:
-            await self._other.check()
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         """The repository with the bug, and this interpreter. Raises ``InfrastructureError``, ``ConfigError``."""
-        if not is_repair(instance):
-            return await self._others(instance).checkout(instance, directory)
-        commit = await asyncio.to_thread(make_repository, repository_files(spec_of(instance)), directory)
+        commit = await asyncio.to_thread(make_repository, _files(spec_of(instance)), directory)
         if commit != instance.base_commit:
             raise InfrastructureError(
                 f"{instance.instance_id}: its files give commit {commit[:12]}, not {instance.base_commit[:12]}; the row"
                 " has been changed"
             )
-        prefix = Path(sys.base_prefix).resolve()
-        parts = [] if is_system(prefix.parts[1]) else installed_parts(prefix)
-        return Checkout(
-            directory=directory,
-            mounts=tuple(Mount(host=part, inside=str(part)) for part in parts),
-            variables={"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
-        )
+        return with_own_interpreter(directory)
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
-        if not is_repair(instance):
-            return await self._others(instance).grade(instance, patch, logs=logs, timeout=timeout)
         written = InstanceLogs(logs)
 
         async def grade() -> PatchVerdict:
@@ -76,21 +58,14 @@ class RepairBackend:
         return await grade_and_log(instance, patch, written, grade)
 
     async def close(self) -> None:
-        """Close ``other``."""
-        if self._other is not None:
-            await self._other.close()
-
-    def _others(self, instance: Instance) -> InstanceBackend:
-        if self._other is None:
-            raise ConfigError(f"{instance.instance_id} is no repair task")
-        return self._other
+        """Does nothing."""
 
 
 def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) -> PatchVerdict:
     spec = spec_of(instance)
     verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED)
     with scratch_folder("openhands-rl-repair-") as folder:
-        if why := _apply(repository_files(spec), patch, folder):
+        if why := apply_patch(_files(spec), patch, folder):
             return verdict.model_copy(update={"kind": VerdictKind.UNAPPLIED, "reason": why})
         tree = _python_files(folder / "repository")
     started = time.monotonic()
@@ -145,20 +120,8 @@ def _status(names: tuple[str, ...], passed: dict[str, bool]) -> TestsStatus:
     )
 
 
-def _apply(files: dict[str, str], patch: str, folder: Path) -> str:
-    """Write the files below ``folder`` and apply the patch; why it could not be applied, empty when it could."""
-    SourceTree({}).changed(files).write(folder / "repository")
-    (folder / "patch.diff").write_text(patch, encoding="utf-8")
-    command = ["git", "apply", "--whitespace=nowarn", "../patch.diff"]
-    settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CEILING_DIRECTORIES": str(folder)}
-    variables = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "HOME": os.devnull, **settings}
-    try:
-        done = subprocess.run(
-            command, cwd=folder / "repository", capture_output=True, text=True, timeout=60, env=variables
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise InfrastructureError(f"{shlex.join(command)}: {error}") from error
-    return (done.stderr.strip().splitlines() or ["git apply failed"])[-1][:300] if done.returncode else ""
+def _files(spec: RepairSpec) -> SourceTree:
+    return SourceTree({}).changed(repository_files(spec))
 
 
 def _python_files(folder: Path) -> SourceTree:

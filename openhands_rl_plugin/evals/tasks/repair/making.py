@@ -33,12 +33,12 @@ from openhands_rl_plugin.evals.tasks.lineage import (
 )
 from openhands_rl_plugin.evals.tasks.repair.backend import plain
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
-from openhands_rl_plugin.evals.tasks.repair.repository import commit_of
 from openhands_rl_plugin.evals.tasks.repair.rows import COLUMN, RepairSpec, repository_files, statement
 from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
 from openhands_rl_plugin.evals.tasks.repair.variations import Call, varied
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
 from openhands_rl_plugin.evals.tasks.sources.download import fetch
+from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of
 from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test, layout_of
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
@@ -40,10 +40,14 @@ class GitRepository:
         self.git("fast-import", "--quiet", "--force", stdin=b"".join(stream))
         return self.text("rev-parse", f"refs/heads/{branch}").strip()
 
-    def diff(self, old: str, new: str) -> str:
-        """The patch from one commit to another. Raises ``UnicodeDecodeError`` for one that is no text."""
+    def diff(self, old: str, new: str, paths: Iterable[str] = ()) -> str:
+        """The patch from one commit to another, of all files or ``paths``.
+
+        Raises ``UnicodeDecodeError`` for one that is no text.
+        """
         options = ("--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-color", "--diff-algorithm=myers")
-        return self.git("diff", *options, "--src-prefix=a/", "--dst-prefix=b/", old, new).decode()
+        literal = [f":(top,literal){path}" for path in paths]
+        return self.git("diff", *options, "--src-prefix=a/", "--dst-prefix=b/", old, new, "--", *literal).decode()
 
     def without(self, commit: str, patches: tuple[str, ...], message: str, branch: str) -> str:
         """Revert ``patches`` in a commit, in this order, and commit the result. Returns its hash.

@@ -36,7 +36,7 @@ def layout_of(tree: SourceTree) -> PackageLayout:
     """The layout of a package's files."""
     python = [PurePosixPath(path) for path in tree.files if path.endswith(".py")]
     paths = tuple(root for root in ("src", "lib") if any(_is_package(tree, path, root) for path in python))
-    code = [path for path in python if _is_code(path) and _root_of(path, paths) and _in_package(tree, path, paths)]
+    code = [path for path in python if is_code(str(path)) and _root_of(path, paths) and _in_package(tree, path, paths)]
     tests = [path for path in python if is_test(str(path)) and _TEST_FILE.fullmatch(path.name)]
     return PackageLayout(
         code=tuple(map(str, code)),
@@ -59,10 +59,12 @@ def _is_package(tree: SourceTree, path: PurePosixPath, root: str) -> bool:
     return parts[0] == root and (len(parts) == 2 or f"{root}/{parts[1]}/__init__.py" in tree.files)
 
 
-def _is_code(path: PurePosixPath) -> bool:
-    folders = set(path.parts[:-1])
-    hidden = any(part.startswith(".") for part in path.parts)
-    return not (hidden or is_test(str(path)) or folders & _OTHER_FOLDERS or path.name in _OTHER_FILES)
+def is_code(path: str) -> bool:
+    """Whether a file is code of the package: no tests, documentation or tools."""
+    parts = PurePosixPath(path).parts
+    folders = set(parts[:-1])
+    hidden = any(part.startswith(".") for part in parts)
+    return not (hidden or is_test(path) or folders & _OTHER_FOLDERS or parts[-1] in _OTHER_FILES)
 
 
 def _root_of(path: PurePosixPath, paths: tuple[str, ...]) -> bool:
