@@ -381,7 +381,7 @@ def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> No
         (TaskSource(suite="environment", count=6), "test"),
         (TaskSource(suite="environment", rows=rows[0], held_out_rows=rows[1]), "test"),
         (TaskSource(suite="swe-gym", rows=software), "train"),
-        (TaskSource(suite=str(software)), "test"),
+        (TaskSource(suite=str(software)), "train"),
         (TaskSource(suite="swe-local"), "train"),
         (TaskSource(suite="webshop"), "train"),
     ):

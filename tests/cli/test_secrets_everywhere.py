@@ -126,10 +126,15 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "gateway": [["gateway", "--upstream", url, "--store", mongodb, "--port", "0"]],
         "grade": [["grade", rows, "--instances", rows, "--out", str(folder / "graded"), "--mirror", url]],
         "import": [["import", rows, "--into", store], ["import", rows, "--into", mongodb]],
+        "improve": [["improve", "--repo", str(folder), *configured, "--run-dir", str(folder / "improve")]],
         "label": [["label", store, "--id", "x", "--comment", KEYS["prompt"]], ["label", mongodb]],
         "list": [["list", store], ["list", mongodb], ["list", "OPENAI_API_KEY"]],
         "loop": [["loop", "environment", *configured, "--tasks", "4", "--run-dir", str(folder / "loop")]],
         "report": [["report", store], ["report", rows, "--store", mongodb]],
+        "rollout": [
+            ["rollout", "--task", rows, *model, "--json"],
+            ["rollout", "--task", rows, "--base-url", url, "--model", "planted", "--api-key-env", "MY_SERVER_KEY"],
+        ],
         "run": [
             ["run", "-t", KEYS["prompt"], *configured],
             ["run", "-t", "Think.", *configured, *model, "--workspace", config],
@@ -150,6 +155,7 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
             ["tasks", "make", url, "--out", str(folder / "t")],
         ],
         "train": [["train", store, "--model", url, *configured], ["train", mongodb, "--model", "planted", *configured]],
+        "watch": [["watch", *configured, "--once"], ["watch", "status", *configured]],
     }
 
 

@@ -60,6 +60,9 @@ async def run(args: argparse.Namespace) -> int:
             played = await _play(args)
     except RLError as error:
         return _refused(error, args)
+    if (failure := played.failure) is not None:  # errors of others repeat addresses with passwords
+        told = failure.model_copy(update={"message": sayable(failure.message)})
+        played = played.model_copy(update={"failure": told})
     if args.json:
         print(played.model_dump_json())
     else:
@@ -98,7 +101,7 @@ def _refused(error: RLError, args: argparse.Namespace) -> int:
     message = str(error)
     kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
     if args.json:
-        failure: JsonObject = {"kind": kind, "message": message, "boundary": "rollout.start"}
+        failure: JsonObject = {"kind": kind, "message": sayable(message), "boundary": "rollout.start"}
         print(json.dumps({"schema_version": 1, "reward": None, "failure": failure, "segments": []}))
     for line in message.splitlines():
         print(sayable(f"error: {line}"), file=sys.stderr)

@@ -194,7 +194,7 @@ async def test_values_that_add_up_rewards_are_refused_where_none_are_paid(make: 
 def test_tests_are_no_value_because_they_run_after_the_episode():
     with pytest.raises(ConfigError, match=r"value 'reward' cannot judge by reward = 'tests'.* use another reward"):
         RewardValue(reward=TestsReward())
-    with pytest.raises(ConfigError, match="run only after its episode"):
+    with pytest.raises(ConfigError, match="graded only after its episode"):
         registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "tests"}})
 
 
