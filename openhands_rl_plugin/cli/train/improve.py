@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_studio(parser)
     _add_tasks(parser.add_argument_group("tasks"))
     loop = parser.add_argument_group("loop", "Default: the keys of [rl.loop], if a config is given.")
-    loop.add_argument("--iterations", type=positive, metavar="ITERATIONS", help="roll out, train, publish so often (default: 5)")
+    often = "roll out, train, publish so often (default: 5)"
+    loop.add_argument("--iterations", type=positive, metavar="ITERATIONS", help=often)
     each = "training tasks rolled out per iteration (default: 8, or all there are)"
     loop.add_argument("--tasks-per-iteration", type=positive, metavar="TASKS", help=each)
     loop.add_argument("--samples-per-task", type=positive, metavar="EPISODES", help="episodes per task (default: 8)")
@@ -94,7 +95,8 @@ def _add_tasks(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--with", dest="requirements", action="append", default=[], metavar="REQ", help=also)
     group.add_argument("--python", default="3.12", metavar="VERSION", help="Python version of the tests")
     group.add_argument("--test-timeout", type=float, default=60.0, metavar="SECONDS", help="for one run of the tests")
-    group.add_argument("--seed", type=int, default=1, metavar="SEED", help="seed of the choice of bugs and of the split")
+    seed = "seed of the choice of bugs and of the split"
+    group.add_argument("--seed", type=int, default=1, metavar="SEED", help=seed)
     text = "folder for Python environments (default: in the user's cache folder)"
     group.add_argument("--cache", type=Path, metavar="DIR", help=text)
 
