@@ -1,4 +1,4 @@
-"""The demo on code: a small pretrained model learns to repair functions that it has not seen, in OpenHands' sandbox."""
+"""The demo on code: a small pretrained model is trained to repair functions, in OpenHands' sandbox."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 from openhands_rl_plugin.training.loop.stages import LoopListener
 
-TITLE = "A small model learns to repair code"
+TITLE = "A small model is trained to repair code"
 ADAPTER = "repair"
 CONTEXT_TOKENS = 3072  # an oracle's episode takes at most 1,900; the server reserves this for every running episode
 CACHE_BYTES = 256 * 1024**2

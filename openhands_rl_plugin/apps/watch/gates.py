@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from openhands_rl_plugin.core.types import JsonObject
 CANARY, HELD_OUT, SAFETY = "canary", "held-out", "safety"
 _NEVER_MORE = frozenset({FLAGGED, SECRETS})
 """Of these one more episode is too many, whether by chance or not."""
+_LEAST_MARGIN = 0.02
+"""Smaller ones ask for as many tasks as this one."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,12 @@ class Verdict:
     passed: bool
     said: str
     figures: JsonObject
+
+
+def tasks_needed(margin: float) -> int:
+    """Tasks below which a loss of ``margin`` goes unseen too often: the interval of tied tasks has no width, however few
+    they are. With n of them no loss is seen with a chance of ``(1 - margin) ** n``, here at most 0.14."""
+    return math.ceil(2 / max(margin, _LEAST_MARGIN))
 
 
 def held_out_gate(
@@ -39,15 +48,16 @@ def held_out_gate(
     sentences: list[str] = []
     figures: JsonObject = {}
     passed = True
+    least = tasks_needed(margin)
     for name, before in against.items():
         shared = sorted(before.keys() & after.keys())
         change = paired_difference([before[task] for task in shared], [after[task] for task in shared])
         lost = [task for task in shared if after[task] < before[task]]
-        holds = change.n > 0 and change.low >= -margin
+        holds = change.n >= least and change.low >= -margin
         passed = passed and holds
         sentences.append(
             f"{change.mean:+.3f} in success against {name} (95% interval {change.low:+.3f} to {change.high:+.3f}, "
-            f"{change.n} tasks, {len(lost)} done worse)"
+            f"{change.n} tasks{f' of {least} that the margin needs' if change.n < least else ''}, {len(lost)} done worse)"
         )
         figures[name] = {"mean": change.mean, "low": change.low, "high": change.high, "n": change.n, "worse": [*lost]}
     allowed = f"a loss of {margin:g} is allowed"

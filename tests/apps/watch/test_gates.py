@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openhands_rl_plugin.apps.watch.gates import held_out_gate, safety_gate
+from openhands_rl_plugin.apps.watch.gates import held_out_gate, safety_gate, tasks_needed
 from openhands_rl_plugin.apps.watch.trouble import FLAGGED, MALFORMED, SECRETS, STUCK, TROUBLES, trouble_of
 from openhands_rl_plugin.core.types import Message, Node, Task, ToolCall
 from openhands_rl_plugin.testing import example_trajectory
@@ -33,6 +33,14 @@ def test_a_loss_beyond_the_margin_that_the_interval_includes_holds_it_back(
     verdict = held_out_gate("policy-v000002", after, {"policy-v000001": HALF}, 0.05)
     assert verdict.passed is passed
     assert "against policy-v000001 (95% interval " in verdict.said and "a loss of 0.05 is allowed" in verdict.said
+
+
+def test_a_tie_of_few_tasks_says_nothing() -> None:
+    few, enough = tasks(1.0, 1.0), tasks(*[1.0] * 40)
+    verdict = held_out_gate("c", few, {"used": few}, 0.05)
+    assert not verdict.passed and "2 tasks of 40 that the margin needs" in verdict.said
+    assert held_out_gate("c", enough, {"used": enough}, 0.05).passed
+    assert all((1 - margin) ** tasks_needed(margin) < 0.14 for margin in (0.02, 0.05, 0.1, 0.3, 0.9))
 
 
 def test_small_losses_do_not_add_up() -> None:
