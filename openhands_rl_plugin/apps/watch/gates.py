@@ -28,8 +28,8 @@ class Verdict:
 
 
 def tasks_needed(margin: float) -> int:
-    """Tasks below which a loss of ``margin`` goes unseen too often: the interval of tied tasks has no width, however few
-    they are. With n of them no loss is seen with a chance of ``(1 - margin) ** n``, here at most 0.14."""
+    """Tasks below which a loss of ``margin`` goes unseen too often: the interval of tied tasks has no width, however
+    few they are. With n of them no loss is seen with a chance of ``(1 - margin) ** n``, here at most 0.14."""
     return math.ceil(2 / max(margin, _LEAST_MARGIN))
 
 
@@ -55,9 +55,10 @@ def held_out_gate(
         lost = [task for task in shared if after[task] < before[task]]
         holds = change.n >= least and change.low >= -margin
         passed = passed and holds
+        of = f" of {least} that the margin needs" if change.n < least else ""
         sentences.append(
             f"{change.mean:+.3f} in success against {name} (95% interval {change.low:+.3f} to {change.high:+.3f}, "
-            f"{change.n} tasks{f' of {least} that the margin needs' if change.n < least else ''}, {len(lost)} done worse)"
+            f"{change.n} tasks{of}, {len(lost)} done worse)"
         )
         figures[name] = {"mean": change.mean, "low": change.low, "high": change.high, "n": change.n, "worse": [*lost]}
     allowed = f"a loss of {margin:g} is allowed"
