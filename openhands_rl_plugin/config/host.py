@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -14,6 +14,19 @@ V0_PACKAGE, V1_PACKAGES = "openhands-ai", ("openhands-sdk", "openhands-tools")
 OLDEST_SDK = (1, 15)
 STOCK = "stock"
 """Names OpenHands' own agent, whichever OpenHands there is."""
+
+
+class ToolNames(NamedTuple):
+    """What a host calls the tools that a repair takes; ``finish`` and the arguments' names are the same in all."""
+
+    shell: str
+    editor: str
+
+
+TOOLS: dict[HostName, ToolNames] = {
+    "v0": ToolNames("execute_bash", "str_replace_editor"),
+    "v1": ToolNames("terminal", "file_editor"),
+}
 
 _STOCK_AGENTS: dict[HostName, str] = {"v0": "CodeActAgent", "v1": "Agent"}
 _FIRST_WITHOUT_V0 = (1, 7)

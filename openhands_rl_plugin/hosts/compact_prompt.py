@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from openhands_rl_plugin.config.host import TOOLS
 from openhands_rl_plugin.core.types import JsonObject
 
 SYSTEM = (
@@ -29,10 +30,10 @@ _EDITOR = (
     "old_str (exact lines, found once) by new_str, insert new_str after insert_line, undo_edit."
 )
 _TEXTS = {
-    "execute_bash": _SHELL,
-    "terminal": f"{_SHELL} reset true: new shell.",
-    "str_replace_editor": _EDITOR,
-    "file_editor": _EDITOR,
+    TOOLS["v0"].shell: _SHELL,
+    TOOLS["v1"].shell: f"{_SHELL} reset true: new shell.",
+    TOOLS["v0"].editor: _EDITOR,
+    TOOLS["v1"].editor: _EDITOR,
     "finish": "End the task with a message.",
 }
 _LEFT_OUT = frozenset({"think", "task_tracker", "browser", "execute_ipython_cell"})

@@ -1,6 +1,6 @@
 """What an episode of a repair task costs with the compact prompt: the oracle's tokens and time, and fine-tuning on it.
 
-    python -m evaluation.performance.loops.repair_costs --model DIR [--level 1] [--episodes 12] [--trained 4]
+    python -m evaluation.performance.loops.repair_costs --model DIR [--host v1] [--level 1] [--episodes N] [--trained N]
 
 The episodes are played in OpenHands' own controller with commands in the sandbox, and graded. Fine-tuning is one step
 of a LoRA adapter on the first ``--trained`` of them, on one thread: its figure is tokens for a second of the
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.run import LoopJob, open_demonstrator
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
+from openhands_rl_plugin.config.host import HostName
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, TrainingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Sample, Trajectory
 from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
@@ -29,10 +30,10 @@ from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
-def played(level: int, count: int, folder: Path) -> list[Trajectory]:
+def played(host: HostName, native: bool, level: int, count: int, folder: Path) -> list[Trajectory]:
     """Episodes of the oracle, one after the other."""
     settings = RLSettings(
-        host="v0",
+        host=host,
         serving=ServingSettings(base_url="http://127.0.0.1:1/v1", model="none"),
         workspace=WorkspaceSettings(prompt="compact"),
         loop=LoopSettings(demonstrations=count),
@@ -47,7 +48,7 @@ def played(level: int, count: int, folder: Path) -> list[Trajectory]:
         run_id="costs",
         limits=settings.limits(),
         backend=RepairBackend(),
-        native_tool_calling=False,
+        native_tool_calling=native,
     )
 
     async def play() -> list[Trajectory]:
@@ -97,13 +98,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--level", type=int, choices=(1, 2, 3), default=1)
+    parser.add_argument("--host", choices=("v0", "v1"), default="v0")
+    parser.add_argument("--native", action="store_true", help="tool calls by the API, not in the text")
     parser.add_argument("--episodes", type=int, default=12)
     parser.add_argument("--trained", type=int, default=4, help="episodes of the fine-tuning step; 0: none")
     args = parser.parse_args()
     tokenizer = load_tokenizer(str(args.model))
     with tempfile.TemporaryDirectory() as folder:
         started, before = time.monotonic(), _processor_seconds()
-        episodes = played(args.level, args.episodes, Path(folder))
+        episodes = played(args.host, args.native, args.level, args.episodes, Path(folder))
         seconds, processor = time.monotonic() - started, _processor_seconds() - before
     sequences = [demonstration_samples(each, tokenizer) for each in episodes]
     lengths = [sum(len(sample.input_ids) for sample in each) for each in sequences]

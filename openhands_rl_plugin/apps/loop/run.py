@@ -15,6 +15,7 @@ from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
+from openhands_rl_plugin.config.host import TOOLS, host_of
 from openhands_rl_plugin.config.rl import LoopSettings, RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.config.training import TrainingSettings
@@ -247,7 +248,7 @@ async def open_demonstrator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIt
     if not instances:
         yield None
         return
-    with serve_oracle(RepairOracle(instances, job.settings.sampling.seed)) as url:
+    with serve_oracle(RepairOracle(instances, TOOLS[host_of(job.settings)], job.settings.sampling.seed)) as url:
         own = {"base_url": url, "base_urls": (), "model": ORACLE, "api_key_env": "", "server": "auto"}
         settings = job.settings.model_copy(
             update={
@@ -270,7 +271,8 @@ def _lessons(job: LoopJob) -> Lessons | None:
     loop, seed = job.settings.loop, job.settings.sampling.seed
     if loop.drills and job.native_tool_calling:
         raise ConfigError("--drills: their calls are in the text: add --no-native-tool-calling, or leave it at 0")
-    return partial(lessons, instances=known, seed=seed, drills=loop.drills, level=level, strange=strange)
+    tools = TOOLS[host_of(job.settings)]
+    return partial(lessons, instances=known, tools=tools, seed=seed, drills=loop.drills, level=level, strange=strange)
 
 
 class _Oracle:

@@ -10,23 +10,22 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.config.host import installed_hosts
+from openhands_rl_plugin.config.host import TOOLS, installed_hosts
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle
 from openhands_rl_plugin.evals.tasks.repair.oracle_server import serve_oracle
 from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances
 
-CONFIG = '[rl]\nhost = "v0"\n[rl.workspace]\nprompt = "compact"\n[rl.storage]\npath = "{folder}/store"\n'
+CONFIG = '[rl.workspace]\nprompt = "compact"\n[rl.storage]\npath = "{folder}/store"\n'
 
 
 @needs_bubblewrap
 @pytest.mark.slow
-@pytest.mark.skipif("v0" not in installed_hosts(), reason="OpenHands V0 is not installed")
 def test_the_oracle_solves_held_out_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config, out = tmp_path / "config.toml", tmp_path / "out"
     config.write_text(CONFIG.format(folder=tmp_path))
     words = ["evaluate", "repair-2", "--config", str(config), "--agent", "RLAgent", "--limit", "2", "--out", str(out)]
-    with serve_oracle(RepairOracle(repair_instances(2, "heldout"))) as url:
+    with serve_oracle(RepairOracle(repair_instances(2, "heldout"), TOOLS[installed_hosts()[0]])) as url:
         model = ["--model", f"openai/{ORACLE}", "--base-url", url, "--max-iterations", "12", "--processes", "0"]
         assert cli.main([*words, *model, "--no-native-tool-calling"]) == 0, capsys.readouterr()
     rows = [json.loads(line) for file in out.rglob("output.jsonl") for line in file.read_text().splitlines()]

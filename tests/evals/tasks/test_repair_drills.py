@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from openhands_rl_plugin.config.host import TOOLS
 from openhands_rl_plugin.core.types import Message, Node, Task, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.repair.drills import lessons, library_functions
@@ -19,6 +20,7 @@ from openhands_rl_plugin.evals.tasks.repair.oracle import oracle_plan
 from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_of
 from openhands_rl_plugin.testing.samples import sample_episode
 
+V0 = TOOLS["v0"]
 VALUE = r"<parameter={}>(.*?)</parameter>\n(?=<)"
 
 
@@ -33,7 +35,7 @@ def played(instance: Instance, seed: int = 0) -> Trajectory:
         Node(parent=None, message=Message(role="system", content="tools")),
         Node(parent=0, message=Message(role="user", content=f"{instance.problem_statement} It is /workspace/repo.")),
     ]
-    for call in oracle_plan(instance, seed):
+    for call in oracle_plan(instance, V0, seed):
         nodes.append(Node(parent=len(nodes) - 1, message=Message(role="assistant", content=call.text), sampled=True))
         shown = f"file {spec.path}:\n{numbered(spec.files[spec.path])}\n" if "view" in call.text else "done"
         nodes.append(Node(parent=len(nodes) - 1, message=Message(role="user", content=shown)))
@@ -47,11 +49,11 @@ def instances() -> tuple[Instance, ...]:
 
 
 def test_errors_are_context_and_what_follows_is_learnt(instances: tuple[Instance, ...]) -> None:
-    found = lessons([*map(played, instances)], instances, seed=0, drills=0, level=1)
+    found = lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=0, level=1)
     assert len(found) == len(instances)
     left = 0
     for lesson, instance in zip(found, instances, strict=True):
-        plan = oracle_plan(instance, 0)
+        plan = oracle_plan(instance, V0, 0)
         assert [node.message.content for node in lesson.nodes if node.sampled] == [
             call.text for call in plan if not call.errs
         ]
@@ -64,7 +66,7 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
     at_level = repair_instances(level, "train")[: len(instances)]  # type: ignore[arg-type]
     episodes = [played(each, 3) for each in at_level]
     found, again = (
-        lessons(episodes, at_level, seed=3, drills=30, level=level)[12:]  # type: ignore[arg-type]
+        lessons(episodes, at_level, tools=V0, seed=3, drills=30, level=level)[12:]  # type: ignore[arg-type]
         for _ in range(2)
     )
     assert found == again and len({each.id for each in found}) == 30
@@ -87,9 +89,11 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
 
 def test_drills_show_no_function_that_is_held_out() -> None:
     instances = repair_instances(1, "train")[:2]
-    shown = functions_of(lessons([*map(played, instances)], instances, seed=0, drills=8, level=1)[2:])
+    shown = functions_of(lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8, level=1)[2:])
     strange = frozenset(sorted(shown)[::2])
-    others = functions_of(lessons([*map(played, instances)], instances, seed=0, drills=8, level=1, strange=strange)[2:])
+    others = functions_of(
+        lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8, level=1, strange=strange)[2:]
+    )
     assert len(others) == len(shown) == 8 and not others & strange
 
 

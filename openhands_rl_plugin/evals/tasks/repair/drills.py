@@ -12,12 +12,13 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from openhands_rl_plugin.config.host import ToolNames
 from openhands_rl_plugin.core.types import Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.positions import parse
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
 from openhands_rl_plugin.evals.tasks.repair.oracle import edit_call, oracle_plan, replacement
-from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, Level, RepairSpec, spec_of, statement
+from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, Level, spec_of, statement
 from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
 
 _LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site-packages/", "dist-packages/")
@@ -28,6 +29,7 @@ def lessons(
     demonstrations: Sequence[Trajectory],
     instances: Sequence[Instance],
     *,
+    tools: ToolNames,
     seed: int,
     drills: int,
     level: Level,
@@ -35,17 +37,17 @@ def lessons(
 ) -> list[Trajectory]:
     """What a policy is fine-tuned on: the right answers of the oracle's episodes, and ``drills`` in their form.
 
-    ``strange``: names of functions that no drill may show, those of the held-out tasks.
+    ``tools``: those of the host. ``strange``: names of functions that no drill may show, those of the held-out tasks.
     """
     by_id = {each.instance_id: each for each in instances}
     known = [(each, by_id[each.task.id]) for each in demonstrations]
-    right = [_without_errors(each, instance, seed) for each, instance in known]
-    return [*right, *_drills(known, seed, drills, level, strange)]
+    right = [_without_errors(each, instance, tools, seed) for each, instance in known]
+    return [*right, *_drills(known, tools, seed, drills, level, strange)]
 
 
-def _without_errors(episode: Trajectory, instance: Instance, seed: int) -> Trajectory:
+def _without_errors(episode: Trajectory, instance: Instance, tools: ToolNames, seed: int) -> Trajectory:
     """The episode with its errors as context, not as something to imitate."""
-    plan = oracle_plan(instance, seed)
+    plan = oracle_plan(instance, tools, seed)
     answers = [at for at in episode.path() if episode.nodes[at].sampled]
     wrong = {at for at, call in zip(answers, plan, strict=True) if call.errs}
     nodes = [
@@ -55,7 +57,12 @@ def _without_errors(episode: Trajectory, instance: Instance, seed: int) -> Traje
 
 
 def _drills(
-    known: Sequence[tuple[Trajectory, Instance]], seed: int, count: int, level: Level, strange: frozenset[str]
+    known: Sequence[tuple[Trajectory, Instance]],
+    tools: ToolNames,
+    seed: int,
+    count: int,
+    level: Level,
+    strange: frozenset[str],
 ) -> Iterator[Trajectory]:
     if not count:
         return
@@ -79,7 +86,7 @@ def _drills(
                 continue
             wrong = source.choice(bugs[source.choice(possible)])
             episode, instance = known[made % len(known)]
-            drill = _drill(episode, spec_of(instance), instance, function, wrong, level)
+            drill = _drill(episode, tools, instance, function, wrong, level)
             if drill is not None:
                 made += 1
                 yield drill.model_copy(update={"id": f"drill-{seed}-{turn}-{made}"})
@@ -110,10 +117,10 @@ def _functions(text: str) -> Iterator[str]:
 
 
 def _drill(
-    episode: Trajectory, spec: RepairSpec, instance: Instance, function: SlicedFunction, wrong: str, level: Level
+    episode: Trajectory, tools: ToolNames, instance: Instance, function: SlicedFunction, wrong: str, level: Level
 ) -> Trajectory | None:
     """``None`` where the episode does not show the file as ``cat -n`` does."""
-    edit = replacement(wrong, function.text)
+    spec, edit = spec_of(instance), replacement(wrong, function.text)
     line = wrong[: wrong.index(edit.old)].count("\n") + 1
     # Without the failing test that level 3 names there is nothing to be found: the function is told.
     told = spec.model_copy(update={"path": function.path, "function": function.name, "line": line})
@@ -131,7 +138,7 @@ def _drill(
         return None
     kept = [*path[:asked], path[seen - 1], path[seen]]
     nodes = [_like(node, changed, at) for at, node in enumerate(kept)]
-    text = edit_call(f"/workspace/{DIRECTORY}/{function.path}", edit)
+    text = edit_call(tools, f"/workspace/{DIRECTORY}/{function.path}", edit)
     answer = nodes[-2].message.model_copy(update={"content": text})
     nodes.append(nodes[-2].model_copy(update={"parent": len(nodes) - 1, "message": answer}))
     return episode.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})

@@ -1,7 +1,7 @@
 """The scripted oracle: it looks at the file, runs the tests, edits, runs them again, and errs now and then on the way.
 
-Its answers are text as OpenHands writes calls for a model without tool calling. They follow from the conversation and a
-seed, so that the same episodes can be played in any process.
+Its answers are text as OpenHands writes calls for a model without tool calling, with the host's names of its tools.
+They follow from the conversation and a seed, so that the same episodes can be played in any process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from openhands_rl_plugin.config.host import ToolNames
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -43,9 +44,10 @@ class OracleCall(NamedTuple):
 
 class RepairOracle:
     """Answers for the tasks of ``instances``: found by their statements, and those with the same one by the file that
-    was looked at."""
+    was looked at. ``tools``: those of the host that it plays in."""
 
-    def __init__(self, instances: Sequence[Instance], seed: int = 0) -> None:
+    def __init__(self, instances: Sequence[Instance], tools: ToolNames, seed: int = 0) -> None:
+        self._tools = tools
         self._seed = seed
         self._instances: dict[str, list[Instance]] = {}
         for each in instances:
@@ -58,7 +60,7 @@ class RepairOracle:
         if same is None:
             raise ConfigError("the oracle does not know the task of this conversation")
         seen = "\n".join(each["content"] for each in conversation)
-        calls = oracle_calls(next((each for each in same if _is_seen(each, seen)), same[0]), self._seed)
+        calls = oracle_calls(next((each for each in same if _is_seen(each, seen)), same[0]), self._tools, self._seed)
         return calls[min(sum(each["role"] == "assistant" for each in conversation), len(calls) - 1)]
 
 
@@ -68,31 +70,33 @@ def _is_seen(instance: Instance, text: str) -> bool:
     return all(line in text for line in spec.files[spec.path].splitlines())
 
 
-def oracle_calls(instance: Instance, seed: int) -> list[str]:
+def oracle_calls(instance: Instance, tools: ToolNames, seed: int) -> list[str]:
     """The answers of an episode, in their order."""
-    return [call.text for call in oracle_plan(instance, seed)]
+    return [call.text for call in oracle_plan(instance, tools, seed)]
 
 
-def oracle_plan(instance: Instance, seed: int) -> list[OracleCall]:
+def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleCall]:
     """The answers of an episode, in their order, and which of them err."""
     spec = spec_of(instance)
     choice = random.Random(f"{seed} {instance.instance_id}")
     path = f"/workspace/{DIRECTORY}/{spec.path}"
     wrong, right = spec.files[spec.path], fixed_text(instance)
-    calls = [*_search(instance), _view(path), _tests()]
+    look = _call(tools.editor, command="view", path=path, security_risk="LOW")
+    test = _call(tools.shell, command=f"python3 {RUN_TESTS}", security_risk="LOW")
+    calls = [*_search(instance, tools), look, test]
     plan = [OracleCall(text) for text in calls]
     for _ in range(MOST_ERRORS):
         error = choice.random()
         if error < WRONG_FIX and (other := _other_fix(spec, wrong, right, choice)) is not None:
-            plan += [OracleCall(edit_call(path, replacement(wrong, other)), errs=True), OracleCall(_tests())]
+            plan += [OracleCall(edit_call(tools, path, replacement(wrong, other)), errs=True), OracleCall(test)]
             wrong = other
         elif WRONG_FIX <= error < WRONG_FIX + WRONG_TEXT:
             edit = replacement(wrong, right)
             misread = Replacement(old=_misread(edit.old, wrong, choice), new=edit.new)
-            plan.append(OracleCall(edit_call(path, misread), errs=True))
+            plan.append(OracleCall(edit_call(tools, path, misread), errs=True))
         else:
             break
-    end = [edit_call(path, replacement(wrong, right)), _tests(), _call("finish", message="The tests pass.")]
+    end = [edit_call(tools, path, replacement(wrong, right)), test, _call("finish", message="The tests pass.")]
     return [*plan, *map(OracleCall, end)]
 
 
@@ -142,10 +146,10 @@ def replacement(old: str, new: str) -> Replacement:
             return Replacement(old=old.rstrip("\n"), new=new.rstrip("\n"))
 
 
-def _search(instance: Instance) -> Iterator[str]:
+def _search(instance: Instance, tools: ToolNames) -> Iterator[str]:
     """What has to be found out first where the statement does not name the file."""
     if spec_of(instance).path not in instance.problem_statement:
-        yield _call("execute_bash", command=f"cat {instance.fail_to_pass[0].partition('::')[0]}", security_risk="LOW")
+        yield _call(tools.shell, command=f"cat {instance.fail_to_pass[0].partition('::')[0]}", security_risk="LOW")
 
 
 def _other_fix(spec: RepairSpec, wrong: str, right: str, choice: random.Random) -> str | None:
@@ -163,23 +167,17 @@ def _changed_lines(old: str, new: str) -> tuple[int, int]:
 
 
 def _misread(text: str, file: str, choice: random.Random) -> str:
-    """The text with one thing read wrongly (a quote, the indentation, a bracket), so that it is not in the file."""
-    options = [text.replace("'", '"'), f" {text}", text.replace("(", "", 1), text.replace("_", "", 1), f"{text};"]
-    return choice.choice([each for each in options if each not in file])
+    """The text with one thing read wrongly (a quote, the indentation, a bracket), so that it is not in the file, not
+    even without the white space around it: OpenHands V1 looks for that, too."""
+    deeper = text.replace("\n", "\n ", 1)
+    options = [text.replace("'", '"'), deeper, text.replace("(", "", 1), text.replace("_", "", 1), f"{text};"]
+    return choice.choice([each for each in options if each.strip() not in file])
 
 
-def _view(path: str) -> str:
-    return _call("str_replace_editor", command="view", path=path, security_risk="LOW")
-
-
-def _tests() -> str:
-    return _call("execute_bash", command=f"python3 {RUN_TESTS}", security_risk="LOW")
-
-
-def edit_call(path: str, edit: Replacement) -> str:
+def edit_call(tools: ToolNames, path: str, edit: Replacement) -> str:
     """An edit of a file."""
     changed = {"old_str": edit.old, "new_str": edit.new}
-    return _call("str_replace_editor", command="str_replace", path=path, **changed, security_risk="MEDIUM")
+    return _call(tools.editor, command="str_replace", path=path, **changed, security_risk="MEDIUM")
 
 
 def _call(name: str, **arguments: str) -> str:
