@@ -228,6 +228,8 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
     done = len(LoopState.load(args.run_dir / STATE).records)
     scripted = f", {len(tasks.demonstrations)} for demonstrations" if tasks.demonstrations else ""
     prefixed = ", failing and solved groups begin with a prefix" if loop.prefix_sampling == "adaptive" else ""
+    if loop.pivots:
+        prefixed += f", then {loop.pivot_updates} updates on up to {loop.pivots} single decisions of them"
     ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
     policy = f"{serving.model or 'the base model'} at {serving.base_url}"
     return [

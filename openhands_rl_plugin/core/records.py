@@ -109,12 +109,14 @@ class PrefixNote(Frozen):
     """What an answer that was replayed says of the prefix that it is part of.
 
     The first ``turns`` of the ``of`` turns of ``trajectory`` were replayed; ``good``: of a success, else of a failure.
+    ``instead``: the last of them has another answer in its place.
     """
 
     trajectory: str
     turns: int = Field(ge=1)
     of: int = Field(ge=2)
     good: bool
+    instead: bool = False
 
     @property
     def share(self) -> float:
@@ -124,7 +126,8 @@ class PrefixNote(Frozen):
     def in_words(self) -> str:
         """``"the first 2 of 5 turns of 3f2a (a success)"``."""
         outcome = "a success" if self.good else "a failure"
-        return f"the first {self.turns} of {self.of} turns of {self.trajectory} ({outcome})"
+        other = ", with another answer in the last of them" if self.instead else ""
+        return f"the first {self.turns} of {self.of} turns of {self.trajectory} ({outcome}){other}"
 
 
 def prefix_of(trajectory: Trajectory) -> PrefixNote | None:

@@ -387,7 +387,8 @@ class Probe(Frozen):
 
 class EpisodeRequest(Frozen):
     """The input of a runner for one episode, whose id follows from it. ``sample`` counts those of one task in its
-    group, ``attempt`` the replacements of a failed one. ``prefix``: the path to replay first (``rollout.prefix``)."""
+    group, ``attempt`` the replacements of a failed one. ``prefix``: the path to replay first (``rollout.prefix``), and
+    ``candidates``: answers to take in forks at its end (``rollout.alternatives``)."""
 
     task: Task
     run_id: str
@@ -398,3 +399,4 @@ class EpisodeRequest(Frozen):
     served_model: str | None = None
     sampling: SamplingParams = SamplingParams()
     prefix: tuple[Node, ...] = ()
+    candidates: tuple[Node, ...] = ()

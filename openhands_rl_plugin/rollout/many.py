@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -86,19 +86,38 @@ async def roll_out(
     a run. An episode that failed because of the infrastructure is replaced up to ``plan.retries`` times; after that its
     failed trajectory is returned.
     """
-    stored = {t.id: t async for t, _ in storage.find(TrajectoryFilter(run_id=plan.run_id))}
-    gate = asyncio.Semaphore(plan.concurrency)
+    return await play_requests(
+        plan.requests(), runner, storage, on_finished, concurrency=plan.concurrency, retries=plan.retries
+    )
+
+
+async def play_requests(
+    requests: Sequence[EpisodeRequest],
+    runner: EpisodeRunner,
+    storage: TrajectoryStorage,
+    on_finished: OnFinished | None = None,
+    *,
+    concurrency: int,
+    retries: int = 2,
+    plain_starts: bool = True,
+) -> tuple[Trajectory, ...]:
+    """``roll_out`` for requests of one's own. Without ``plain_starts`` an episode whose replay differs stays as it is:
+    one that failed."""
+    stored: dict[str, Trajectory] = {}
+    for run_id in dict.fromkeys(request.run_id for request in requests):
+        stored |= {t.id: t async for t, _ in storage.find(TrajectoryFilter(run_id=run_id))}
+    gate = asyncio.Semaphore(concurrency)
 
     async def play(request: EpisodeRequest) -> Trajectory:
         async with gate:
-            trajectory = await _play_until_valid(request, plan.retries, runner, storage, stored)
+            trajectory = await _play_until_valid(request, retries, runner, storage, stored, plain_starts)
         if on_finished is not None:
             on_finished(trajectory)
         return trajectory
 
     try:
         async with asyncio.TaskGroup() as group:
-            episodes = [group.create_task(play(request)) for request in plan.requests()]
+            episodes = [group.create_task(play(request)) for request in requests]
     except ExceptionGroup as errors:
         # What stops a run (a full disk, say) stops every episode in the same way: one of them is enough.
         raise errors.exceptions[0] from errors
@@ -111,6 +130,7 @@ async def _play_until_valid(
     runner: EpisodeRunner,
     storage: TrajectoryStorage,
     stored: dict[str, Trajectory],
+    plain_starts: bool,
 ) -> Trajectory:
     attempt = 0
     while True:
@@ -121,7 +141,7 @@ async def _play_until_valid(
                 await _BACKOFF.wait(attempt)
             trajectory = await runner.run(request)
             await storage.add(trajectory)
-        if request.prefix and has_differed(trajectory):
+        if plain_starts and request.prefix and has_differed(trajectory):
             request, attempt = plain_start(request), 0
             continue
         if attempt == retries or not _worth_replacing(trajectory):

@@ -59,11 +59,18 @@ def prefix_nodes(source: Trajectory, turns: int, *, good: bool) -> tuple[Node, .
 
     Raises ``ValueError`` unless that leaves a turn.
     """
+    if turns < 1:
+        raise ValueError(f"{turns} turns are no prefix")
+    return path_before(source, turns, good=good)
+
+
+def path_before(source: Trajectory, turns: int, *, good: bool) -> tuple[Node, ...]:
+    """``prefix_nodes``, also of no turns: then it is the prompt of the first one."""
     path = source.path()
     sampled = [number for number, at in enumerate(path) if source.nodes[at].sampled]
-    if not 0 < turns < len(sampled):
+    if not 0 <= turns < len(sampled):
         raise ValueError(f"{turns} turns of {len(sampled)} are no prefix")
-    note = PrefixNote(trajectory=source.id, turns=turns, of=len(sampled), good=good).model_dump()
+    note = PrefixNote(trajectory=source.id, turns=max(turns, 1), of=len(sampled), good=good).model_dump()
     return tuple(
         Node(
             parent=number - 1 if number else None,
@@ -163,10 +170,11 @@ def _differed(message: str) -> CaughtFailure:
 def _same(one: Message, other: Message) -> bool:
     if one == other:
         return True
-    return _timeless(one) == _timeless(other)
+    return timeless(one) == timeless(other)
 
 
-def _timeless(message: Message) -> Message:
+def timeless(message: Message) -> Message:
+    """The message with every duration in it set to 0."""
     return message.model_copy(update={"content": _DURATION.sub("0 s", message.content or "")})
 
 

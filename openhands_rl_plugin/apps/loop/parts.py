@@ -15,6 +15,7 @@ from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, Demons
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.adapters.whole import WeightsPublisher
+from openhands_rl_plugin.models.engines.served import ServedEngines
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.training.loop.stages import Lessons, LoopParts
 
@@ -61,6 +62,7 @@ async def open_parts(
     kind = WeightsPublisher if whole else AdapterPublisher
     publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions, kind=kind)
     trainer = FullTrainer if whole else LoraTrainer
+    engines = ServedEngines(settings)
     try:
         yield LoopParts(
             runner=runner,
@@ -73,10 +75,12 @@ async def open_parts(
             tokenizer=tokenizer,
             make_trainer=lambda chosen, adapter: trainer(model, chosen, adapter=adapter),
             state_file=directory / STATE,
+            engine=engines,
             **({"lessons": lessons} if lessons is not None else {}),
         )
     finally:
         await publisher.aclose()
+        await engines.close()
 
 
 def _shop_demonstrator(settings: RLSettings, shop: DemonstratorOptions, storage: TrajectoryStorage) -> SessionRunner:

@@ -117,6 +117,8 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         probe_ids=canary,
         save_total_limit=loop.save_total_limit,
         prefix_sampling=loop.prefix_sampling,
+        pivots=loop.pivots,
+        pivot_updates=loop.pivot_updates,
     )
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.build import make_engine, make_environment
+from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
+from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import EpisodeRequest, PolicyRef, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.episode import overlay
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.session_runner import require_server
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.models.engines.served import ServedEngines
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import AgentSession
 
@@ -40,8 +39,7 @@ class EnvironmentSessions:
         self._spec = self._options.strategy_spec(settings)
         self._make_strategy()
         self._gate = asyncio.Semaphore(self._options.sessions or settings.max_workers)
-        self._engines: dict[str, LLMEngine] = {}
-        self._open = AsyncExitStack()
+        self._engines = ServedEngines(settings)
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
@@ -53,7 +51,7 @@ class EnvironmentSessions:
                 environment=make_environment(settings),
                 strategy=self._make_strategy(),
                 strategy_spec=self._spec,
-                engine=SeededEngine(self._engine(served), sampling, request.seed),
+                engine=SeededEngine(self._engines(served), sampling, request.seed),
                 policy=PolicyRef.from_served_name(base_model, served),
                 limits=settings.limits(),
                 storage=self._storage,
@@ -62,17 +60,7 @@ class EnvironmentSessions:
 
     async def close(self) -> None:
         """Close the connections to the model server."""
-        await self._open.aclose()
+        await self._engines.close()
 
     def _make_strategy(self) -> Strategy:
         return registry.build("strategies", self._spec.name, self._spec.options)
-
-    def _engine(self, served: str) -> LLMEngine:
-        if served not in self._engines:
-            settings = self._settings.model_copy(update={"engine": "openai"})
-            serving = settings.serving
-            engine = make_engine(settings, model=served, base_model=serving.model, base_url=serving.base_url)
-            if isinstance(engine, OpenAIEngine):
-                self._open.push_async_callback(engine.aclose)
-            self._engines[served] = engine
-        return self._engines[served]

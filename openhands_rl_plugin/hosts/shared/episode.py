@@ -39,8 +39,8 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.environment_reply import EnvironmentReply
 from openhands_rl_plugin.hosts.shared.loop_storage import LoopBoundStorage
+from openhands_rl_plugin.rollout.alternatives import strategy_for
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
-from openhands_rl_plugin.rollout.prefix import after_prefix
 from openhands_rl_plugin.rollout.session import context_tokens, reached
 
 LAST_ERROR = "last_error"
@@ -82,7 +82,7 @@ class HostEpisode:
     ) -> None:
         self.request = request
         self.settings = settings
-        self.strategy = after_prefix(strategy, request.prefix)
+        self.strategy = strategy_for(request, strategy)
         self.strategy_spec = strategy_spec
         self.base_model = base_model
         self.environment_mode = environment_mode

@@ -108,7 +108,7 @@ class HeldOut:
         self._plan = plan
         self._storage = storage
         self._version = reward_version
-        self._known: dict[str, dict[str, _Episode]] = {}
+        self._known: dict[str, dict[str, HeldOutEpisode]] = {}
 
     async def changes(self, state: LoopState) -> tuple[StageChange, ...]:
         """What each training stage changed, over the tasks with a valid episode before and after."""
@@ -116,7 +116,7 @@ class HeldOut:
         against = {"evaluate-base": state.start or "the base model", "evaluate-warm-start": "SFT"}
         found: list[StageChange] = []
         for before, after in itertools.pairwise(_measured(state)):
-            first, later = await self._of(before), await self._of(after)
+            first, later = await self.of(before), await self.of(after)
             if shared := sorted(first.keys() & later.keys()):
                 pairs = [[float(side[task].success) for task in shared] for side in (first, later)]
                 name = f"{names[after]} against {against[before]}"
@@ -128,25 +128,30 @@ class HeldOut:
         stages = _measured(state)
         if not stages:
             return ()
-        first, last = await self._of(stages[0]), await self._of(stages[-1])
+        first, last = await self.of(stages[0]), await self.of(stages[-1])
         shared = sorted(first.keys() & last.keys(), key=lambda task: (first[task].reward - last[task].reward, task))
         pairs = [SamplePair(task=task, before=first[task].id, after=last[task].id) for task in shared]
         return tuple(pairs[:_MOST_SAMPLES])
 
-    async def _of(self, stage: str) -> dict[str, _Episode]:
+    async def of(self, stage: str) -> dict[str, HeldOutEpisode]:
+        """The valid episodes of a stage, by task."""
         if stage not in self._known:
             where = TrajectoryFilter(run_id=f"{self._plan.run_id}/{stage}", failed=False)
-            found: dict[str, _Episode] = {}
+            found: dict[str, HeldOutEpisode] = {}
             async for trajectory, scores in self._storage.find(where):
                 for score in scores:
                     if score.reward_version == self._version and score.reward is not None:
                         success = self._plan.succeeded(trajectory, score.reward)
-                        found[trajectory.task.id] = _Episode(id=trajectory.id, reward=score.reward, success=success)
+                        found[trajectory.task.id] = HeldOutEpisode(
+                            id=trajectory.id, reward=score.reward, success=success
+                        )
             self._known[stage] = found
         return self._known[stage]
 
 
-class _Episode(Frozen):
+class HeldOutEpisode(Frozen):
+    """An episode of an evaluation."""
+
     id: str
     reward: float
     success: bool

@@ -22,7 +22,7 @@ class LoopPlan(Frozen):
     ``probe_ids``: the token ids on whose logprobs server and trainer must agree after each publication.
     ``base_held_out``: the number of held-out tasks that the policy is evaluated on before training (``None``: all).
     ``save_total_limit``: the versions that are kept on disk where each is a whole model. ``prefix_sampling``: see
-    ``prefixes``.
+    ``prefixes``. ``pivots``, ``pivot_updates``: see ``pivots``.
     """
 
     run_id: str
@@ -46,6 +46,8 @@ class LoopPlan(Frozen):
     probe_ids: tuple[int, ...] = Field(min_length=2)
     save_total_limit: int = Field(default=3, ge=2)
     prefix_sampling: Literal["none", "adaptive"] = "none"
+    pivots: int = Field(default=0, ge=0)
+    pivot_updates: int = Field(default=4, ge=1)
 
     def succeeded(self, trajectory: Trajectory, reward: float) -> bool:
         """Whether an episode with this reward is a success."""

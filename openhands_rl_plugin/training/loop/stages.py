@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.memory import forget_unused
-from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import EpisodeRunner, LLMEngine, Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, prefix_of
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Node, Probe, Sample, SamplingParams, Task, Trajectory
@@ -89,7 +89,7 @@ class LoopParts:
     """The components of a loop. ``demonstrator`` runs the demonstrations, ``runner`` all other episodes.
 
     ``reward`` is used for evaluation and reports; ``objective`` is maximised by training. ``lessons``: what the warm
-    start imitates, made of the demonstrations that succeeded.
+    start imitates, made of the demonstrations that succeeded. ``engine``: of a served model, for pivots.
     """
 
     runner: EpisodeRunner
@@ -103,6 +103,7 @@ class LoopParts:
     make_trainer: Callable[[TrainingSettings, Adapter | None], Trainer]
     state_file: Path
     lessons: Lessons = _as_they_are
+    engine: Callable[[str], LLMEngine] | None = None
 
 
 class LoopStages:
