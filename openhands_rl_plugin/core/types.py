@@ -386,9 +386,8 @@ class Probe(Frozen):
 
 
 class EpisodeRequest(Frozen):
-    """The input of a runner for one episode, whose id follows from it. ``sample`` counts those of one task in its
-    group, ``attempt`` the replacements of a failed one. ``prefix``: the path to replay first (``rollout.prefix``), and
-    ``candidates``: answers to take in forks at its end (``rollout.alternatives``)."""
+    """The input of a runner for one episode, whose id follows from it. ``sample`` counts those of a task in its group,
+    ``attempt`` replacements of a failed one. ``prefix``: what to replay first; ``candidates``: to try in forks then."""
 
     task: Task
     run_id: str
