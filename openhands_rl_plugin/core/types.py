@@ -161,8 +161,7 @@ class Completion(Frozen):
 
 
 class Observation(Frozen):
-    """An answer of an environment, with the reward of this one step. ``terminated``: the task ended; ``truncated``: a
-    limit cut it short."""
+    """An answer of an environment, and the step's reward. ``terminated``: the task ended; ``truncated``: by a limit."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
