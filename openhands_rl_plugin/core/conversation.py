@@ -13,6 +13,9 @@ from openhands_rl_plugin.core.messages import WireMessage, says, to_message
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Message, Observation
 
+REPLAYED_AS = "replayed_as"
+"""Key of an answer's metadata: the form in which the host repeats it, where that is another one."""
+
 
 class HostConversation:
     """The path of ``tree`` that the host's next prompt consists of."""
@@ -79,7 +82,7 @@ class HostConversation:
             return False
         self._forms[index] = replay
         if not says(message, node.message):
-            node.metadata["replayed_as"] = replay.model_dump(mode="json", exclude_defaults=True)
+            node.metadata[REPLAYED_AS] = replay.model_dump(mode="json", exclude_defaults=True)
         return True
 
 

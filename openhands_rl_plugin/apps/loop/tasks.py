@@ -149,8 +149,11 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
             '[rl.loop] prefix_sampling = "adaptive": sessions in a workspace are replayed in OpenHands V0 only: set '
             '[rl] host = "v0", or "none"'
         )
-    if loop.pivots and tasks.suite.software:
-        raise ConfigError("[rl.loop] pivots: prompts of sessions in a workspace cannot be asked again: set pivots = 0")
+    if loop.pivots and tasks.suite.software and host_of(settings) != "v0":
+        raise ConfigError(
+            "[rl.loop] pivots: sessions in a workspace are replayed and forked in OpenHands V0 only: set "
+            '[rl] host = "v0", or pivots = 0'
+        )
     both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {
         _what(tasks.suite, entry) for entry in tasks.held_out
     }

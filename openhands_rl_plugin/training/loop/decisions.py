@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from openhands_rl_plugin.core.conversation import REPLAYED_AS
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import PrefixNote, trajectory_id
@@ -38,7 +39,8 @@ STRATEGY = StrategySpec(name="single-answer")
 class Decision:
     """The state before a turn of a stored episode.
 
-    ``path``: what was said until then, without token ids; ``prompt_ids``: those of the whole prompt, as recorded.
+    ``path``: what was said until then, without token ids; ``prompt``: the same in the words in which the host sends it;
+    ``prompt_ids``: the recorded ids of that. ``tools``: what was offered.
     ``sampling``: how the recorded answer was sampled. ``taken``: what stored episodes answered here, and the reward of
     each in the end.
     """
@@ -46,6 +48,7 @@ class Decision:
     task: Task
     place: PrefixNote
     path: tuple[Node, ...]
+    prompt: tuple[Message, ...]
     tools: tuple[JsonObject, ...]
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -82,6 +85,12 @@ def decisions_of(played: Sequence[tuple[Trajectory, float, bool]]) -> list[Decis
     return [_decision(alike) for alike in found.values()]
 
 
+def _as_sent(node: Node) -> Message:
+    """A host repeats an answer in a form of its own."""
+    form = node.metadata.get(REPLAYED_AS)
+    return node.message if form is None else Message.model_validate(form)
+
+
 def _said(message: Message) -> tuple[object, ...]:
     return message.role, *action_key(message)
 
@@ -96,6 +105,7 @@ def _decision(alike: Sequence[tuple[Trajectory, int, float, bool]]) -> Decision:
         task=source.task,
         place=PrefixNote(trajectory=source.id, turns=turn + 1, of=len(acted), good=good),
         path=path_before(source, turn, good=good),
+        prompt=tuple(_as_sent(source.nodes[at]) for at in source.path(node.parent)) if node.parent is not None else (),
         tools=source.tools,
         prompt_ids=context[: len(context) - len(node.tokens.sampled_ids)],
         sampling=node.sampling.model_copy(update={"seed": None}),
@@ -123,7 +133,7 @@ class SingleAnswers:
         engine = SeededEngine(self._engine(served), request.sampling, request.seed)
         try:
             with boundary(FailureKind.MODEL, "pivots.answer"):
-                [answer] = await engine.complete(tree.messages(), tools=decision.tools)
+                [answer] = await engine.complete(decision.prompt, tools=decision.tools)
             tree.commit(tree.propose(answer))
             failure = None if _prompt_of(answer) == decision.prompt_ids else _DRIFTED
         except CaughtFailure as caught:
