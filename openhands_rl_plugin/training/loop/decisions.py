@@ -177,7 +177,7 @@ def _prompt_of(answer: Completion) -> tuple[int, ...] | None:
 class DecisionValues:
     """What is known of answers: the outcome of each wording, and the rewards of episodes that went on from an outcome.
 
-    Answers with one outcome share one value: the mean of these rewards.
+    Answers with one outcome share one value: the mean of these rewards. Decisions are known by their name.
     """
 
     outcomes: dict[tuple[str, tuple[object, ...]], str] = field(default_factory=dict)
@@ -187,28 +187,28 @@ class DecisionValues:
     rewards: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     """Decision and outcome -> rewards."""
 
-    def outcome(self, decision: Decision, said: Message) -> str | None:
+    def outcome(self, name: str, said: Message) -> str | None:
         """What the answer led to, where that was tried."""
-        return self.outcomes.get((decision.name, action_key(said)))
+        return self.outcomes.get((name, action_key(said)))
 
-    def tried(self, decision: Decision, said: Message, outcome: str, *, ended: bool) -> None:
+    def tried(self, name: str, said: Message, outcome: str, *, ended: bool) -> None:
         """Note what an answer led to."""
-        self.outcomes[decision.name, action_key(said)] = outcome
+        self.outcomes[name, action_key(said)] = outcome
         if ended:
-            self.ended.add((decision.name, outcome))
+            self.ended.add((name, outcome))
 
-    def earned(self, decision: Decision, said: Message, reward: float) -> None:
+    def earned(self, name: str, said: Message, reward: float) -> None:
         """Note what an episode earned in the end that went on with this answer, if its outcome is known."""
-        if (outcome := self.outcome(decision, said)) is not None:
-            self.rewards.setdefault((decision.name, outcome), []).append(reward)
+        if (outcome := self.outcome(name, said)) is not None:
+            self.rewards.setdefault((name, outcome), []).append(reward)
 
-    def missing(self, decision: Decision, outcome: str, wanted: int) -> int:
+    def missing(self, name: str, outcome: str, wanted: int) -> int:
         """How many more of ``wanted`` rewards an outcome needs; one is enough where the episode ended with it."""
-        needed = 1 if (decision.name, outcome) in self.ended else wanted
-        return max(0, needed - len(self.rewards.get((decision.name, outcome), ())))
+        needed = 1 if (name, outcome) in self.ended else wanted
+        return max(0, needed - len(self.rewards.get((name, outcome), ())))
 
-    def value(self, decision: Decision, said: Message) -> float | None:
+    def value(self, name: str, said: Message) -> float | None:
         """The value of an answer; ``None`` where nothing is known of it."""
-        outcome = self.outcome(decision, said)
-        rewards = self.rewards.get((decision.name, outcome), ()) if outcome is not None else ()
+        outcome = self.outcome(name, said)
+        rewards = self.rewards.get((name, outcome), ()) if outcome is not None else ()
         return sum(rewards) / len(rewards) if rewards else None

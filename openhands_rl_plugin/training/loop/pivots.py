@@ -51,7 +51,7 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class PivotGroups:
-    """The answers of an update and the value of each; ``metrics`` are counts."""
+    """The answers to the pivots of an update, and the value of each; ``metrics`` count all that was looked at."""
 
     answers: tuple[Trajectory, ...]
     values: tuple[float | None, ...]
@@ -166,37 +166,36 @@ class _Update:
 
     def groups(self, pivots: Sequence[Decision]) -> PivotGroups:
         """The answers to the pivots, and the counts of all that was looked at."""
-        chosen = [(each, answer) for each in pivots for answer in self._answers[each.name]]
-        values = [
-            None if answer.failure else self._values.value(each, answer.messages()[-1]) for each, answer in chosen
-        ]
-        said = {(each.name, action_key(message)) for each in pivots for message in self._said(each)}
-        known = {(name, self._values.outcomes[name, key]) for name, key in said if (name, key) in self._values.outcomes}
+        answers = [answer for each in pivots for answer in self._answers[each.name]]
+        values = {answer.id: self._valued(each.name, answer) for each in pivots for answer in self._answers[each.name]}
+        everything = [(name, answer) for name, group in self._answers.items() for answer in group]
+        said = {(name, action_key(answer.messages()[-1])) for name, answer in everything if answer.failure is None}
+        known = {(at[0], self._values.outcomes[at]) for at in said if at in self._values.outcomes}
         metrics = {
             "decisions": len(self._answers),
             "pivots": len(pivots),
-            "answers": len(chosen),
-            "answers_failed": sum(answer.failure is not None for _, answer in chosen),
-            "answers_unvalued": values.count(None),
+            "answers": len(everything),
+            "answers_failed": sum(answer.failure is not None for _, answer in everything),
+            "answers_unvalued": sum(self._valued(*at) is None for at in everything),
             "wordings": len(said),
             "outcomes": len(known),
             "answers_tried": self._tried,
             "valuing_episodes": self._episodes,
         }
         counts = {name: float(count) for name, count in metrics.items()}
-        return PivotGroups(tuple(answer for _, answer in chosen), tuple(values), counts)
+        return PivotGroups(tuple(answers), tuple(values[answer.id] for answer in answers), counts)
 
     async def _try(self, decisions: Sequence[Decision]) -> None:
         """Try new wordings in forks, one episode for each decision, which goes on with the first of them."""
         new: dict[str, tuple[Decision, list[Node]]] = {}
         for each in decisions:
             said = self._said(each)
-            if any(self._values.outcome(each, message) is None for message in said):
+            if any(self._values.outcome(each.name, message) is None for message in said):
                 said += [message for message, _ in each.taken]
             wordings: dict[tuple[object, ...], Message] = {}
             for message in said:
                 wordings.setdefault(action_key(message), message)
-            unknown = [each.other(one) for one in wordings.values() if self._values.outcome(each, one) is None]
+            unknown = [each.other(one) for one in wordings.values() if self._values.outcome(each.name, one) is None]
             if unknown:
                 new[each.name] = (each, unknown)
         run_id = f"{self._run_id}/tried"
@@ -206,17 +205,17 @@ class _Update:
         ]
         played = await self._play("answers tried", requests, self._parts.runner)
         for (each, unknown), trajectory in zip(new.values(), played, strict=True):
-            fresh = not any(self._values.outcome(each, message) for message, _ in each.taken)
+            fresh = not any(self._values.outcome(each.name, message) for message, _ in each.taken)
             for message, outcome, ended in outcomes(trajectory):
-                self._values.tried(each, message, outcome, ended=ended)
+                self._values.tried(each.name, message, outcome, ended=ended)
             if fresh:
                 for message, reward in each.taken:
-                    self._values.earned(each, message, reward)
+                    self._values.earned(each.name, message, reward)
             self._tried += len(unknown)
         for (each, _), trajectory, reward in zip(new.values(), played, await self._judged(run_id, played), strict=True):
             first = next((message for message, *_ in outcomes(trajectory)), None)
             if reward is not None and first is not None:
-                self._values.earned(each, first, reward)
+                self._values.earned(each.name, first, reward)
 
     async def _value(self, decisions: Sequence[Decision]) -> None:
         """Play episodes that begin with an answer of each outcome of which too little is known."""
@@ -225,9 +224,11 @@ class _Update:
         requests: list[EpisodeRequest] = []
         for each in decisions:
             said = self._said(each)
-            first = {found: one for one in reversed(said) if (found := self._values.outcome(each, one)) is not None}
+            first = {
+                found: one for one in reversed(said) if (found := self._values.outcome(each.name, one)) is not None
+            }
             for outcome, message in sorted(first.items()):
-                missing = self._values.missing(each, outcome, EPISODES_PER_OUTCOME)
+                missing = self._values.missing(each.name, outcome, EPISODES_PER_OUTCOME)
                 prefix = (*each.path, each.other(message))
                 asked = [self._request(each, run_id, sample, prefix, f"/{outcome}") for sample in range(missing)]
                 requests += asked
@@ -236,7 +237,7 @@ class _Update:
         rewards = await self._judged(run_id, played)
         for (each, message), reward in zip(begun, rewards, strict=True):
             if reward is not None:
-                self._values.earned(each, message, reward)
+                self._values.earned(each.name, message, reward)
 
     async def _play(
         self, activity: str, requests: Sequence[EpisodeRequest], runner: EpisodeRunner
@@ -277,8 +278,11 @@ class _Update:
         """The answers of the group, as far as they did not fail."""
         return [answer.messages()[-1] for answer in self._answers[decision.name] if answer.failure is None]
 
+    def _valued(self, name: str, answer: Trajectory) -> float | None:
+        return None if answer.failure is not None else self._values.value(name, answer.messages()[-1])
+
     def _spread(self, decision: Decision) -> float:
-        values = [self._values.value(decision, message) for message in self._said(decision)]
+        values = [self._valued(decision.name, answer) for answer in self._answers[decision.name]]
         known = [value for value in values if value is not None]
         return pstdev(known) if known else 0.0
 

@@ -108,7 +108,8 @@ async def test_a_loop_trains_single_decisions_between_its_iterations(world: Shop
     after = {each.id: each for each in await everything(parts)}
     assert all(after[each.id] == each for each in before if each.stop is not StopReason.UNFINISHED)
     first, second = (record.metrics for record in state.records[2:4])
-    assert first["pivots"] == second["pivots"] and first["answers"] == 6 * first["pivots"] == second["answers"]
+    assert first["pivots"] == second["pivots"] and first["answers"] == 6 * first["decisions"]
+    assert second["decisions"] == second["pivots"] and second["answers_failed"] == second["answers_unvalued"] == 0
     assert first["answers_tried"] and first["valuing_episodes"]
     assert second["answers_tried"] == second["valuing_episodes"] == 0, "known answers need no environment"
     assert {each.task.id for each in after.values() if "/pivots-" in each.run_id} <= {"webshop-a", "webshop-b"}
