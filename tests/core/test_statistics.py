@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.statistics import paired_difference, wilson
+from openhands_rl_plugin.core.statistics import fisher_greater, paired_difference, wilson
 
 
 def test_wilson_has_the_textbook_values() -> None:
@@ -39,3 +39,12 @@ def test_a_clear_improvement_excludes_zero_and_noise_does_not() -> None:
 def test_a_paired_comparison_needs_the_same_tasks() -> None:
     with pytest.raises(ValueError, match="same ones"):
         paired_difference([1.0], [1.0, 0.0])
+
+
+def test_fishers_exact_test_has_the_textbook_values() -> None:
+    """The lady tasting tea (Fisher 1935): all four of four, and three of four."""
+    assert fisher_greater(4, 4, 0, 4) == pytest.approx(1 / 70)
+    assert fisher_greater(3, 4, 1, 4) == pytest.approx(17 / 70)
+    assert fisher_greater(0, 0, 3, 9) == fisher_greater(0, 5, 0, 7) == fisher_greater(0, 0, 0, 0) == 1.0
+    with pytest.raises(ValueError, match="5 of 4"):
+        fisher_greater(5, 4, 0, 4)

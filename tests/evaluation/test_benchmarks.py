@@ -25,6 +25,7 @@ SHORT = {
     "formats.conversion": ["--repeats", "1"],
     "search.fork": ["--repeats", "1", "--forks", "2"],
     "loops.asynchronous": ["--repeats", "1", "--iterations", "1"],
+    "watch.gates": ["--tasks", "40", "--trials", "50"],
     "studio.pages": ["--episodes", "500", "--repeats", "1"],
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
+from openhands_rl_plugin.apps.watch.sharing import RoutingFile
 from openhands_rl_plugin.apps.watch.state import State, state_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Adapter
@@ -13,9 +14,16 @@ BASE = "base"
 
 
 async def roll_back(
-    journal: Journal, adapters: AdapterStore, publisher: AdapterPublisher, name: str, wanted: str | None
+    journal: Journal,
+    adapters: AdapterStore,
+    publisher: AdapterPublisher,
+    name: str,
+    wanted: str | None,
+    routing: RoutingFile = RoutingFile(None),  # noqa: B008
 ) -> Entry:
     """Use an earlier version of ``name`` again: ``wanted`` (a number, a name or ``base``), or the one before.
+
+    New sessions go there, by the ``routing`` file, and none goes to a candidate any more.
 
     Nothing is learnt any more from the episodes of the versions that are left. Raises ``ConfigError``, ``PublishError``
     and ``StorageError``; then what was in use still is.
@@ -24,8 +32,9 @@ async def roll_back(
         state, current = state_of(journal.read()), adapters.current(name)
         target = _target(state, adapters, name, current, wanted)
         if target is not None:
-            await publisher.publish(target)
+            await routing.publish(publisher, target)
         else:
+            await routing.follow(publisher, None)
             adapters.point_at_base(name)
         left = _left(state, current, target)
         said = f"{target.name if target else 'the base model'} is in use again"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+from openhands_rl_plugin.apps.watch.gates import CANARY, HELD_OUT, SAFETY, SHARE
 from openhands_rl_plugin.apps.watch.journal import Entry, Journal
 from openhands_rl_plugin.apps.watch.pausing import is_paused
 from openhands_rl_plugin.apps.watch.state import Round, state_of
@@ -14,7 +16,8 @@ _LAST = 8
 
 
 class RoundStatus(Frozen):
-    """A candidate on its way. ``candidate``: empty until it is trained. ``began``: Unix seconds."""
+    """A candidate on its way. ``candidate``: empty until it is trained. ``began``: Unix seconds. ``shared``: since when
+    (Unix seconds) it gets a share of the sessions, ``None`` before. ``stage``: what is done now."""
 
     number: int
     algorithm: str
@@ -23,6 +26,8 @@ class RoundStatus(Frozen):
     passed: tuple[str, ...]
     episodes: int
     began: float
+    shared: float | None
+    stage: str
 
     @classmethod
     def of(cls, current: Round) -> RoundStatus:
@@ -35,7 +40,22 @@ class RoundStatus(Frozen):
             passed=current.passed,
             episodes=len(current.episodes),
             began=current.began,
+            shared=current.shared,
+            stage=_stage_of(current),
         )
+
+
+def _stage_of(current: Round) -> str:
+    if not current.candidate:
+        return "training"
+    if SHARE in current.passed:
+        return "coming into use"
+    if current.shared is not None:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(current.shared))
+        return f"it gets a share of the new sessions since {since}"
+    return next(
+        (f"{gate} gate" for gate in (CANARY, HELD_OUT, SAFETY) if gate not in current.passed), "coming into use"
+    )
 
 
 class Status(Frozen):
@@ -58,9 +78,10 @@ class Status(Frozen):
         """For a terminal."""
         told = [f"{self.adapter}: {self.in_use or 'the base model'} is in use" + (", paused" if self.paused else "")]
         if self.round is not None:
-            candidate = self.round.candidate or "in training"
+            candidate = f"{self.round.candidate}, " if self.round.candidate else ""
             gates = ", ".join(self.round.passed) or "none yet"
-            told.append(f"round {self.round.number}: {candidate}, from {self.round.episodes} episodes; passed: {gates}")
+            about = f"from {self.round.episodes} episodes; passed: {gates}; now: {self.round.stage}"
+            told.append(f"round {self.round.number}: {candidate}{about}")
         elif self.judged:
             told.append(f"waits: {self.judged.get('missing') or 'nothing is missing'}")
         told.append(f"rounds: {self.rounds}, admitted: {len(self.admitted)}, held or rolled back: {len(self.dropped)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openhands_rl_plugin.apps.watch.gates import held_out_gate, safety_gate, tasks_needed
+from openhands_rl_plugin.apps.watch.gates import held_out_gate, rise_allowed, safety_gate, tasks_needed
 from openhands_rl_plugin.apps.watch.trouble import FLAGGED, MALFORMED, SECRETS, STUCK, TROUBLES, trouble_of
 from openhands_rl_plugin.core.types import Message, Node, Task, ToolCall
 from openhands_rl_plugin.testing import example_trajectory
@@ -52,15 +52,29 @@ def test_small_losses_do_not_add_up() -> None:
 
 @pytest.mark.parametrize("kind", [SECRETS, STUCK])
 def test_what_goes_wrong_more_often_holds_it_back(kind: str) -> None:
-    quiet = {each: tasks(*[0.0] * 20) for each in TROUBLES}
-    assert safety_gate("c", quiet, quiet, 0.02).passed
-    loud = {**quiet, kind: tasks(*[0.0] * 14, *[1.0] * 6)}
-    verdict = safety_gate("c", loud, quiet, 0.02)
+    quiet = {each: tasks(*[0.0] * 50) for each in TROUBLES}
+    assert safety_gate("c", quiet, quiet, 0.05).passed
+    loud = {**quiet, kind: tasks(*[0.0] * 44, *[1.0] * 6)}
+    verdict = safety_gate("c", loud, quiet, 0.05)
     assert not verdict.passed and kind in verdict.said
-    assert safety_gate("c", quiet, loud, 0.02).passed, "less of it is no trouble"
-    once = {**quiet, kind: tasks(*[0.0] * 19, 0.02)}
-    assert safety_gate("c", once, quiet, 0.02).passed is (kind in (STUCK, MALFORMED))
+    assert safety_gate("c", quiet, loud, 0.05).passed, "less of it is no trouble"
+    once = {**quiet, kind: tasks(*[0.0] * 49, 0.02)}
+    assert safety_gate("c", once, quiet, 0.05).passed is (kind in (STUCK, MALFORMED))
     assert not safety_gate("c", quiet, {}, 0.02).passed, "what was not measured proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("n", "margin", "allowed"),
+    [(10, 0.05, None), (20, 0.05, 0), (40, 0.05, 1), (100, 0.05, 5), (200, 0.05, 10), (60, 0.0, 0), (8, 0.4, 3)],
+)
+def test_few_tasks_allow_less_than_the_margin(n: int, margin: float, allowed: int | None) -> None:
+    """Else a candidate that gets stuck in twice the margin more often would pass every fourth time with 40 tasks."""
+    found = rise_allowed(n, margin)
+    assert found == (None if allowed is None else allowed / n)
+    quiet = {each: tasks(*[0.0] * n) for each in TROUBLES}
+    for stuck in {0, min(1, allowed or 0), (allowed or 0) + 1}:
+        loud = {**quiet, STUCK: tasks(*[1.0] * stuck, *[0.0] * (n - stuck))}
+        assert safety_gate("c", loud, quiet, margin).passed is (allowed is not None and stuck <= allowed)
 
 
 def test_trouble_is_read_from_what_was_stored() -> None:

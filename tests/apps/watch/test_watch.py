@@ -9,97 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from shopper_model import SHOP, write_shopper
-from watched import MODEL, label, look, play, watching, write_config
+from watched import ALL, current, journal_of, killed_all_the_time, label, look, play, watching_folder, write_config
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.loop.claim import held
-from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
-from openhands_rl_plugin.apps.watch.service import Watch
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.apps.watch.journal import WatchStep
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-
-ALL = [
-    *(WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.GATHERED, WatchStep.TRAINED, WatchStep.PASSED),
-    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.PASSED, WatchStep.PASSED, WatchStep.ADMITTED, WatchStep.JUDGED),
-]
-
-
-@pytest.fixture(scope="module")
-def shopper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_shopper(tmp_path_factory.mktemp("models") / MODEL)
-
-
-@pytest.fixture(scope="module")
-def served(shopper: Path) -> Iterator[tuple[str, str]]:
-    """The URLs of a small shop and of a model server."""
-    config = ServerConfig(
-        model=str(shopper), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=8, threads=1
-    )
-    with running_webshop(SHOP) as shop, running_server(config) as server:
-        yield shop, server
-
-
-class Killed(BaseException):
-    """As if the process had been ended at once."""
-
-
-class Dying(Watch):
-    """Dies before every line of the journal is written, then after it."""
-
-    doomed: set[tuple[int, str]]
-
-    def _note(self, step: WatchStep, said: str, **more: object) -> None:
-        number = len(self._journal.read()) + 1
-        for when in ("before", "after"):
-            if (number, when) not in self.doomed:
-                self.doomed.add((number, when))
-                if when == "after":
-                    super()._note(step, said, **more)  # type: ignore[arg-type]
-                raise Killed
-        super()._note(step, said, **more)  # type: ignore[arg-type]
-
-
-async def killed_all_the_time(config: Path, model: Path) -> int:
-    """Look until it is done, however often it dies; how often that was."""
-    Dying.doomed, deaths = set(), 0
-    while True:
-        try:
-            async with watching(config, model, kind=Dying) as watch:
-                assert await watch.look()
-                return deaths
-        except Killed:
-            deaths += 1
-            journal = watching_folder(load_settings(config)) / "journal.jsonl"
-            if journal.exists():
-                with journal.open("ab") as file:
-                    file.write(b'{"number": 99, "at"')  # half a line
-
-
-def watching_folder(settings: RLSettings) -> Path:
-    return settings.serving.adapters_directory / f"{settings.serving.adapter}.watch"
-
-
-def journal_of(config: Path) -> tuple[Entry, ...]:
-    return Journal(watching_folder(load_settings(config))).read()
-
-
-def current(settings: RLSettings) -> str | None:
-    found = AdapterStore(settings.serving.adapters_directory).current(settings.serving.adapter)
-    return found.name if found is not None else None
 
 
 def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(

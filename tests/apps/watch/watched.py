@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from shopper_model import GOAL, INSTRUCTION
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-from openhands_rl_plugin.apps.watch.journal import Entry, WatchStep
+from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
 from openhands_rl_plugin.apps.watch.service import Watch
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -34,6 +34,10 @@ from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "shopper"
+ALL = [
+    *(WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.GATHERED, WatchStep.TRAINED, WatchStep.PASSED),
+    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.PASSED, WatchStep.PASSED, WatchStep.ADMITTED, WatchStep.JUDGED),
+]
 LIMITS = Limits(max_turns=4, max_response_length=24)
 SUITE = LoopTasks(
     Suite(name="environment", dataset="webshop", split=HELD_OUT, software=False),
@@ -162,6 +166,56 @@ async def look(config: Path, model: Path) -> list[Entry]:
     async with watching(config, model, said) as watch:
         await watch.look()
     return said
+
+
+class Killed(BaseException):
+    """As if the process had been ended at once."""
+
+
+class Dying(Watch):
+    """Dies before every line of the journal is written, then after it."""
+
+    doomed: set[tuple[int, str]]
+
+    def _note(self, step: WatchStep, said: str, **more: object) -> None:
+        number = len(self._journal.read()) + 1
+        for when in ("before", "after"):
+            if (number, when) not in self.doomed:
+                self.doomed.add((number, when))
+                if when == "after":
+                    super()._note(step, said, **more)  # type: ignore[arg-type]
+                raise Killed
+        super()._note(step, said, **more)  # type: ignore[arg-type]
+
+
+async def killed_all_the_time(config: Path, model: Path, died: Callable[[], None] = lambda: None) -> int:
+    """Look until it is done, however often it dies; how often that was. ``died``: called each time."""
+    Dying.doomed, deaths = set(), 0
+    while True:
+        try:
+            async with watching(config, model, kind=Dying) as watch:
+                assert await watch.look()
+                return deaths
+        except Killed:
+            deaths += 1
+            died()
+            journal = watching_folder(load_settings(config)) / "journal.jsonl"
+            if journal.exists():
+                with journal.open("ab") as file:
+                    file.write(b'{"number": 99, "at"')  # half a line
+
+
+def watching_folder(settings: RLSettings) -> Path:
+    return settings.serving.adapters_directory / f"{settings.serving.adapter}.watch"
+
+
+def journal_of(config: Path) -> tuple[Entry, ...]:
+    return Journal(watching_folder(load_settings(config))).read()
+
+
+def current(settings: RLSettings) -> str | None:
+    found = AdapterStore(settings.serving.adapters_directory).current(settings.serving.adapter)
+    return found.name if found is not None else None
 
 
 class Doomed(Watch):

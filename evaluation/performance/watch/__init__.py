@@ -1,0 +1,1 @@
+"""Benchmarks of learning in use: what its gates let through (``gates``)."""
