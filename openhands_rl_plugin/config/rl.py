@@ -199,7 +199,7 @@ class LoopSettings(Settings):
         description="single decisions of an iteration's episodes that are trained after it, without a sandbox; 0: none",
     )
     pivot_updates: int = Field(
-        default=4, ge=1, le=64, description="updates on these decisions, each with new answers of the policy"
+        default=2, ge=1, le=64, description="updates on these decisions, each with new answers of the policy"
     )
     save_total_limit: int = Field(
         default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'

@@ -39,8 +39,9 @@ _STEP_TIMEOUT = 60.0
 
 def strategy_for(request: EpisodeRequest, strategy: Strategy) -> Strategy:
     """``strategy`` behind what the request wants first: a prefix to replay, and answers to try."""
-    tried = AlternativesStrategy(strategy, request.candidates) if request.candidates else strategy
-    return after_prefix(tried, request.prefix)
+    if request.candidates:
+        strategy = AlternativesStrategy(strategy, request.candidates, sum(node.sampled for node in request.prefix))
+    return after_prefix(strategy, request.prefix)
 
 
 def other_answer(path: tuple[Node, ...], said: Message, place: PrefixNote) -> Node:
@@ -57,14 +58,15 @@ def outcomes(trajectory: Trajectory) -> Iterator[tuple[Message, str, bool]]:
 
 
 class AlternativesStrategy:
-    """Takes every candidate in a fork, notes its outcome, commits the first one, and leaves the rest to another
-    strategy."""
+    """After ``turns`` turns it takes every candidate in a fork, notes its outcome and commits the first one; all later
+    turns, also those of a resumed episode, are another strategy's."""
 
     forks = 1
 
-    def __init__(self, strategy: Strategy, candidates: tuple[Node, ...]) -> None:
+    def __init__(self, strategy: Strategy, candidates: tuple[Node, ...], turns: int) -> None:
         self._strategy = strategy
         self._candidates = candidates
+        self._turns = turns
         self._tried = False
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
@@ -72,7 +74,7 @@ class AlternativesStrategy:
 
         Raises ``ConfigError`` where the environment cannot fork, ``CaughtFailure`` where no candidate can be executed.
         """
-        if self._tried:
+        if self._tried or tree.turns > self._turns:
             return await self._strategy.decide(tree, engine, world)
         self._tried = True
         if world is None:

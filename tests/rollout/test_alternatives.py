@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,14 +12,24 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.protocols import Environment
+from openhands_rl_plugin.core.protocols import Environment, LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.core.records import PrefixNote, prefix_of
-from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Message, Observation, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Limits,
+    Message,
+    Observation,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
 from openhands_rl_plugin.rollout.alternatives import other_answer, outcome_of, outcomes
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.rollout.prefix import path_before
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 TASK = Task(id="walk", environment="grid", limits=Limits(max_turns=6))
 REQUEST = EpisodeRequest(task=TASK, run_id="run", group_id="run/walk")
@@ -34,15 +45,25 @@ class Rigid(Environment):
         self.evidence, self.close = self.grid.evidence, self.grid.close
 
 
-def play(request: EpisodeRequest, script: Sequence[str], environment: type = GridEnvironment) -> Trajectory:
-    runner = SessionRunner(
+def session(
+    engine: LLMEngine, environment: type = GridEnvironment, storage: TrajectoryStorage | None = None
+) -> SessionRunner:
+    return SessionRunner(
         make_environment=lambda _: environment(),
         make_strategy=lambda _: StandardReActStrategy(),
-        make_engine=lambda _: ScriptedEngine(script),
+        make_engine=lambda _: engine,
         strategy_spec=StrategySpec(name="StandardReAct"),
         base_model="base",
+        storage=storage,
     )
-    return asyncio.run(runner.run(request))
+
+
+async def played(request: EpisodeRequest, script: Sequence[str], environment: type = GridEnvironment) -> Trajectory:
+    return await session(ScriptedEngine(script), environment).run(request)
+
+
+def play(request: EpisodeRequest, script: Sequence[str], environment: type = GridEnvironment) -> Trajectory:
+    return asyncio.run(played(request, script, environment))
 
 
 def tried(turns: int, words: Sequence[str], then: Sequence[str] = ("right",) * 6) -> Trajectory:
@@ -85,6 +106,37 @@ def test_the_episode_goes_on_with_the_first_and_nothing_that_was_given_counts_as
     assert note is not None and "instead" not in note.in_words()
     last = PrefixNote.model_validate(given_ones[-1].metadata["prefix"])
     assert last.in_words().endswith("with another answer in the last of them") and last.turns == 4
+
+
+class PowerCut(BaseException):
+    """The process ends here."""
+
+
+class Cut:
+    """An engine that ends the process at its second call."""
+
+    def __init__(self) -> None:
+        self.engine, self.calls = ScriptedEngine(["down"]), 0
+
+    async def complete(self, messages: Sequence[Message], **asked: object) -> list[Completion]:
+        self.calls += 1
+        if self.calls > 1:
+            raise PowerCut
+        return await self.engine.complete(messages)
+
+
+async def test_a_killed_episode_tries_nothing_again(tmp_path: Path) -> None:
+    source = await played(REQUEST, WALK)
+    path = path_before(source, 3, good=True)
+    place = PrefixNote(trajectory=source.id, turns=4, of=len(WALK), good=True)
+    candidates = tuple(other_answer(path, Message(role="assistant", content=word), place) for word in ("right", "up"))
+    asked = REQUEST.model_copy(update={"prefix": path, "candidates": candidates, "group_id": "tried"})
+    whole = await played(asked, ("down", "down"))
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        with pytest.raises(PowerCut):
+            await session(Cut(), storage=storage).run(asked)
+        resumed = await session(ScriptedEngine(["down"]), storage=storage).run(asked)
+    assert resumed.messages() == whole.messages() and list(outcomes(resumed)) == list(outcomes(whole))
 
 
 def test_an_environment_without_forks_is_refused() -> None:

@@ -47,7 +47,7 @@ class LoopPlan(Frozen):
     save_total_limit: int = Field(default=3, ge=2)
     prefix_sampling: Literal["none", "adaptive"] = "none"
     pivots: int = Field(default=0, ge=0)
-    pivot_updates: int = Field(default=4, ge=1)
+    pivot_updates: int = Field(default=2, ge=1)
 
     def succeeded(self, trajectory: Trajectory, reward: float) -> bool:
         """Whether an episode with this reward is a success."""
