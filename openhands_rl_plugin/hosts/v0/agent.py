@@ -184,12 +184,12 @@ class RLAgent(CodeActAgent):
             # OpenHands cuts observations by this key; the configuration object is this LLM's own copy.
             config = self.llm.config
             config.max_message_chars = min(config.max_message_chars, longest * CHARACTERS_PER_TOKEN)
+        read_actions = None if self._environment_mode else self._read_actions
+        engine = ControllerEngine(self.llm, episode, read_actions, compact=self._compact)
         return _ActiveEpisode(
             episode=episode,
-            engine=ControllerEngine(
-                self.llm, episode, None if self._environment_mode else self._read_actions, compact=self._compact
-            ),
-            conversation=WorkspaceConversation(episode.tree),
+            engine=engine,
+            conversation=WorkspaceConversation(episode.tree, engine.said),
             environment=EnvironmentActions(),
             standalone=standalone,
         )

@@ -30,6 +30,7 @@ from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Samp
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
+from openhands_rl_plugin.hosts.shared.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
 from openhands_rl_plugin.hosts.v0.described_tools import describe_in_prompt, read_described_call
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
@@ -53,7 +54,7 @@ class HostTurn:
     """The request that OpenHands would send now.
 
     ``path`` is the conversation in the tree, as the strategy sees it. ``prompt`` is the same as OpenHands passes it to
-    its LLM, and ``wire`` as the LLM sends it: they differ where tools are described in the prompt. ``rewritten``: it
+    its LLM, and ``wire`` as the LLM writes it: they differ where tools are described in the prompt. ``rewritten``: it
     does not extend the conversation so far. ``model_metadata`` is what OpenHands sends to a litellm proxy.
     """
 
@@ -97,6 +98,7 @@ class ControllerEngine:
         self._seeds = ConversationSeeds()
         self._turn = HostTurn(session="", step=0)
         self.answers = TurnAnswers[HostTurn, HostOutcome](episode)
+        self.said = SampledTexts()
         record_completions(llm)
 
     @property
@@ -128,8 +130,9 @@ class ControllerEngine:
         described_in_prompt = known is not None and not self._llm.is_function_calling_active()
         offered = turn.tools if tools or described_in_prompt else ()
         after = self._tokens_before(messages)
+        path = tuple(messages) if described_in_prompt else None
         calls = (
-            background().blocking(partial(self._ask, turn, call, prompt, offered, seeded, after))
+            background().blocking(partial(self._ask, turn, call, prompt, offered, seeded, after, path))
             for call, seeded in [(next(self._calls), self._seeded(sampling, messages)) for _ in range(n)]
         )
         return await self.answers.gather(calls)
@@ -163,10 +166,12 @@ class ControllerEngine:
         tools: Sequence[JsonObject],
         sampling: SamplingParams,
         after: Tokens | None,
+        path: tuple[Message, ...] | None,
     ) -> Completion:
         # Copies, because litellm may modify its arguments and several calls share the prompt.
         arguments = self._arguments([dict(message) for message in prompt], tools, sampling)
         episode = self._episode
+        restore = partial(self.said.put_back, path=path) if path is not None else None
         log = CallLog(
             turn.session,
             turn.step,
@@ -174,6 +179,7 @@ class ControllerEngine:
             ask_tokens=episode.token_ids,
             after=after,
             altering=altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS}),
+            restore=restore,
         )
         described = self._compact and not self._llm.is_function_calling_active()
         with recording(log):
@@ -182,6 +188,8 @@ class ControllerEngine:
         if (completion := attempt.completion) is None:
             raise ModelError("OpenHands cannot parse the model's answer") from outcome.error
         self.answers.keep(completion.message, outcome)
+        if path is not None:
+            self.said.add(path, completion)
         metadata: JsonObject = {
             "session": turn.session,
             "step": turn.step,
@@ -193,7 +201,8 @@ class ControllerEngine:
             metadata["history_rewritten"] = True
         if outcome.error is not None:
             metadata["malformed"] = describe(outcome.error)
-        if len(prompt) == len(turn.wire) and list(attempt.messages) != list(turn.wire):
+        expected = restore(turn.wire) if restore is not None else list(turn.wire)
+        if len(prompt) == len(expected) and list(attempt.messages) != expected:
             metadata["wire_messages"] = [dict(message) for message in attempt.messages]
         return completion.model_copy(update={"metadata": metadata})
 

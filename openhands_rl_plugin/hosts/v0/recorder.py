@@ -81,6 +81,7 @@ class CallLog:
 
     ``after``: the tokens of the last sampled node before the answer, if known. Of a prompt that extends them, only the
     new tokens are kept. ``altering``: sampling parameters beyond OpenAI's; OpenHands drops an ``extra_body`` of a call.
+    ``restore``: makes of OpenHands' prompt the one that is sent.
     """
 
     session: str
@@ -90,6 +91,7 @@ class CallLog:
     ask_tokens: bool = True
     after: Tokens | None = None
     altering: JsonObject = field(default_factory=dict)
+    restore: Callable[[Sequence[WireMessage]], list[WireMessage]] | None = None
 
 
 _LOG: ContextVar[CallLog | None] = ContextVar("rl_call_log", default=None)
@@ -141,6 +143,8 @@ class RecordedCompletion:
         given = {**self._bound, **kwargs}
         if log.altering:
             kwargs["extra_body"] = given["extra_body"] = {**(given.get("extra_body") or {}), **log.altering}
+        if log.restore is not None:
+            kwargs["messages"] = given["messages"] = log.restore(given["messages"])
         wanted = wanted_fields(given) if log.ask_tokens else ()
         asking = extensions_of(base_url_of(given)).attempt(str(given.get("model")), wanted)
         while True:

@@ -48,6 +48,7 @@ from openhands_rl_plugin.hosts.v1.recording_note import note_failure
 from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
 from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.stock_workspace import StockWorkspace
+from openhands_rl_plugin.hosts.v1.text_calls import as_sent, is_text
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.hosts.v1.written_prompts import OfferedTools, PromptWriter
 
@@ -88,8 +89,8 @@ class ConversationEpisode:
         self.failed = False
         self.delegated: weakref.WeakSet[ConversationEpisode] = weakref.WeakSet()
         self._conversation = weakref.ref(conversation)
-        self._followed = WorkspaceConversation(episode.tree)
-        self._engine = ConversationEngine(episode, own)
+        self._engine = ConversationEngine(episode, own, exact=exact)
+        self._followed = WorkspaceConversation(episode.tree, self._engine.said)
         self._calls = calls
         self._writer = PromptWriter()
         self._offered = OfferedTools(compact=episode.settings.workspace.is_compact)
@@ -276,10 +277,12 @@ class ConversationEpisode:
         prompt = self._calls.put_back(messages) if self._exact else messages
         tree = self.episode.tree
         written = self._writer.write(llm, prompt)
-        rewritten = self._followed.follow(written)
         tools = self._offered.selected(tools)
         offered = self._offered.of(tools, arguments)
-        tree.tools = tree.tools or offered
+        if not is_text(llm, offered):
+            tree.tools = tree.tools or offered
+        wire = as_sent(llm, written, offered, arguments, compact=self._engine.compact)
+        rewritten = self._followed.follow(wire)
         return ConversationTurn(llm, tree.messages(), prompt, written, tools, offered, arguments, rewritten)
 
     def _world(self, turn: ConversationTurn) -> SessionWorld | None:

@@ -33,9 +33,11 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     wanted_fields,
 )
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
+from openhands_rl_plugin.hosts.shared.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
+from openhands_rl_plugin.hosts.v1.text_calls import TextExchange, TextLLM, is_text
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
-from openhands_rl_plugin.hosts.v1.written_prompts import CompactLLM, WrittenLLM, WrittenTool
+from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM, WrittenTool
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     TOKEN_IDS,
@@ -76,7 +78,8 @@ class ConversationTurn:
 
 @dataclass(frozen=True)
 class _Call:
-    """One completion of the SDK's LLM. ``number`` counts the calls of the episode."""
+    """One completion of the SDK's LLM. ``number`` counts the calls of the episode; ``path`` is the prompt as the
+    strategy sees it."""
 
     llm: LLM
     prompt: Sequence[SdkMessage]
@@ -84,21 +87,25 @@ class _Call:
     turn: ConversationTurn | None
     sampling: SamplingParams
     number: int
+    path: tuple[Message, ...] = ()
 
 
 class ConversationEngine:
     """An ``LLMEngine`` for the turns of one conversation. ``own`` samples in the place of the SDK's LLM, if given.
 
-    ``answers`` has the SDK's response for each answer.
+    ``answers`` has the SDK's response for each answer, ``said`` what was sampled, where calls are text; ``exact``: that
+    is what the model is shown. ``compact``: whether the prompt is the compact one.
     """
 
-    def __init__(self, episode: HostEpisode, own: LLMEngine | None = None) -> None:
+    def __init__(self, episode: HostEpisode, own: LLMEngine | None = None, *, exact: bool = True) -> None:
+        self._exact = exact
         self._episode = episode
-        self._compact = episode.settings.workspace.is_compact
+        self.compact = episode.settings.workspace.is_compact
         self._own = own
         self._numbers = itertools.count()
         self._seeds = ConversationSeeds()
         self.answers = TurnAnswers[ConversationTurn, LLMResponse](episode)
+        self.said = SampledTexts()
         self._turn: ConversationTurn | None = None
         self._counting = threading.Lock()
         self._under_way = 0
@@ -131,12 +138,13 @@ class ConversationEngine:
         prompt = known.after(messages) if known else [sdk_message(message) for message in messages]
         written = known.written if known and len(messages) == len(known.path) else None
         llm = (known or current).llm
-        offering = known if tools else None
+        # Tools that are described in the prompt are none of the strategy's.
+        offering = known if tools or (known is not None and is_text(llm, known.offered)) else None
         own = self._own if llm.native_tool_calling and not has_images(prompt) else None
         calls = []
         for _ in range(n):
             wanted = self._episode.sampling_for(sampling, self._seeds.next(messages))
-            call = _Call(llm, prompt, written, offering, wanted, next(self._numbers))
+            call = _Call(llm, prompt, written, offering, wanted, next(self._numbers), tuple(messages))
             if own is None:
                 calls.append(background().blocking(partial(self._ask_llm, call)))
             else:
@@ -170,7 +178,8 @@ class ConversationEngine:
         while True:
             started = time.perf_counter()
             try:
-                response = self._send(call, sampled, asking)
+                exchange = TextExchange(self.compact, partial(self.said.put_back, path=call.path))
+                response = self._send(call, sampled, asking, exchange)
             except LLM_ERRORS as error:
                 if _is_refused(asking, error):
                     continue
@@ -178,7 +187,9 @@ class ConversationEngine:
                 refused = model_server_error(_with_status(error))
                 raise refused from error
             asking.succeeded()
-            completion = self._read(call, response, asking)
+            completion = self._read(call, response, asking, exchange.answer)
+            if self._exact and exchange.answer is not None:
+                self.said.add(call.path, completion)
             if {TOKEN_IDS, LOGPROBS} <= {*wanted} and (missing := missing_parts(asking, completion.tokens)):
                 completion.metadata[MISSING] = missing
             return self._answered(call, completion, response, time.perf_counter() - started)
@@ -191,7 +202,7 @@ class ConversationEngine:
         provider, _ = split_provider(llm.model)
         return llm.model_copy(update={"model": f"{provider}/{served}" if provider else served})
 
-    def _send(self, call: _Call, llm: LLM, asking: ExtensionAttempt) -> LLMResponse:
+    def _send(self, call: _Call, llm: LLM, asking: ExtensionAttempt, exchange: TextExchange) -> LLMResponse:
         wanted = call.sampling
         given = {name: getattr(wanted, name) for name in NEUTRAL_PARAMETERS}
         own = {**altering_parameters(given), **(call.llm.litellm_extra_body or {})}
@@ -207,14 +218,14 @@ class ConversationEngine:
         asked = llm.model_copy(update={**settings, "litellm_extra_body": body} if body else settings)
         # Another class of LLM, or another model, may write the prompt in another form.
         written = call.written if type(llm) is LLM and llm.model == call.llm.model else None
-        if self._compact:
-            asked = CompactLLM.over(asked, written)
+        tools = _tools_of(call.turn, self.compact) if call.turn else None
+        if is_text(llm, tools or ()):
+            asked = TextLLM.exchanging(asked, written, exchange)
         elif written is not None:
             asked = WrittenLLM.over(asked, written)
         arguments = dict(call.turn.arguments) if call.turn else {}
         if wanted.stop:
             arguments["stop"] = list(wanted.stop)
-        tools = _tools_of(call.turn, self._compact) if call.turn else None
         with self._counting:
             self._under_way += 1
             alone = self._under_way == 1
@@ -243,13 +254,17 @@ class ConversationEngine:
                 updated()
             return response.model_copy(update={"metrics": call.llm.metrics.get_snapshot()})
 
-    def _read(self, call: _Call, response: LLMResponse, asking: ExtensionAttempt) -> Completion:
+    def _read(self, call: _Call, response: LLMResponse, asking: ExtensionAttempt, text: Choices | None) -> Completion:
+        """``text``: the choice before the SDK read its call, where that was text."""
         raw = response.raw_response
         choice = raw.choices[0] if isinstance(raw, ModelResponse) else None
         if not isinstance(raw, ModelResponse) or not isinstance(choice, Choices):
             raise ModelError("the model server answered without a choice")
         tokens = take_tokens((raw.model_extra or {}).pop("prompt_token_ids", None), choice)
+        # Of both: what the SDK goes on with is made fit to be sent, too.
         message = take_message(choice)
+        if text is not None:
+            message = take_message(text)
         rest = raw.model_dump(mode="json", warnings=False)
         if call.llm.litellm_extra_body.get(TOKEN_IDS):
             show_tokens(raw, choice, tokens)

@@ -13,7 +13,7 @@ from pydantic import PrivateAttr
 
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described, is_offered
+from openhands_rl_plugin.hosts.compact_prompt import compact_tools, is_offered
 from openhands_rl_plugin.hosts.v1.values import has_images
 
 _RISK = "add_security_risk_prediction"
@@ -111,19 +111,6 @@ class WrittenLLM(LLM):
         if self._prompt is None:
             return super().format_messages_for_llm(messages)
         return [_copied(message) for message in self._prompt]
-
-
-class CompactLLM(WrittenLLM):
-    """A ``WrittenLLM`` that describes its tools to a model without tool calling by the text of ``compact_prompt``."""
-
-    def pre_request_prompt_mock(
-        self, messages: list[dict[str, Any]], tools: list[Any], kwargs: dict[str, Any], *more: Any, **named: Any
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """As the SDK's, which adds a text of 1,500 tokens where there are tools and a system message."""
-        system = [message for message in messages if message["role"] == "system"]
-        rest = [message for message in messages if message["role"] != "system"]
-        converted, arguments = super().pre_request_prompt_mock(rest, [], kwargs, *more, **named)
-        return described([*system, *converted], tools), arguments
 
 
 def sharing[Kind: LLM](kind: type[Kind], plain: LLM, **private: object) -> Kind:

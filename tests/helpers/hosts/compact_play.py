@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, says, stopped
 from tokenizers import Tokenizer
 
 from openhands_rl_plugin.apps.demo.model import default_model_directory
@@ -80,6 +80,67 @@ async def repair(
     model = f"{folder.name}-{prompt}-{native}"
     answers = (says("So.", call(name, given, f"call-{number}")) for number, (name, given) in enumerate(calls))
     server.script(model, answers if native else (says(_written(name, given)) for name, given in calls))
+    episode = await _played(server, folder, model, prompt, native=native)
+    repaired = (repository / "calc.py").read_text() == f"def add(a, b):\n    {_RIGHT}\n"
+    return Played(episode, server.requests[model], repaired)
+
+
+async def check_one_sequence(
+    server: ScriptedModel, folder: Path, prompt: PromptName, *, editor: str, shell: str
+) -> Played:
+    """Calls that a small model writes almost as the host does: what it said is what it is shown, so that each prompt
+    extends the one before."""
+    (folder / "repository").mkdir(parents=True)
+    risk = "<parameter=security_risk>LOW</parameter>\n"
+    file = "/workspace/repository/a.txt"
+    create = f"<parameter=command>create</parameter><parameter=path> {file}\n</parameter>"
+    said = [
+        stopped(f"So.\n<function={shell}>\n<parameter=command>echo one</parameter>\n{risk}"),
+        stopped(f"<function={editor}>{create}\n<parameter=file_text>a\nb</parameter>\n{risk}\n\n"),
+        says(f"\n\n<function={shell}>\n<parameter=command>\necho two\n</parameter>\n{risk}</function>"),
+        {**says(f"<function={shell}>\n<parameter=command>echo three</parameter>\n{risk}"), "stop_reason": None},
+        says("  It is done, I think. \n"),
+        stopped("<function=finish>\n<parameter=message>Done.</parameter>\n"),
+    ]
+    model = f"{folder.name}-said-{prompt}"
+    server.script(model, said)
+    episode = await _played(server, folder, model, prompt, native=False)
+    acted = [episode.nodes[index] for index in episode.acted()]
+    assert episode.failure is None and [node.message.content for node in acted] == [each["content"] for each in said]
+    assert [node.tokens and node.tokens.extends for node in acted] == [False, *[True] * 5]
+    assert not any("replayed_as" in node.metadata for node in episode.nodes)
+    shown = [text_of(each["content"]) for each in server.requests[model][-1]["messages"] if each["role"] == "assistant"]
+    tails = ["</function>", "</function>", "", "", ""]
+    assert shown == [each["content"] + tail for each, tail in zip(said, tails, strict=False)]
+    return Played(episode, server.requests[model], repaired=False)
+
+
+async def check_repaired_call(server: ScriptedModel, folder: Path, *, editor: str, shell: str) -> None:
+    """A call that the host had to repair is shown as the host says it, and noted: it is another text than was
+    sampled."""
+    (folder / "repository").mkdir(parents=True)
+    risk = "<parameter=security_risk>LOW</parameter>\n"
+    look = "<parameter=command>view</parameter>\n<parameter=path>/workspace</parameter>\n"
+    said = [
+        says(f"<function={shell}>\n<parameter=command=echo one</parameter>\n{risk}</function>"),
+        says(f"<function={editor}>\n{look}{risk}"),
+        says("<function=finish>\n<parameter=message>Done.</parameter>\n"),
+    ]
+    model = f"{folder.name}-repaired"
+    server.script(model, said)
+    episode = await _played(server, folder, model, "compact", native=False)
+    acted = [episode.nodes[index] for index in episode.acted()]
+    assert [node.message.content for node in acted] == [each["content"] for each in said]
+    requests = server.requests[model]
+    repaired, whole = (message for message in requests[-1]["messages"] if message["role"] == "assistant")
+    assert text_of(repaired["content"]) == said[0]["content"].replace("command=echo", "command>echo")
+    noted = acted[0].metadata["replayed_as"]
+    assert isinstance(noted, dict) and noted["content"] == text_of(repaired["content"])
+    assert text_of(whole["content"]) == said[1]["content"] + "</function>" and "replayed_as" not in acted[1].metadata
+    assert acted[1].tokens and not acted[1].tokens.extends
+
+
+async def _played(server: ScriptedModel, folder: Path, model: str, prompt: PromptName, *, native: bool) -> Trajectory:
     settings = RLSettings(
         serving=ServingSettings(base_url=server.url, model=model, request_timeout=20.0),
         workspace=WorkspaceSettings(prompt=prompt),
@@ -89,9 +150,7 @@ async def repair(
     options = HostOptions(environment_mode=False, native_tool_calling=native)
     async with open_runner(settings, options) as runner:
         request = EpisodeRequest(task=task, run_id="r", group_id="g")
-        episode = await runner.run(request, TaskWorkspace(root=folder, repository="repository"))
-    repaired = (repository / "calc.py").read_text() == f"def add(a, b):\n    {_RIGHT}\n"
-    return Played(episode, server.requests[model], repaired)
+        return await runner.run(request, TaskWorkspace(root=folder, repository="repository"))
 
 
 def _written(name: str, given: Mapping[str, str]) -> str:

@@ -42,6 +42,11 @@ def says(text: str | None = None, *calls: dict[str, Any]) -> dict[str, Any]:
 EMPTY: dict[str, Any] = {"choices": "none"}
 
 
+def stopped(text: str, word: str = "</function") -> dict[str, Any]:
+    """What a server answers when the stop word ``word`` follows: the tokens have it, the text does not."""
+    return {**says(text), "stop_reason": word}
+
+
 def with_prompt_ids(answer: dict[str, Any], ids: object) -> dict[str, Any]:
     """The answer, with other prompt ids than the true ones."""
     return {**answer, "prompt_token_ids": ids}
@@ -127,8 +132,10 @@ def completion(
     body: dict[str, Any], answer: dict[str, Any], id: str, prompt: list[int], sampled: list[int], logprobs: list[float]
 ) -> dict[str, Any]:
     """The response document, with token ids and logprobs where the request asks for them."""
-    message = {key: value for key, value in answer.items() if key != "prompt_token_ids"}
+    message = {key: value for key, value in answer.items() if key not in ("prompt_token_ids", "stop_reason")}
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": message}
+    if "stop_reason" in answer:
+        choice["stop_reason"] = answer["stop_reason"]
     if body.get("return_token_ids"):
         choice["token_ids"] = sampled
     if body.get("logprobs"):
@@ -188,6 +195,8 @@ def message_ids(message: dict[str, Any]) -> list[int]:
     text = content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
     for one in message.get("tool_calls") or ():
         text += f"<{one['function']['name']}>{one['function']['arguments']}"
+    if word := message.get("stop_reason"):
+        return [*(text + word).encode()]
     return [*text.encode(), END]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, message_ids, prompt_ids, says, serve
+from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, message_ids, prompt_ids, says, serve, stopped
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
 from openhands_rl_plugin.core.types import FailureKind, StopReason
@@ -141,7 +141,7 @@ NATIVE = [
     says("Done.", call("finish", {"message": "It is written."})),
 ]
 IN_PROMPT = [
-    says(
+    stopped(
         "Looking.\n<function=execute_bash>\n<parameter=command>echo one</parameter>\n"
         "<parameter=security_risk>LOW</parameter>\n"
     ),
@@ -311,15 +311,16 @@ def test_answers_with_calls_in_their_text_are_recorded_as_sampled(runs):
     assert "tools" not in requests[0] and trajectory.tools == ()
     assert trajectory.nodes[first].message.content == IN_PROMPT[0]["content"]
     assert not trajectory.nodes[first].message.tool_calls
-    replay = trajectory.nodes[first].metadata["replayed_as"]
-    assert isinstance(replay, dict) and str(replay["content"]).endswith("</function>")
+    assert "replayed_as" not in trajectory.nodes[first].metadata
     roles = [message["role"] for message in requests[1]["messages"]]
     assert roles == ["system", "user", "user", "assistant", "user"]
-    assert text(requests[1]["messages"][3]) == replay["content"]
+    assert text(requests[1]["messages"][3]) == IN_PROMPT[0]["content"] + "</function>"
     assert "wire_messages" not in trajectory.nodes[first].metadata
     tokens = trajectory.nodes[second].tokens
-    assert tokens is not None and not tokens.extends, "the replay is no true continuation"
-    assert list(tokens.prompt_ids) == prompt_ids(requests[1]["messages"])
+    asked = trajectory.nodes[first].tokens
+    assert asked is not None and tokens is not None and tokens.extends, "what it said is what it is shown"
+    ids = [*asked.prompt_ids, *asked.sampled_ids, *tokens.prompt_ids]
+    assert ids == prompt_ids(requests[1]["messages"])
     assert list(tokens.sampled_ids) == message_ids(IN_PROMPT[1])
     assert "no_such_tool" in str(trajectory.nodes[second].metadata["malformed"])
     assert second not in trajectory.path()

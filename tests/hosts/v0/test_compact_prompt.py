@@ -9,6 +9,8 @@ import pytest
 from compact_play import (
     check_both_prompts,
     check_offered_tools,
+    check_one_sequence,
+    check_repaired_call,
 )
 from needs import needs_bubblewrap
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig
@@ -18,6 +20,7 @@ from pydantic import SecretStr
 from scripted_model import ScriptedModel, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.local import local_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
@@ -39,6 +42,19 @@ async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_pa
     # From the task on the model sees the same, but for the example around it that OpenHands leaves out here.
     told = [[message.content for message in played.episode.messages()][2:] for played in (standard, compact)]
     assert told[0] == told[1]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("prompt", ["standard", "compact"])
+async def test_an_episode_with_calls_in_the_text_is_one_sequence(
+    server: ScriptedModel, tmp_path: Path, prompt: PromptName
+) -> None:
+    await check_one_sequence(server, tmp_path, prompt, **TOOLS)
+
+
+@needs_bubblewrap
+async def test_a_call_that_was_repaired_is_shown_as_the_host_says_it(server: ScriptedModel, tmp_path: Path) -> None:
+    await check_repaired_call(server, tmp_path, **TOOLS)
 
 
 @needs_bubblewrap

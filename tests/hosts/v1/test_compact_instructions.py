@@ -8,6 +8,8 @@ import pytest
 from compact_play import (
     check_both_prompts,
     check_offered_tools,
+    check_one_sequence,
+    check_repaired_call,
     undescribed,
 )
 from needs import needs_bubblewrap
@@ -15,6 +17,7 @@ from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import prompt_of
@@ -31,6 +34,23 @@ COMPACT = {"workspace": {"isolation": "none", "prompt": "compact"}}
 @pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
 async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_path: Path, native: bool) -> None:
     await check_both_prompts(server, tmp_path, native=native, **TOOLS)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("prompt", ["standard", "compact"])
+async def test_an_episode_with_calls_in_the_text_is_one_sequence(
+    server: ScriptedModel, tmp_path: Path, prompt: PromptName
+) -> None:
+    played = await check_one_sequence(server, tmp_path, prompt, **TOOLS)
+    # The prompt is recorded as it was sent: tools are described in it.
+    recorded = [text_of(message.content) for message in played.episode.messages()][:2]
+    sent = [text_of(message["content"]) for message in played.requests[0]["messages"]]
+    assert recorded == sent and not played.episode.tools
+
+
+@needs_bubblewrap
+async def test_a_call_that_was_repaired_is_shown_as_the_host_says_it(server: ScriptedModel, tmp_path: Path) -> None:
+    await check_repaired_call(server, tmp_path, **TOOLS)
 
 
 @needs_bubblewrap

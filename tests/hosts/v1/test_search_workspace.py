@@ -156,6 +156,8 @@ def world_of(conversation: LocalConversation, server: ScriptedModel) -> Conversa
     assert isinstance(workspace, ConversationWorkspace)
 
     class Told:
+        compact = False
+
         @property
         def answers(self) -> Told:
             return self

@@ -25,7 +25,7 @@ from openhands.sdk.conversation import (
 )
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.conversation.state import ConversationState
-from openhands.sdk.llm import LLM, LLMResponse
+from openhands.sdk.llm import LLM, LLMResponse, MessageToolCall
 from openhands.sdk.llm import Message as SdkMessage
 from openhands.sdk.tool import ToolDefinition
 from openhands.sdk.tool.builtins import FinishTool, ThinkTool
@@ -36,12 +36,13 @@ from pydantic import PrivateAttr
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.messages import to_message
-from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task
+from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime
 from openhands_rl_plugin.hosts.v1.engine import ConversationEngine, ConversationTurn
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
 from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.text_calls import as_sent
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 
 _ON_THE_COPY = frozenset({TerminalTool.name, FileEditorTool.name})
@@ -76,8 +77,13 @@ class ConversationWorld:
 
     def step_seconds(self, action: Message) -> float:
         """Seconds for the answer's commands: more than their own limits, so that a branch reports timeouts, too."""
-        limits = [_limit_of(call.arguments) for call in action.tool_calls if call.name not in _EXECUTED - _ON_THE_COPY]
+        calls = [call for call in self.calls_of(action) if call.name not in _EXECUTED - _ON_THE_COPY]
+        limits = [_limit_of(call.arguments) for call in calls]
         return sum((self._workspace.terminal.seconds if each is None else each) + _SLACK for each in limits)
+
+    def calls_of(self, answer: Message) -> Sequence[ToolCall | MessageToolCall]:
+        """The answer's calls; where they are text, as the SDK read them."""
+        return answer.tool_calls or self.engine.answers.of(answer).message.tool_calls or ()
 
     async def fork(self) -> ConversationBranch:
         """A copy of the live conversation. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
@@ -177,7 +183,7 @@ class ConversationBranch:
         self._workspace.close()
 
     def _act(self, answer: Message) -> Observation:
-        for name in {call.name for call in answer.tool_calls} & self._world.agent.tools_map.keys():
+        for name in {call.name for call in self._world.calls_of(answer)} & self._world.agent.tools_map.keys():
             if name not in _EXECUTED:
                 raise BadEnvironmentError(f"the tool {name!r} cannot be executed in a fork of the conversation")
         state = self._conversation.state
@@ -199,7 +205,8 @@ class ConversationBranch:
             )
         # The prompt repeats the answer first, except for one that the SDK could not read.
         replayed = len(wire) > len(known) and wire[len(known)]["role"] == "assistant"
-        new = tuple(to_message(message) for message in wire[len(known) + replayed :])
+        sent = as_sent(before.llm, wire, before.offered, before.arguments, compact=self._world.engine.compact)
+        new = tuple(to_message(message) for message in sent[len(known) + replayed :])
         return replace(before, path=(*before.path, answer, *new), prompt=prompt, written=wire, rewritten=False)
 
 

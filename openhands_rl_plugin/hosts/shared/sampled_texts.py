@@ -1,0 +1,126 @@
+"""The answers of a conversation whose tool calls are text, as the model said them.
+
+OpenHands reads such a call and replays it written anew: with an empty line before it, with line breaks around values of
+several lines, without the white space around it, with a closing tag that a stop word had cut. For the model that is
+another text than it sampled, so each turn would be a sequence of its own. What the model said is sent instead, where it
+is the same call, and every prompt extends the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from openhands_rl_plugin.core.messages import WireMessage, text_of
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message
+
+_STOP, _CLOSED = "</function", "</function>"
+"""Where OpenHands asks the server to stop, and what stands there in the prompts that follow."""
+_CALL = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
+
+
+class SampledTexts:
+    """What was sampled in one episode: one text for each answer that its tree has, by the conversation up to it."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, _Said] = {}
+
+    def add(self, path: Sequence[Message], completion: Completion) -> None:
+        """Remember an answer to ``path``. One with calls by the API is none of text."""
+        said = completion.message
+        if said.content and not said.tool_calls:
+            *_, key = _keys([*path, said])
+            self._texts[key] = _Said(said, _closed(said.content, completion))
+
+    def put_back(self, prompt: Sequence[WireMessage], path: Sequence[Message]) -> list[WireMessage]:
+        """The prompt, in the host's form, with the answers as they were sampled. ``path`` is the same conversation as
+        the tree has it; a prompt of another length stays as it is."""
+        if len(prompt) != len(path):
+            return [*prompt]
+        told = zip(prompt, path, _keys(path), strict=True)
+        return [self._restored(message, said, key) for message, said, key in told]
+
+    def has(self, path: Sequence[Message], form: WireMessage) -> bool:
+        """Whether the last answer of ``path``, which the host says as ``form``, is sent as it was sampled."""
+        *_, key = _keys(path)
+        return self._text(form, path[-1], key) is not None
+
+    def _restored(self, message: WireMessage, said: Message, key: int) -> WireMessage:
+        text = self._text(message, said, key)
+        return message if text is None else {**message, "content": _in_form_of(message.get("content"), text)}
+
+    def _text(self, message: WireMessage, said: Message, key: int) -> str | None:
+        known = self._texts.get(key)
+        if known is None or known.message != said or message["role"] != "assistant" or message.get("tool_calls"):
+            return None
+        return known.text if _read(known.text) == _read(text_of(message.get("content")) or "") else None
+
+
+class _Said(NamedTuple):
+    message: Message
+    text: str
+
+
+class _Answer(NamedTuple):
+    """What an answer says, apart from what hosts change: ``after`` is whatever belongs to no call."""
+
+    before: str
+    name: str | None = None
+    arguments: tuple[tuple[str, str], ...] = ()
+    after: str = ""
+
+
+def _keys(path: Sequence[Message]) -> Iterator[int]:
+    """For each message a key of the conversation up to it."""
+    key = 0
+    for message in path:
+        key = hash((key, message))
+        yield key
+
+
+def _read(text: str) -> _Answer:
+    call = _CALL.search(text)
+    if call is None:
+        return _Answer(text.strip())
+    arguments = tuple((name, _plain(value.strip())) for name, value in _PARAMETER.findall(call[2]))
+    after = _PARAMETER.sub("", call[2]) + text[call.end() :]
+    return _Answer(text[: call.start()].strip(), call[1], arguments, after.strip())
+
+
+def _plain(value: str) -> str:
+    """A list or an object in one form: hosts read it, and write it with other white space."""
+    if value[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.dumps(json.loads(value))
+    except ValueError:
+        return value
+
+
+def _in_form_of(content: Any, text: str) -> Any:
+    """A text, or a list of parts as some requests have them; the last one has the mark of the prompt cache."""
+    return [{**content[-1], "type": "text", "text": text}] if isinstance(content, list) and content else text
+
+
+def _closed(text: str, completion: Completion) -> str:
+    """The answer with the end of the closing tag that the stop word cut."""
+    if completion.finish_reason != "stop" or text.rstrip().endswith(_CLOSED) or not _is_cut(text, completion.metadata):
+        return text
+    return text.removesuffix(_STOP) + _CLOSED
+
+
+def _is_cut(text: str, metadata: JsonObject) -> bool:
+    """Whether the stop word ended it, as servers say in ``stop_reason`` (SGLang: ``matched_stop``); of others that is
+    what an open call means."""
+    response = metadata.get("response")
+    choices = response.get("choices") if isinstance(response, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    fields = choice.get("provider_specific_fields") if isinstance(choice, dict) else None
+    for place in (choice, fields):
+        for name in ("stop_reason", "matched_stop"):
+            if isinstance(place, dict) and name in place:
+                return place[name] == _STOP
+    return _CALL.search(text) is not None
