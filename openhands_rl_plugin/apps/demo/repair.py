@@ -14,6 +14,7 @@ from openhands_rl_plugin.apps.demo.story import DemoResult
 from openhands_rl_plugin.apps.loop.claim import claim
 from openhands_rl_plugin.apps.loop.run import LoopJob, run_loop
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
+from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import (
     LoopSettings,
     RLSettings,
@@ -30,7 +31,7 @@ from openhands_rl_plugin.training.loop.stages import LoopListener
 
 TITLE = "A small model is trained to repair code"
 ADAPTER = "repair"
-CONTEXT_TOKENS = 3072  # an oracle's episode takes at most 1,900; the server reserves this for every running episode
+CONTEXT_TOKENS = 3072  # twelve episodes of the oracle took at most 2,345; the server reserves it for each that runs
 CACHE_BYTES = 256 * 1024**2
 
 
@@ -119,11 +120,15 @@ def repair_tasks(options: RepairOptions) -> LoopTasks:
 def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None, command: str = "") -> DemoResult:
     """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
 
-    Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
+    It is played in V0 where that is installed, else in V1. Raises ``ConfigError`` when the directory holds a run with
+    other options or of the other host, and any ``RLError`` of the parts.
     """
-    places = {"run_directory": True, "model_directory": True, "processes": True}
-    claim(options.run_directory, options.model_dump(mode="json", exclude={**places, "loop": OTHER_SIZES}))
     settings, tasks = options.settings(), repair_tasks(options)
+    places = {"run_directory": True, "model_directory": True, "processes": True}
+    known = options.model_dump(mode="json", exclude={**places, "loop": OTHER_SIZES})
+    # A policy learns the names of one host's tools. Runs of V0 never named it.
+    host = host_of(settings)
+    claim(options.run_directory, known if host == "v0" else {**known, "host": host})
     asyncio.run(RepairBackend().check())
     model = ensure_model(options.model_directory)
     words = ["serve", "--model", str(model), "--served-model-name", NAME, f"--max-batch={options.concurrency}"]

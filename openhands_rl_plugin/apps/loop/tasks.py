@@ -142,8 +142,6 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
         raise ConfigError(f"--drills: they have the form of demonstrations of {', '.join(REPAIRS)}; leave it at 0")
     if loop.demonstrations and tasks.suite.name == WEBSHOP and settings.react_format:
         raise ConfigError("--demonstrations: the script writes plain actions: set react_format = false in [rl]")
-    if loop.demonstrations and tasks.suite.name in REPAIRS and host_of(settings) != "v0":
-        raise ConfigError('--demonstrations: the oracle of repair tasks plays in OpenHands V0: set [rl] host = "v0"')
     if loop.prefix_sampling != "none" and tasks.suite.software and host_of(settings) != "v0":
         raise ConfigError(
             '[rl.loop] prefix_sampling = "adaptive": sessions in a workspace are replayed in OpenHands V0 only: set '
