@@ -5,7 +5,7 @@ from __future__ import annotations
 from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.messages import WireMessage, says
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.hosts.shared.sampled_texts import SampledTexts
+from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 
 
 class WorkspaceConversation(HostConversation):

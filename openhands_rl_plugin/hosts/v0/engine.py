@@ -27,10 +27,10 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ModelError, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, altering_parameters, to_wire
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
+from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
-from openhands_rl_plugin.hosts.shared.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
 from openhands_rl_plugin.hosts.v0.described_tools import describe_in_prompt, read_described_call
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording

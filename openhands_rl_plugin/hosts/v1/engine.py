@@ -23,6 +23,7 @@ from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, a
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams
+from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
     extensions_of,
@@ -33,7 +34,6 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     wanted_fields,
 )
 from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
-from openhands_rl_plugin.hosts.shared.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
 from openhands_rl_plugin.hosts.v1.text_calls import TextExchange, TextLLM, is_text
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of

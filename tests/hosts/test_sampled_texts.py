@@ -6,7 +6,7 @@ import pytest
 
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, ToolCall
-from openhands_rl_plugin.hosts.shared.sampled_texts import SampledTexts
+from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 
 ASKED = (Message(role="system", content="Help."), Message(role="user", content="Do it."))
 CALL = "<function=edit>\n<parameter=path>a.py</parameter>\n<parameter=text>one\ntwo</parameter>\n</function>"
