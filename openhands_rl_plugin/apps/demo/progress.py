@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -84,13 +86,27 @@ def stage_line(record: StageRecord) -> str:
         figures.append(
             f"{metrics['unscored']:.0f} without a reward (`openhands-rl score STORE --reward NAME` says why)"
         )
-    if metrics.get("episodes_used") == 0:
+    if "pivots" in metrics:
+        figures += _of_pivots(metrics)
+    elif metrics.get("episodes_used") == 0:
         causes = [f"{metrics[key]:.0f} {why}" for key, why in _UNUSED.items() if metrics.get(key)]
         figures.append(f"nothing learnt: {', '.join(causes) or 'no episode ended'}")
     return (
         f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
         + ", ".join(figures)
     )
+
+
+def _of_pivots(metrics: Mapping[str, float]) -> list[str]:
+    """What was found among single decisions."""
+    names = ("pivots", "decisions", "wordings", "outcomes")
+    pivots, decisions, wordings, outcomes = (f"{metrics[name]:.0f}" for name in names)
+    told = [f"{pivots} pivots among {decisions} decisions", f"{wordings} wordings with {outcomes} outcomes"]
+    if metrics["answers_failed"]:
+        told.append(f"{metrics['answers_failed']:.0f} answers failed")
+    if metrics.get("episodes_used") == 0:
+        told.append("nothing learnt: all answers to a decision earn alike")
+    return told
 
 
 def episode_lines(trajectory: Trajectory) -> list[str]:

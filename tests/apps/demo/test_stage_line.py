@@ -14,3 +14,15 @@ def test_what_was_not_learnt_from_is_named_with_its_cause() -> None:
     said = line(failed=0.0, unscored=3.0, episodes_used=0.0, episodes_unscored=3.0, episodes_flat=5.0)
     assert "3 without a reward (`openhands-rl score" in said and "failed" not in said
     assert "nothing learnt: 3 without a reward, 5 of tasks whose attempts have equal rewards" in said
+
+
+def test_an_update_on_decisions_says_what_was_found() -> None:
+    found = {"pivots": 2.0, "decisions": 8.0, "wordings": 20.0, "outcomes": 9.0, "answers_failed": 0.0}
+
+    def line(**more: float) -> str:
+        metrics = {**found, **more}
+        return stage_line(StageRecord(name="pivots-000-0", adapter=None, metrics=metrics, started=0.0, finished=1.0))
+
+    assert line(episodes_used=12.0).endswith("2 pivots among 8 decisions, 20 wordings with 9 outcomes")
+    assert line(answers_failed=3.0).endswith(", 3 answers failed")
+    assert line(episodes_used=0.0).endswith("nothing learnt: all answers to a decision earn alike")
