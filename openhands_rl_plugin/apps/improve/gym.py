@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pydantic import Field, ValidationError
 
@@ -76,6 +76,8 @@ class Gym(Frozen):
     grading: float
     longest: str
     """The longest text of a task's problem."""
+    split_by: Literal["file", "function"] = "file"
+    """What no two tasks of different parts change."""
 
 
 class GymProgress(Protocol):
@@ -121,6 +123,7 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
         per_package=math.ceil(_SPARE * (options.tasks + options.held_out)),
         seed=options.seed,
         timeout=options.timeout,
+        least_share=0.0,
     )
     found = _read(folder / _SURVEY, Survey)
     if found is None:
@@ -186,7 +189,12 @@ def _divided(
     fixes = {each.instance_id: _commit(each) for each in good if _is_fix(checked[each.instance_id].lineage)}
     times = repository.times(set(fixes.values()))
     described_tasks = [
-        SplitTask(id=name, files=touched_files(each.patch), time=times[fixes[name]] if name in fixes else None)
+        SplitTask(
+            id=name,
+            files=touched_files(each.patch),
+            time=times[fixes[name]] if name in fixes else None,
+            function=checked[name].lineage.function,
+        )
         for each in good
         for name in (each.instance_id,)
     ]
@@ -212,6 +220,7 @@ def _divided(
         dropped=dict((reasons + Counter(split.dropped.values())).most_common()),
         grading=round(statistics.median(checked[each.instance_id].seconds for each in good), 1),
         longest=max((each.problem_statement for each in good), key=len),
+        split_by=split.by,
     )
 
 

@@ -1,7 +1,8 @@
 """Training and held-out tasks of one repository, apart by file and by time.
 
 Held-out tasks change files that no training task changes, and fixes that are held out are newer than all that are
-trained on. A fix that keeps neither is dropped, and so is what a cut in time leaves on its wrong side.
+trained on. A fix that keeps neither is dropped, and so is what a cut in time leaves on its wrong side. Where the files
+are too few for that, injected bugs are split by function, and the split says so: both parts then read the same files.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
@@ -17,43 +19,79 @@ LEAST_TRAINING, LEAST_HELD_OUT = 4, 4
 """Below these a run says nothing: it is refused."""
 
 _ORDERS = 500
-ACROSS, EARLIER, LATER, SPARE = (
+ACROSS, EARLIER, LATER, SPARE, NO_FUNCTION = (
     "changes files of both parts",
     "a held-out fix that is not newer than those of training",
     "a training fix that is not older than the held-out ones",
     "more than were asked for",
+    "a past fix, where the split is by function",
 )
 """Why a good task is in neither part."""
 
 
 class SplitTask(Frozen):
-    """``files``: those that its fix changes. ``time``: of a fix's commit, Unix seconds; ``None``: injected."""
+    """``files``: those that its fix changes. ``time``: of a fix's commit, Unix seconds; ``None``: injected.
+
+    ``function``: the qualified name of the one that an injected bug is in; empty: not known.
+    """
 
     id: str
     files: frozenset[str]
     time: int | None = None
+    function: str = ""
 
 
 class TaskSplit(Frozen):
-    """Ids, and why the others were dropped."""
+    """Ids, and why the others were dropped. ``by``: what no two tasks of different parts change."""
 
     training: tuple[str, ...]
     held_out: tuple[str, ...]
     dropped: dict[str, str]
+    by: Literal["file", "function"] = "file"
+
+    @property
+    def enough(self) -> bool:
+        """Whether each part has as many as a run needs."""
+        return len(self.training) >= LEAST_TRAINING and len(self.held_out) >= LEAST_HELD_OUT
 
 
 def split_tasks(tasks: Sequence[SplitTask], training: int, held_out: int, *, seed: int) -> TaskSplit:
     """At most so many of each part, in the tasks' order; fewer tasks than both are shared out in the same proportion.
 
-    The held-out files are the best of several hundred seeded choices, so that equal tasks give equal parts. Raises
-    ``ConfigError`` where a part would have fewer than ``LEAST_TRAINING`` or ``LEAST_HELD_OUT``.
+    The held-out files are the best of several hundred seeded choices, so that equal tasks give equal parts. By function
+    where that gives too few. Raises ``ConfigError`` where a part would have fewer than ``LEAST_TRAINING`` or
+    ``LEAST_HELD_OUT`` even so.
     """
+    split = _best(tasks, training, held_out, seed)
+    if split.enough:
+        return split
+    alone = [task for task in tasks if task.time is None and task.function]
+    by_function = _best(_in_functions(alone), training, held_out, seed)
+    if not by_function.enough:
+        raise ConfigError(_too_few(tasks, split))
+    fixes = {task.id: NO_FUNCTION for task in tasks if task not in alone}
+    return by_function.model_copy(update={"dropped": {**by_function.dropped, **fixes}, "by": "function"})
+
+
+def _best(tasks: Sequence[SplitTask], training: int, held_out: int, seed: int) -> TaskSplit:
     goal = min(held_out, max(LEAST_HELD_OUT, round(len(tasks) * held_out / (training + held_out))))
     best = max((_cut(tasks, files) for files in _choices(tasks, goal, seed)), key=lambda each: _worth(each, goal))
-    split = _limited(best, training, held_out)
-    if len(split.training) < LEAST_TRAINING or len(split.held_out) < LEAST_HELD_OUT:
-        raise ConfigError(_too_few(tasks, split))
-    return split
+    return _limited(best, training, held_out)
+
+
+def _in_functions(tasks: Sequence[SplitTask]) -> list[SplitTask]:
+    """The same tasks with functions in the place of files. One that is defined in another belongs to that."""
+    places = {(file, task.function) for task in tasks for file in task.files}
+
+    def outermost(file: str, function: str) -> str:
+        parts = function.split(".")
+        names = (".".join(parts[:length]) for length in range(1, len(parts)))
+        return f"{file}::{next((name for name in names if (file, name) in places), function)}"
+
+    return [
+        task.model_copy(update={"files": frozenset(outermost(file, task.function) for file in task.files)})
+        for task in tasks
+    ]
 
 
 def _choices(tasks: Sequence[SplitTask], goal: int, seed: int) -> Iterator[frozenset[str]]:
@@ -92,8 +130,7 @@ def _cut(tasks: Sequence[SplitTask], files: frozenset[str]) -> TaskSplit:
 
 def _worth(split: TaskSplit, goal: int) -> tuple[bool, int, int]:
     """Both parts large enough; near the goal; few tasks dropped."""
-    enough = len(split.training) >= LEAST_TRAINING and len(split.held_out) >= LEAST_HELD_OUT
-    return enough, -abs(len(split.held_out) - goal), len(split.training) + len(split.held_out)
+    return split.enough, -abs(len(split.held_out) - goal), len(split.training) + len(split.held_out)
 
 
 def _limited(split: TaskSplit, training: int, held_out: int) -> TaskSplit:
@@ -112,5 +149,5 @@ def _too_few(tasks: Sequence[SplitTask], split: TaskSplit) -> str:
     return (
         f"too few tasks: {len(split.training)} to train on and {len(split.held_out)} held out of {len(tasks)} good "
         f"ones, which change {len(files)} files; at least {LEAST_TRAINING} and {LEAST_HELD_OUT} are needed that share "
-        f"no file: ask for more (--tasks, --held-out, with --fresh){why}"
+        f"no file, or at least no function: ask for more (--tasks, --held-out, with --fresh){why}"
     )

@@ -11,6 +11,11 @@ from openhands_rl_plugin.apps.improve.repository import OwnRepository
 from openhands_rl_plugin.apps.loop.run import LoopResult
 from openhands_rl_plugin.core.types import JsonObject
 
+_SAME_FILES = (
+    "  the files are too few to be split: both parts read the same ones, so the result says what was learnt of this "
+    "code, and less about code that is new",
+)
+
 
 def repository_lines(repository: OwnRepository, newest: str) -> list[str]:
     """Which commit the tasks are of; ``newest``: the commit that is checked out by now."""
@@ -30,10 +35,12 @@ def gym_lines(gym: Gym) -> list[str]:
         (gym.counts[1], gym.fixes[1], gym.files[1], "held out"),
     ):
         parts.append(f"{count} {what} ({fixes} past fixes; they change {files} {'files' if files > 1 else 'file'})")
+    apart = f"no {gym.split_by} is changed by both"
     return [
         f"tests: {survey.steady} pass in every run, {survey.seconds:.1f} s for one",
         *(f"  {note}" for note in survey.notes()),
-        f"tasks: {', '.join(parts)}; no file is changed by both",
+        f"tasks: {', '.join(parts)}; {apart}",
+        *(_SAME_FILES if gym.split_by == "function" else ()),
         f"  {gym.tried} changes tried; dropped: {said(gym.dropped)}",
     ]
 

@@ -33,6 +33,7 @@ _JAVA = "java-"
 # Of an installation: beside these lie pip's and conda's settings, and a prefix may be a whole home.
 OF_A_PREFIX = ("bin", "include", "lib", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
 """The parts of an installation of Python or conda that hold programs and libraries."""
+_OWN = Path(__file__).resolve().parents[2]
 _HARMLESS = frozenset({".gitignore", ".lock", ".ready", "CACHEDIR.TAG", "BUILD", "doc", "man", "ready"})
 
 
@@ -103,7 +104,16 @@ def interpreter_mounts(*, packages: bool, closed: bool = False, others: Sequence
     for named in {base, prefix, *others} - set(names):
         if not is_system(named.split("/")[1]):
             mounts += ["--symlink", os.path.realpath(named), named]
-    return mounts
+    return mounts if packages else [*mounts, *hidden_package([*names])]
+
+
+def hidden_package(prefixes: Sequence[str], own: Path = _OWN) -> list[str]:
+    """The mounts that hide this package where it is installed in a prefix that is shown: its data has the fixes of the
+    published tasks.
+    """
+    if not (is_system(own.parts[1]) or any(own.is_relative_to(prefix) for prefix in prefixes)):
+        return []
+    return ["--size", "65536", "--tmpfs", str(own), "--remount-ro", str(own)]
 
 
 def prefix_mounts(prefixes: Mapping[str, Sequence[str]], *, closed: bool) -> list[str]:

@@ -18,7 +18,12 @@ from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
-from openhands_rl_plugin.environments.workspace.visible import OF_A_PREFIX, prefix_mounts, system_mounts
+from openhands_rl_plugin.environments.workspace.visible import (
+    OF_A_PREFIX,
+    hidden_package,
+    prefix_mounts,
+    system_mounts,
+)
 from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 
 INSIDE = "/tmp/testbed"
@@ -113,20 +118,22 @@ class TreeSandbox:
             return {} if timed_out else {str(name): str(value) for name, value in found.items()}
 
     def run_program(
-        self, tree: SourceTree, program: Path, given: JsonValue, words: Sequence[str] = (), *, hash_seed: int = 0
+        self, tree: SourceTree, program: Path, given: JsonValue, *, hash_seed: int = 0, isolated: bool = False
     ) -> JsonValue:
         """What ``program`` (a file of this package) wrote as JSON: it is called with the paths of ``given`` as JSON and
-        of its result, and ``words``. ``None`` when it ran too long or wrote none.
+        of its result. ``isolated``: nothing of the tree (a ``random.py``, a ``sitecustomize.py``) is imported unless
+        the program does so. ``None`` when it ran too long or wrote none.
         """
         with scratch_folder("openhands-rl-tasks-") as folder:
             (folder / "out").mkdir()
             (folder / "out" / "program.py").write_bytes(program.read_bytes())
             (folder / "out" / "given.json").write_text(json.dumps(given), encoding="utf-8")
-            command = ["python3", "/tmp/out/program.py", "/tmp/out/given.json", "/tmp/out/result.json", *words]
-            _, timed_out = self._run(folder, tree, command, {"PYTHONHASHSEED": str(hash_seed)})
+            command = ["python3", "/tmp/out/program.py", "/tmp/out/given.json", "/tmp/out/result.json"]
+            variables = {"PYTHONHASHSEED": str(hash_seed), **({"PYTHONPATH": ""} if isolated else {})}
+            _, timed_out = self._run(folder, tree, command, variables)
             try:
                 return None if timed_out else json.loads(_left(folder, "result.json"))
-            except (OSError, ValueError):
+            except (OSError, ValueError, RecursionError):
                 return None
 
     def _run(self, folder: Path, tree: SourceTree, words: list[str], variables: Mapping[str, str]) -> tuple[str, bool]:
@@ -194,4 +201,5 @@ def _environment_mounts(environment: Path) -> tuple[str, ...]:
     real = str(environment.resolve())
     base = (environment / "bin" / "python3").resolve().parent.parent
     link = () if real == str(environment) else ("--symlink", real, str(environment))
-    return (*prefix_mounts({real: OF_A_PREFIX, str(base): OF_A_PREFIX}, closed=False), *link)
+    prefixes = {real: OF_A_PREFIX, str(base): OF_A_PREFIX}
+    return (*prefix_mounts(prefixes, closed=False), *link, *hidden_package([*prefixes]))

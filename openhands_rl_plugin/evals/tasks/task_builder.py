@@ -20,8 +20,8 @@ from openhands_rl_plugin.evals.tasks.sources.prepared_package import PreparedPac
 from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
 from openhands_rl_plugin.evals.tasks.statements.bug_report import RunSnippet, leaks, statement_of
 
-LEAST_SHARE, LARGEST_SHARE = 0.01, 0.6
-"""The fraction of tests that may fail with the bug."""
+LARGEST_SHARE = 0.6
+"""The fraction of tests that may fail with the bug; ``TaskPlan.least_share`` is the least."""
 TRIES_PER_TASK = 12
 _NEVER_IN_A_FIX = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}
 _OTHER_CODE = re.compile(
@@ -60,7 +60,7 @@ def make_tasks(
         prepared.tree,
         prepared.layout.code,
         prepared.first_run.covered,
-        LEAST_SHARE * len(prepared.tests),
+        prepared.plan.least_share * len(prepared.tests),
         prepared.older,
         f"{plan.seed}:{prepared.package.name}:{prepared.origin.pin}",
     )
@@ -137,7 +137,7 @@ def _refusal(prepared: PreparedPackage, modifier: str, run: TestRun) -> str | No
     failing = prepared.tests - run.passed
     if not failing:
         return "no test notices it"
-    if not LEAST_SHARE <= len(failing) / len(prepared.tests) <= LARGEST_SHARE:
+    if not prepared.plan.least_share <= len(failing) / len(prepared.tests) <= LARGEST_SHARE:
         return f"{len(failing)} of {len(prepared.tests)} tests fail"
     if modifier == REOPENED and any(_is_of_other_code(run.failures[test]) for test in failing if test in run.failures):
         return "the older code needs what is not there any more"

@@ -10,6 +10,7 @@ from openhands_rl_plugin.apps.improve.split import (
     ACROSS,
     LEAST_HELD_OUT,
     LEAST_TRAINING,
+    NO_FUNCTION,
     SPARE,
     SplitTask,
     TaskSplit,
@@ -81,3 +82,34 @@ def test_fixes_of_one_part_alone_need_no_cut_in_time() -> None:
     ]
     split = split_tasks(tasks, 16, 4, seed=1)
     assert "fix-9" in split.training and not split.dropped
+
+
+def in_function(at: int, function: str, file: str = "one.py") -> SplitTask:
+    return SplitTask(id=f"bug-{at}", files=frozenset({file}), function=function)
+
+
+def test_one_file_is_split_by_function_and_a_nested_one_goes_with_its_outer() -> None:
+    tasks = [in_function(at, f"Table.method_{at}") for at in range(6)]
+    tasks += [
+        in_function(6, "render"),
+        in_function(7, "render.cell"),
+        in_function(8, "render.cell.width"),
+        fix(9, "one.py"),
+    ]
+    split = split_tasks(tasks, 5, 4, seed=1)
+    assert split.by == "function" and split.dropped == {"fix-9": NO_FUNCTION}
+    assert len(split.training) == 5 and len(split.held_out) == 4
+    bugs = {"bug-6", "bug-7", "bug-8"}
+    assert bugs <= set(split.training) or bugs <= set(split.held_out)
+
+
+def test_files_that_are_enough_are_not_split_by_function() -> None:
+    tasks = [in_function(at, f"f{at}", f"m{at % 4}.py") for at in range(16)]
+    split = split_tasks(tasks, 8, 8, seed=1)
+    assert split.by == "file"
+    check(tasks, split)
+
+
+def test_two_functions_are_too_few() -> None:
+    with pytest.raises(ConfigError, match="or at least no function"):
+        split_tasks([in_function(at, f"f{at % 2}") for at in range(6)], 4, 4, seed=1)

@@ -15,9 +15,9 @@ from openhands_rl_plugin.evals.tasks.bugs.table import NAMES
 from openhands_rl_plugin.evals.tasks.lineage import TasksLineage, read_lineage, require_checked
 from openhands_rl_plugin.evals.tasks.quality_gate import duplicates
 from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test
-from openhands_rl_plugin.evals.tasks.sources.packages import SUITE_PLAN, read_plan, suite_file
+from openhands_rl_plugin.evals.tasks.sources.packages import SUITE_PLAN, TaskPlan, read_plan, suite_file
 from openhands_rl_plugin.evals.tasks.statements.bug_report import changed_lines, leaks
-from openhands_rl_plugin.evals.tasks.task_builder import LARGEST_SHARE, LEAST_SHARE
+from openhands_rl_plugin.evals.tasks.task_builder import LARGEST_SHARE
 
 FILE = suite_file("swe_local.jsonl")
 
@@ -64,7 +64,8 @@ def test_a_bug_breaks_some_tests_and_not_most(suite: tuple[Instance, ...]) -> No
     for each in suite:
         failing, kept = set(each.fail_to_pass), set(each.pass_to_pass)
         assert not failing & kept and kept
-        assert LEAST_SHARE <= len(failing) / (len(failing) + len(kept)) <= LARGEST_SHARE, each.instance_id
+        least = TaskPlan.model_fields["least_share"].default
+        assert least <= len(failing) / (len(failing) + len(kept)) <= LARGEST_SHARE, each.instance_id
 
 
 def test_every_task_has_its_lineage(suite: tuple[Instance, ...], lineage: TasksLineage) -> None:

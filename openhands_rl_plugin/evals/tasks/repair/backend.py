@@ -1,15 +1,19 @@
 """Sets up and grades repair tasks. It needs bubblewrap and git, no environment and no network.
 
 A patch is graded by what its function gives for the calls of the row, most of which no agent sees. Nothing that the
-tests print counts, and the expected values are not in the sandbox.
+tests print counts, and the expected values are not in the sandbox. What comes out of it is bounded and read as data:
+any code of the patch may have written it.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import InfrastructureError
@@ -20,13 +24,15 @@ from openhands_rl_plugin.evals.swe.backends.interpreters import with_own_interpr
 from openhands_rl_plugin.evals.swe.grading import grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
+from openhands_rl_plugin.evals.tasks.repair.calling import LONGEST
 from openhands_rl_plugin.evals.tasks.repair.rows import RepairSpec, repository_files, spec_of
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
 from openhands_rl_plugin.evals.tasks.sources.one_commit import apply_patch, make_repository
-from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
+from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
 
 _CALLING = Path(__file__).with_name("calling.py")
 _MOST_FILES, _MOST_BYTES = 100, 2**20
+_LONGEST = LONGEST + len("list:")
 
 
 class RepairBackend:
@@ -67,14 +73,14 @@ def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) 
     with scratch_folder("openhands-rl-repair-") as folder:
         if why := apply_patch(_files(spec), patch, folder):
             return verdict.model_copy(update={"kind": VerdictKind.UNAPPLIED, "reason": why})
-        tree = _python_files(folder / "repository")
+        tree = _python_files(folder / "repository", spec.path)
     started = time.monotonic()
     outcomes = _outcomes(spec, tree, timeout)
     seconds = time.monotonic() - started
     if outcomes is None:
         late = f"the calls were not done after {timeout:g} s, or the sandbox did not start"
         return verdict.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": late, "test_seconds": seconds})
-    good = [plain(found) == plain(wanted) for found, wanted in zip(outcomes, spec.expected, strict=True)]
+    good = [same(found, wanted) for found, wanted in zip(outcomes, spec.expected, strict=True)]
     lines = [
         f"{'PASSED' if each else 'FAILED'} {'' if at < spec.shown else 'hidden '}{called(spec, at)} gave {outcomes[at]}"
         for at, each in enumerate(good)
@@ -96,6 +102,16 @@ def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) 
 def plain(outcome: str | None) -> str | None:
     """An outcome without the mark of an iterator: a list of the same items is as good."""
     return None if outcome is None else outcome.removeprefix("list:")
+
+
+def same(found: str | None, wanted: str | None) -> bool:
+    """Whether two outcomes are equal values, as the shown tests compare them: dictionaries in any order."""
+    if found is None or wanted is None or plain(found) == plain(wanted):
+        return plain(found) == plain(wanted)
+    try:
+        return ast.literal_eval(plain(found) or "") == ast.literal_eval(plain(wanted) or "")
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
 
 
 def called(spec: RepairSpec, at: int) -> str:
@@ -124,23 +140,42 @@ def _files(spec: RepairSpec) -> SourceTree:
     return SourceTree({}).changed(repository_files(spec))
 
 
-def _python_files(folder: Path) -> SourceTree:
-    """The regular ``.py`` files; no link that a patch may have made is followed."""
-    found: dict[str, str | None] = {}
+def _python_files(folder: Path, module: str) -> SourceTree:
+    """The regular ``.py`` files, ``module`` first; no link that a patch may have made is followed."""
+    found: dict[str, TreeFile] = {}
     space = Workspace(folder)
+    for path in _paths(folder, module):
+        with contextlib.suppress(OSError):  # too large, or a path through a file
+            if len(found) < _MOST_FILES and space.kind(path) == "file":
+                found[path] = TreeFile(PLAIN, space.read(path, _MOST_BYTES))
+    return SourceTree(found)
+
+
+def _paths(folder: Path, module: str) -> Iterator[str]:
+    yield module
     for parent, _, names in os.walk(folder):
-        for name in sorted(names):
-            path = Path(parent, name).relative_to(folder).as_posix()
-            if name.endswith(".py") and len(found) < _MOST_FILES and space.kind(path) == "file":
-                found[path] = space.read(path, _MOST_BYTES).decode("utf-8", "replace")
-    return SourceTree({}).changed(found)
+        paths = (Path(parent, name).relative_to(folder).as_posix() for name in sorted(names) if name.endswith(".py"))
+        yield from (path for path in paths if path != module)
 
 
 def _outcomes(spec: RepairSpec, tree: SourceTree, timeout: float) -> list[str | None] | None:
     calls = [[list(positional), dict(keywords)] for positional, keywords in spec.calls]
-    item = {"path": spec.path, "name": spec.function, "text": tree.text(spec.path) or "", "calls": calls}
-    result = TreeSandbox(Path(sys.base_prefix), (), timeout).run_program(tree, _CALLING, [item])
+    data = tree.files[spec.path].data if spec.path in tree.files else b""
+    text = data.decode("utf-8", "surrogateescape")
+    item = {"path": spec.path, "name": spec.function, "text": text, "calls": calls, "kinds": True}
+    result = TreeSandbox(Path(sys.base_prefix), (), timeout).run_program(tree, _CALLING, [item], isolated=True)
     if not isinstance(result, list) or len(result) != 1:
         return None
-    found = result[0] if isinstance(result[0], list) else []
-    return [each if isinstance(each, str) else None for each in (found or [None] * len(calls))]
+    found = result[0]
+    if not isinstance(found, list) or len(found) != len(calls):
+        return [None] * len(calls)
+    return [each if isinstance(each, str) and len(each) <= _LONGEST and _is_text(each) else None for each in found]
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be logged: JSON may hold halves of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,9 +1,9 @@
 """Calls functions with given arguments and writes what came out. It imports nothing of this package.
 
 ``calling.py GIVEN RESULT``: both are JSON. ``GIVEN``: a list of ``{"text", "path", "name", "calls"}``; a call is
-``[positional, keywords]`` of literals as text. ``RESULT``: for each a list of outcomes: the canonical text of the
-value, ``list:`` and that of its items for an iterator, or null where there was none. Each function has a process of
-its own.
+``[positional, keywords]`` of literals as text; ``"kinds"``: values of classes derived from those of literals count as
+these. ``RESULT``: for each a list of outcomes: the canonical text of the value, ``list:`` and that of its items for an
+iterator, or null where there was none. Each function has a process of its own.
 """
 
 from __future__ import annotations
@@ -15,13 +15,30 @@ import json
 import math
 import os
 import resource
-import runpy
+import select
 import signal
 import sys
-import tempfile
+import time
+import types
 from typing import Any
 
 CPU_SECONDS, SECONDS, MEMORY, LONGEST, MOST_ITEMS = 0.5, 30, 1 << 30, 200, 60
+MOST_BYTES = 1 << 20
+_KINDS: tuple[Any, ...] = (bool, int, float, str, bytes, dict, list, tuple, set)
+
+
+def plain(value: Any) -> Any:
+    """The literal that a value of a derived class (``defaultdict``, a named tuple) holds; its own methods are not
+    called. Others as they are.
+    """
+    kind: Any = next((each for each in _KINDS if issubclass(type(value), each)), None)
+    if kind is dict:
+        return {plain(key): plain(each) for key, each in dict.items(value)}
+    if kind in (list, tuple, set):
+        return kind(plain(each) for each in kind.__iter__(value))
+    if kind in (int, float, bytes):
+        return kind.__add__(value, kind())
+    return str.__str__(value) if kind is str else value
 
 
 def canonical(value: Any) -> str:
@@ -40,7 +57,7 @@ def canonical(value: Any) -> str:
     raise ValueError("not a literal")
 
 
-def outcome(function: Any, positional: list[str], keywords: dict[str, str]) -> str | None:
+def outcome(function: Any, positional: list[str], keywords: dict[str, str], *, as_kinds: bool) -> str | None:
     """What a call gives; ``None`` where it raises or gives no literal."""
     given = [ast.literal_eval(each) for each in positional]
     named = {name: ast.literal_eval(each) for name, each in keywords.items()}
@@ -50,22 +67,33 @@ def outcome(function: Any, positional: list[str], keywords: dict[str, str]) -> s
         value = function(*given, **named)
         if hasattr(value, "__next__"):
             items = list(itertools.islice(value, MOST_ITEMS + 1))
+            items = plain(items) if as_kinds else items
             text = None if len(items) > MOST_ITEMS else "list:" + canonical(items)
         else:
-            text = canonical(value)
+            text = canonical(plain(value) if as_kinds else value)
     return text if text is not None and len(text) <= LONGEST else None
+
+
+def executed(path: str, text: bytes) -> dict[str, Any]:
+    """The names of a module with that text, which may import what is beside it."""
+    name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    module = types.ModuleType(name)
+    module.__file__ = path
+    module.__package__ = name.rpartition(".")[0]
+    if os.path.basename(path) == "__init__.py":
+        module.__package__, module.__path__ = name, [os.path.abspath(os.path.dirname(path))]
+    sys.modules[name] = module
+    exec(compile(text, path, "exec"), module.__dict__)
+    return vars(module)
 
 
 def outcomes(item: dict[str, Any]) -> list[str | None]:
     """The outcomes of all calls of one function."""
-    module = item["path"].removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     names: dict[str, Any] = {}
-    with contextlib.suppress(Exception, SystemExit), tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(item["text"])
-        file.flush()
-        names = runpy.run_path(file.name, run_name=module)
-    function = names.get(item["name"])
-    return [None if function is None else outcome(function, *call) for call in item["calls"]]
+    with contextlib.suppress(Exception, SystemExit):
+        names = executed(item["path"], item["text"].encode("utf-8", "surrogateescape"))
+    function, as_kinds = names.get(item["name"]), bool(item.get("kinds"))
+    return [None if function is None else outcome(function, *call, as_kinds=as_kinds) for call in item["calls"]]
 
 
 def apart(item: dict[str, Any]) -> list[str | None] | None:
@@ -87,13 +115,27 @@ def apart(item: dict[str, Any]) -> list[str | None] | None:
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as stream:
-        text = stream.read()
+    text = received(reading)
+    # It may have switched its timers off, and what it started may still hold the pipe.
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+
+
+def received(reading: int) -> bytes:
+    """What comes through a pipe until it is closed, or for ``SECONDS``, or ``MOST_BYTES`` of it."""
+    data, end = b"", time.monotonic() + SECONDS
+    while len(data) < MOST_BYTES:
+        ready, _, _ = select.select([reading], [], [], max(0.0, end - time.monotonic()))
+        part = os.read(reading, 65536) if ready else b""
+        if not part:
+            break
+        data += part
+    os.close(reading)
+    return data
 
 
 def main(given: str, result: str) -> None:

@@ -44,7 +44,7 @@ def apply_patch(tree: SourceTree, patch: str, folder: Path) -> str:
     variables = {**_plain_variables(), "GIT_CEILING_DIRECTORIES": str(folder)}
     try:
         done = subprocess.run(
-            command, cwd=folder / "repository", capture_output=True, text=True, timeout=60, env=variables
+            command, cwd=folder / "repository", capture_output=True, errors="replace", timeout=60, env=variables
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InfrastructureError(f"{shlex.join(command)}: {error}") from error

@@ -76,6 +76,8 @@ class TaskPlan(Frozen):
     seed: int = 1
     timeout: float = Field(default=60.0, gt=0)
     """Seconds that one run of the tests may take."""
+    least_share: float = Field(default=0.01, ge=0, le=0.5)
+    """The fraction of the tests that a bug has to make fail, at least; one test in any case."""
 
 
 def read_plan[Plan: TaskPlan](path: Path, kind: type[Plan] = TaskPlan) -> Plan:
