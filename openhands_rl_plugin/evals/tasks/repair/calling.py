@@ -25,6 +25,12 @@ from typing import Any
 CPU_SECONDS, SECONDS, MEMORY, LONGEST, MOST_ITEMS = 0.5, 30, 1 << 30, 200, 60
 MOST_BYTES = 1 << 20
 _KINDS: tuple[Any, ...] = (bool, int, float, str, bytes, dict, list, tuple, set)
+_OWN: dict[Any, Any] = {
+    int: int.__pos__,
+    float: float.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__add__(b"", value),
+}
 
 
 def plain(value: Any) -> Any:
@@ -36,9 +42,8 @@ def plain(value: Any) -> Any:
         return {plain(key): plain(each) for key, each in dict.items(value)}
     if kind in (list, tuple, set):
         return kind(plain(each) for each in kind.__iter__(value))
-    if kind in (int, float, bytes):
-        return kind.__add__(value, kind())
-    return str.__str__(value) if kind is str else value
+    own = _OWN.get(kind)
+    return value if own is None else own(value)
 
 
 def canonical(value: Any) -> str:
