@@ -169,6 +169,12 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     assert "by now: --fresh makes tasks of that" in printed.err
     assert not (tmp_path / "run/state.json").exists() and not (tmp_path / "trajectories").exists()
 
+    assert cli.main(words(repository, tmp_path, *given, "--json", "--timeout", "0.5")) == 0
+    price = json.loads(capsys.readouterr().out)["price"]
+    # Two iterations of 12 episodes and two evaluations of 4, two at a time; starting one takes 5 s.
+    assert price["hours"]["rollouts"] == pytest.approx(16 * 5.5 / 3600)
+    assert price["ended_by"] == "the timeout of an episode"
+
     huge = ["--iterations", "100000000", "--tasks-per-iteration", "100"]
     assert cli.main(words(repository, tmp_path, *given, *huge)) == 1
     assert "free some, or choose another --run-dir" in error_of(capsys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -27,7 +28,8 @@ _KV = 2 * 2  # keys and values, of two bytes
 class Price(Frozen):
     """At most, as episodes that end earlier cost less. Memory and disk in bytes; ``None``: not known.
 
-    ``read``: tokens of prompts, each once (servers keep what begins alike). ``trained``: over all passes.
+    ``read``: tokens of prompts, each once (servers keep what begins alike). ``trained``: over all passes. ``ended_by``:
+    what bounds the hours of the rollouts.
     """
 
     episodes: int
@@ -36,6 +38,7 @@ class Price(Frozen):
     sampled: int
     trained: int
     hours: dict[str, float]
+    ended_by: str
     rates: ServerRates
     training_memory: int | None
     serving_memory: int | None
@@ -59,8 +62,10 @@ def price_of(
     graders: int,
     directory: Path,
     serves: bool,
+    timeout: float,
 ) -> Price:
-    """``serves``: the model is served on this machine for the run. ``directory``: of the run.
+    """``serves``: the model is served on this machine for the run. ``directory``: of the run. ``timeout``: seconds
+    after which an episode is ended.
 
     Raises ``TrainingError`` where the model does not fit into memory, ``ConfigError`` where the disk is too full.
     """
@@ -72,6 +77,12 @@ def price_of(
     episodes, trained = played + measured, played * lengths.episode * training.num_epochs
     check_fits(model, training, lengths.episode, free_memory())
     size = _size(model, settings)
+    overhead = _OVERHEAD / settings.max_workers
+    by_tokens = episodes * (read / rates.read + sampled / rates.written + overhead) / 3600
+    # Each of the parts, an iteration or an evaluation, waits for the last of its episodes.
+    waves = loop.iterations * math.ceil(played / loop.iterations / settings.max_workers)
+    waves += 2 * math.ceil(gym.counts[1] / settings.max_workers)
+    by_timeout = waves * (timeout + _OVERHEAD) / 3600
     price = Price(
         episodes=played,
         evaluations=measured,
@@ -79,12 +90,11 @@ def price_of(
         sampled=episodes * sampled,
         trained=trained,
         hours={
-            "rollouts": (
-                episodes * (read / rates.read + sampled / rates.written + _OVERHEAD / settings.max_workers) / 3600
-            ),
+            "rollouts": min(by_tokens, by_timeout),
             "tests": episodes * gym.grading / min(graders, settings.max_workers) / 3600,
             "training": trained * _PASSES / rates.read / 3600,
         },
+        ended_by="the timeout of an episode" if by_timeout < by_tokens else "tokens",
         rates=rates,
         training_memory=estimate_memory(model, training, lengths.episode).total if size else None,
         serving_memory=_serving(size, settings, lengths) if size and serves else None,
@@ -113,7 +123,7 @@ def lines(price: Price, where: str) -> list[str]:
     return [
         f"  episodes: {price.episodes:,} to train on, {price.evaluations:,} to evaluate",
         f"  tokens:   {price.read:,} read, {price.sampled:,} sampled, {price.trained:,} trained (all passes)",
-        f"  time:     {_time(price.total_hours)}: {hours}",
+        f"  time:     {_time(price.total_hours)}: {hours}; rollouts are bounded by {price.ended_by}",
         f"  memory:   {' and '.join(memory) or 'not known for this architecture'}{free}",
         f"  disk:     {_bytes(price.disk)} ({_bytes(price.free_disk)} free)",
         f"  measured: the server reads {rates.read:,.0f} and writes {rates.written:,.0f} tokens/s ({rates.at_once} at "

@@ -156,7 +156,7 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
     settings = settings.model_copy(update={"loop": loop.model_copy(update=sizes)})
     _say(args, *gym_lines(gym), f"model: {model}", *(f"  {reason}" for reason in choice.reasons))
     with served_policy(settings, model, directory) as (served, weights):
-        price = _price(served, gym, weights, lengths, directory, own=not settings.serving.base_url)
+        price = _price(args, served, gym, weights, lengths, directory, own=not settings.serving.base_url)
         _say(args, "the run costs at most (episodes that end earlier cost less)", *price_lines(price, machine()))
         found: JsonObject = {"tasks": gym.model_dump(mode="json"), "prompt": choice.model_dump(mode="json")}
         found["price"] = price.model_dump(mode="json")
@@ -239,13 +239,32 @@ class _Watcher:
             self._bar.print(line)
 
 
-def _price(settings: RLSettings, gym: Gym, model: Path, lengths: Lengths, directory: Path, *, own: bool) -> Price:
+def _price(
+    args: argparse.Namespace,
+    settings: RLSettings,
+    gym: Gym,
+    model: Path,
+    lengths: Lengths,
+    directory: Path,
+    *,
+    own: bool,
+) -> Price:
     from openhands_rl_plugin.apps.improve.price import price_of
     from openhands_rl_plugin.apps.improve.rates import measure_rates
 
     rates = asyncio.run(measure_rates(settings, gym.longest * 2))
     graders = os.cpu_count() or 1
-    return price_of(settings, gym, model, lengths, rates, graders=graders, directory=directory, serves=own)
+    return price_of(
+        settings,
+        gym,
+        model,
+        lengths,
+        rates,
+        graders=graders,
+        directory=directory,
+        serves=own,
+        timeout=args.timeout,
+    )
 
 
 def _train(

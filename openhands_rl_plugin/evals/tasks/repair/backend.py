@@ -168,7 +168,7 @@ def _outcomes(spec: RepairSpec, tree: SourceTree, timeout: float) -> list[str | 
         return None
     found = result[0]
     if not isinstance(found, list) or len(found) != len(calls):
-        return [None] * len(calls)
+        return [None for _ in calls]
     return [each if isinstance(each, str) and len(each) <= _LONGEST and _is_text(each) else None for each in found]
 
 
