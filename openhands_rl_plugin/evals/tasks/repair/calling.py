@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import itertools
 import json
 import math
@@ -18,8 +19,8 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
-import types
 from typing import Any
 
 CPU_SECONDS, SECONDS, MEMORY, LONGEST, MOST_ITEMS = 0.5, 30, 1 << 30, 200, 60
@@ -82,13 +83,13 @@ def outcome(function: Any, positional: list[str], keywords: dict[str, str], *, a
 def executed(path: str, text: bytes) -> dict[str, Any]:
     """The names of a module with that text, which may import what is beside it."""
     name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-    module = types.ModuleType(name)
-    module.__file__ = path
-    module.__package__ = name.rpartition(".")[0]
-    if os.path.basename(path) == "__init__.py":
-        module.__package__, module.__path__ = name, [os.path.abspath(os.path.dirname(path))]
-    sys.modules[name] = module
-    exec(compile(text, path, "exec"), module.__dict__)
+    package = [os.path.abspath(os.path.dirname(path))] if os.path.basename(path) == "__init__.py" else None
+    with tempfile.NamedTemporaryFile("wb", suffix=".py") as file:
+        file.write(text)
+        file.flush()
+        found: Any = importlib.util.spec_from_file_location(name, file.name, submodule_search_locations=package)
+        sys.modules[name] = module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
     return vars(module)
 
 
