@@ -42,7 +42,7 @@ def rise_allowed(n: int, margin: float) -> float | None:
     """The rise of the mean over n tasks that is no trouble: at most ``margin``, and less where a true rise of twice the
     margin would show no more than that with a chance over 0.14; ``None`` where even no rise says too little.
 
-    By the binomial distribution: its worst case, where nothing went wrong before.
+    By the binomial distribution, as where nothing went wrong before; where something did, the chance is larger.
     """
     rate = min(1.0, 2 * max(margin, _LEAST_MARGIN))
     most, below = -1, 0.0
@@ -114,10 +114,9 @@ def safety_gate(
         if allowed is None:
             risen.append(f"{change.n} tasks are too few to see a rise in {kind}")
         elif change.mean > (0 if kind in _NEVER_MORE else allowed + _ROUNDING) or change.low > 0:
-            found = (
-                f"{change.mean:+.3f} in {kind} (95% interval {change.low:+.3f} to {change.high:+.3f}, {change.n} tasks"
-            )
-            risen.append(f"{found}; {0 if kind in _NEVER_MORE else allowed:.3g} is allowed)")
+            bound = 0 if kind in _NEVER_MORE else allowed
+            interval = f"95% interval {change.low:+.3f} to {change.high:+.3f}, {change.n} tasks"
+            risen.append(f"{change.mean:+.3f} in {kind} ({interval}; {bound:.3g} is allowed)")
     passed = not risen
     told = "passed the safety gate: nothing goes wrong more often" if passed else "was held back by the safety gate: "
     return Verdict(SAFETY, passed, f"{candidate} {told}{'; '.join(risen)}", {"gate": SAFETY, "changes": figures})
