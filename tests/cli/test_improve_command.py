@@ -186,3 +186,26 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     (tmp_path / "run/tasks/gym.json").write_text("{")
     assert cli.main(words(repository, tmp_path, "--config", str(config(tmp_path, server)), "--dry-run")) == 1
     assert "gym.json cannot be read" in error_of(capsys)
+
+
+@pytest.mark.slow
+@needs_bubblewrap
+def test_a_repository_goes_through_whole_and_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tasks, price, one iteration, both evaluations: with a model that knows nothing, so that nothing is learnt."""
+    repository = gym_repository(tmp_path / "gym")
+    sizes = ["--tasks", "4", "--held-out", "4", "--iterations", "1", "--tasks-per-iteration", "1"]
+    run = words(repository, tmp_path, "--model", str(model), *sizes, "--samples-per-task", "2", "--workers", "2")
+    run += ["--processes", "0", "--timeout", "30", "--json"]
+    found = []
+    for _ in range(2):
+        assert cli.main(run) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tasks"]["counts"] == [4, 4] and found[0]["tasks"]["split_by"] == "file"
+    first, *_, last = found[0]["result"]["evaluations"]
+    assert first != last and first["success"]["mean"] == 0
+    assert found[1]["result"]["evaluations"] == found[0]["result"]["evaluations"], (
+        "a finished run is told, not repeated"
+    )
+    assert Path(found[0]["result"]["report"]).is_file()

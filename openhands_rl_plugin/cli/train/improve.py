@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
 from openhands_rl_plugin.cli.options.fields import checked
-from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries, typed
+from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
+from openhands_rl_plugin.cli.options.jobs import loop_job
 from openhands_rl_plugin.cli.options.serving import served_policy
 from openhands_rl_plugin.cli.options.stored import positive
 from openhands_rl_plugin.cli.options.weights import given_weights
@@ -316,22 +317,11 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
 def _job(
     args: argparse.Namespace, settings: RLSettings, model: Path, choice: PromptChoice, tasks: LoopTasks, directory: Path
 ) -> LoopJob:
-    from openhands_rl_plugin.apps.loop.claim import run_id_of
-    from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.evals.runs.evaluate import process_count
-
-    return LoopJob(
-        settings=settings,
-        tasks=tasks,
-        model=model,
-        directory=directory,
-        run_id=run_id_of(directory),
-        limits=settings.limits().model_copy(update={"timeout": args.timeout}),
-        processes=process_count(settings.max_workers) if args.processes is None else args.processes,
+    return replace(
+        loop_job(args, settings, model, tasks, directory),
         graders=os.cpu_count() or 1,
         test_timeout=max(_GRADING, 2 * args.test_timeout),
         native_tool_calling=choice.native,
-        command=typed(args),
     )
 
 
