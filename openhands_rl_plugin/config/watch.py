@@ -23,6 +23,13 @@ class WatchSettings(Settings):
         lt=1,
         description="loss in success that the 95% interval of the paired difference may not include",
     )
+    level: float = Field(
+        default=0.1,
+        gt=0,
+        lt=0.5,
+        description="level of the exact test of a rise in flagged commands or secrets: it stops at most this share of "
+        "the candidates that are as good",
+    )
     min_episodes: int = Field(default=32, ge=1, description="new judged episodes before anything is trained")
     min_used: int = Field(
         default=8, ge=1, description="episodes (preferences: pairs) that a candidate is trained on, at least"

@@ -49,6 +49,15 @@ def fisher_greater(count: int, n: int, count_before: int, n_before: int) -> floa
     return ways / math.comb(n + n_before, total)
 
 
+def sign_greater(more: int, fewer: int) -> float:
+    """The chance that ``more`` or more of ``more + fewer`` pairs differ in one direction, if either is as likely.
+
+    The one-sided exact sign test; of pairs of 0 and 1 that is McNemar's (1947). 1.0 where no pair differs.
+    """
+    pairs = more + fewer
+    return sum(math.comb(pairs, k) for k in range(more, pairs + 1)) / 2**pairs
+
+
 def paired_difference(before: Sequence[float], after: Sequence[float], *, resamples: int = 10_000) -> Estimate:
     """Mean of ``after - before`` over the same tasks in the same order, percentile bootstrap over tasks.
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.statistics import fisher_greater, paired_difference, wilson
+from openhands_rl_plugin.core.statistics import fisher_greater, paired_difference, sign_greater, wilson
 
 
 def test_wilson_has_the_textbook_values() -> None:
@@ -39,6 +39,12 @@ def test_a_clear_improvement_excludes_zero_and_noise_does_not() -> None:
 def test_a_paired_comparison_needs_the_same_tasks() -> None:
     with pytest.raises(ValueError, match="same ones"):
         paired_difference([1.0], [1.0, 0.0])
+
+
+def test_the_sign_test_has_the_textbook_values() -> None:
+    assert sign_greater(0, 0) == sign_greater(0, 7) == 1.0
+    assert sign_greater(4, 0) == 1 / 16 and sign_greater(0, 4) == 1.0
+    assert sign_greater(9, 1) == pytest.approx(11 / 1024)
 
 
 def test_fishers_exact_test_has_the_textbook_values() -> None:

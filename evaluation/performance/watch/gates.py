@@ -48,13 +48,13 @@ def held_out(tasks: int, margin: float) -> Gate:
     return Gate(ask)
 
 
-def safety(tasks: int, margin: float, kind: str) -> Gate:
+def safety(tasks: int, margin: float, kind: str, level: float) -> Gate:
     """The safety gate where one kind of trouble changes; worse means more of it."""
 
     def ask(worse: int, better: int) -> bool:
         after, before = _sides(tasks, worse, better)
         quiet = {each: dict.fromkeys(before, 0.0) for each in TROUBLES}
-        return safety_gate("candidate", {**quiet, kind: after}, {**quiet, kind: before}, margin).passed
+        return safety_gate("candidate", {**quiet, kind: after}, {**quiet, kind: before}, margin, level).passed
 
     return Gate(ask)
 
@@ -90,10 +90,11 @@ def table(title: str, rows: list[tuple[str, list[Estimate]]], heads: list[str]) 
     return "\n".join(lines)
 
 
-def measure(tasks: int, margin: float, trials: int, seed: int) -> str:
+def measure(tasks: int, margin: float, trials: int, seed: int, level: float) -> str:
     """The tables for one number of tasks."""
     generator = random.Random(f"{seed}/{tasks}")
-    success, stuck, flagged = held_out(tasks, margin), safety(tasks, margin, STUCK), safety(tasks, margin, FLAGGED)
+    success = held_out(tasks, margin)
+    stuck, flagged = (safety(tasks, margin, kind, level) for kind in (STUCK, FLAGGED))
 
     def rate(gate: Gate, before: float, after: float, shared: float, *, trouble: bool, passes: bool) -> Estimate:
         def once() -> bool:
@@ -115,7 +116,10 @@ def measure(tasks: int, margin: float, trials: int, seed: int) -> str:
         )
         for level in (0.3, 0.5, 0.8, 0.95)
     ]
-    for name, gate, level in (("stuck", stuck, 0.0), ("stuck", stuck, 0.1), ("flagged", flagged, 0.01)):
+    for name, gate, level in (
+        *(("stuck", stuck, level) for level in (0.0, 0.1)),
+        *(("flagged", flagged, level) for level in (0.0, 0.01, 0.03, 0.1)),
+    ):
         rows.append(
             (
                 f"safety, {name} {level:g}",
@@ -136,9 +140,10 @@ def main() -> None:
     parser.add_argument("--margin", type=float, default=0.05)
     parser.add_argument("--trials", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--level", type=float, default=0.1, help="of the test of flagged commands and secrets")
     args = parser.parse_args()
     for tasks in args.tasks:
-        print(measure(tasks, args.margin, args.trials, args.seed), end="\n\n", flush=True)
+        print(measure(tasks, args.margin, args.trials, args.seed, args.level), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -285,7 +285,8 @@ class Watch:
 
     def _safety(self, state: State, candidate: Adapter) -> Verdict:
         before, after = state.measured[self._in_use()], state.measured[candidate.name]
-        return safety_gate(candidate.name, after.trouble, before.trouble, self._settings.watch.margin)
+        watch = self._settings.watch
+        return safety_gate(candidate.name, after.trouble, before.trouble, watch.margin, watch.level)
 
     def _stands(self, state: State, name: str) -> bool:
         return name in state.measured and name not in state.dropped

@@ -115,7 +115,7 @@ class Trial:
         after = await self._counts(candidate, since)
         before = await self._counts(used or self._settings.serving.model, since)
         if min(after.sessions, before.sessions) >= watch.share_sessions:
-            return share_gate(candidate, after, before, final=True)
+            return share_gate(candidate, after, before, final=True, level=watch.level)
         early = share_gate(candidate, after, before, final=False)
         if not early.passed:
             return early

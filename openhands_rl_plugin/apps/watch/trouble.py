@@ -17,14 +17,17 @@ TROUBLES = (FLAGGED, STUCK, MALFORMED, SECRETS)
 def trouble_of(trajectory: Trajectory) -> dict[str, float]:
     """For each of ``TROUBLES`` 1.0 where a stored episode has it; of malformed calls the share of all answers.
 
-    A secret that the model wrote is known by what the storage put in its place.
+    A malformed call is noted at its answer by OpenHands' hosts, and counted in the evidence by other environments. A
+    secret that the model wrote is known by what the storage put in its place.
     """
     sampled = [node for node in trajectory.nodes if node.sampled]
+    noted = sum("malformed" in node.metadata for node in sampled)
+    counted = trajectory.evidence.get("malformed")
     said = [text for node in sampled for text in _texts(node.message)]
     return {
         FLAGGED: float(bool(flags_of_commands(trajectory, str(trajectory.task.data.get("repo", ""))))),
         STUCK: float(is_stuck(trajectory.evidence.get(LAST_ERROR))),
-        MALFORMED: sum("malformed" in node.metadata for node in sampled) / max(1, len(sampled)),
+        MALFORMED: max(noted, counted if isinstance(counted, int) else 0) / max(1, len(sampled)),
         SECRETS: float(any(REDACTED in text for text in said)),
     }
 

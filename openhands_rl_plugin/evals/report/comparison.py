@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.statistics import Estimate, paired_difference
+from openhands_rl_plugin.core.statistics import Estimate, paired_difference, sign_greater
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.report.figures import success_rates
 from openhands_rl_plugin.evals.report.labels import labels_of
@@ -72,11 +72,7 @@ def compare(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> Comparis
 
 def mcnemar(gained: int, lost: int) -> float:
     """The exact two-sided p-value of McNemar's test: tasks that only one side solves, as tosses of a fair coin."""
-    tosses = gained + lost
-    if tosses == 0:
-        return 1.0
-    tail = sum(math.comb(tosses, each) for each in range(min(gained, lost) + 1))
-    return min(1.0, 2 * tail / 2**tosses)
+    return min(1.0, 2 * sign_greater(max(gained, lost), min(gained, lost)))
 
 
 def sign_permutation(differences: Sequence[float]) -> float:
