@@ -294,7 +294,7 @@ def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite,
         check_environment_server(settings)
     rows = [entry.instance for entry in evaluation.eval_tasks if entry.instance is not None]
     instances = [each for each in rows if not is_light(each)]
-    if not args.no_grade and instances and (left := check_gradable(instances, containers=args.backend == "docker")):
+    if not args.no_grade and instances and (left := check_gradable(instances, containers=args.backend != "local")):
         print(sayable(left), file=sys.stderr)
 
 

@@ -95,7 +95,7 @@ async def run(args: argparse.Namespace) -> int:
     async with open_backend(args, chosen, network=args.network) as backend:
         await backend.check()
         others = [instance for instance in chosen if not is_light(instance)]
-        if others and (left := check_gradable(others, containers=args.backend == "docker")):
+        if others and (left := check_gradable(others, containers=args.backend != "local")):
             print(sayable(left), file=sys.stderr)
         with progress_bar("grading", len(predictions)) as bar:
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
+from openhands_rl_plugin.environments.workspace.places import remove
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, search_path
 from openhands_rl_plugin.environments.workspace.shell import SandboxEndedError, Shell
 from openhands_rl_plugin.environments.workspace.visible import is_system
 from openhands_rl_plugin.evals.harbor.recipe import BuildStep
-from openhands_rl_plugin.evals.harbor.sandbox import HarborSandbox, clear_way, read_only_path, remove
+from openhands_rl_plugin.evals.harbor.sandbox import HarborSandbox, clear_way, read_only_path
 from openhands_rl_plugin.evals.harbor.shims import SHIMS
 from openhands_rl_plugin.evals.harbor.tasks import HarborTask, resolved
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache

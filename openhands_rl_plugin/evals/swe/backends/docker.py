@@ -19,6 +19,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
+from openhands_rl_plugin.evals.swe.backends.guard_folder import GUARD, GUARD_OUT
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, find_repository
 from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
@@ -32,7 +33,6 @@ _LACKING = "these tests ask httpbin.org, which containers without a network have
 _PREFIX = f"openhands-rl-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
 """Of containers of this machine; the number of their process follows."""
 
-_GUARD, _GUARD_OUT = "/guard", "/guard-out"
 _SHUTTING_DOWN = 2.0
 _PULL_TIME, _START_TIME, _COPY_TIME = 3600.0, 120.0, 600.0
 
@@ -97,11 +97,7 @@ class DockerBackend:
             async with self._container(image, equipment) as container:
                 box = DockerBox(self._program, container, equipment)
                 verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
-            lacking = (recipe.httpbin or recipe.unreachable) and not self._network
-            if lacking and verdict.kind is VerdictKind.UNRESOLVED:
-                reason = "; ".join(filter(None, (verdict.reason, _LACKING)))
-                verdict = verdict.model_copy(update={"reason": reason})
-            return verdict
+            return with_services(verdict, recipe, network=self._network)
 
         return await grade_and_log(instance, patch, written, grade)
 
@@ -134,9 +130,9 @@ class DockerBackend:
         command = start_command(self._program, name, image, network=self._network, memory=self._memory)
         try:
             await checked(command, f"start a container of {image}", timeout=_START_TIME)
-            await checked([self._program, "exec", name, "mkdir", _GUARD, _GUARD_OUT], f"use {image}", timeout=60)
+            await checked([self._program, "exec", name, "mkdir", GUARD, GUARD_OUT], f"use {image}", timeout=60)
             for file, text in equipment.files.items():
-                await copy_in(self._program, name, f"{_GUARD}/{file}", text)
+                await copy_in(self._program, name, f"{GUARD}/{file}", text)
             yield name
         finally:
             await asyncio.shield(run([self._program, "rm", "--force", "--volumes", name], timeout=_START_TIME))
@@ -187,7 +183,7 @@ class DockerBox:
     async def left(self) -> Mapping[str, bytes]:
         """The files in the guard's folder."""
         with tempfile.TemporaryDirectory(prefix="openhands-rl-") as folder:
-            copy = [self._program, "cp", f"{self._container}:{_GUARD_OUT}/.", folder]
+            copy = [self._program, "cp", f"{self._container}:{GUARD_OUT}/.", folder]
             if (await run(copy, timeout=_COPY_TIME)).code:
                 return {}
             files = [path for path in Path(folder).iterdir() if path.is_file() and not path.is_symlink()]
@@ -226,6 +222,14 @@ async def copy_in(program: str, container: str, inside: str, text: str) -> None:
         await checked([program, "cp", path, f"{container}:{inside}"], f"copy {inside} in", timeout=_COPY_TIME)
     finally:
         os.unlink(path)
+
+
+def with_services(verdict: PatchVerdict, recipe: Recipe, *, network: bool) -> PatchVerdict:
+    """The verdict of a run that may have lacked services, and says so then."""
+    lacking = (recipe.httpbin or recipe.unreachable) and not network
+    if not lacking or verdict.kind is not VerdictKind.UNRESOLVED:
+        return verdict
+    return verdict.model_copy(update={"reason": "; ".join(filter(None, (verdict.reason, _LACKING)))})
 
 
 def from_mirrors(sources: Sequence[MirrorSource]) -> ReadFile:

@@ -14,6 +14,7 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_o
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
 from openhands_rl_plugin.environments.workspace.visible import installed_parts
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, default_cache, remove
+from openhands_rl_plugin.evals.swe.backends.guard_folder import GUARD, GUARD_OUT, make_guard_folders, read_left
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
 from openhands_rl_plugin.evals.swe.backends.layers import Layers
 from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, RepositorySource, file_at, find_repository
@@ -42,9 +43,6 @@ from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
-
-_GUARD, _GUARD_OUT = "/guard", "/guard-out"
-_MOST_LEFT = 64 * 2**20
 
 
 class LocalBackend:
@@ -186,8 +184,8 @@ class LocalBox:
         self._room = room
         self._variables = equipment.variables
         self._script = scratch / "eval.sh"
-        self._out = scratch / "out"
-        self._shown = [Shown(scratch / "guard", _GUARD), Shown(self._out, _GUARD_OUT, writable=True)]
+        self._scratch = scratch
+        self._shown = [Shown(scratch / "guard", GUARD), Shown(scratch / "out", GUARD_OUT, writable=True)]
         self._services = services
 
     async def put(self, inside: str, text: str) -> None:
@@ -221,18 +219,15 @@ class LocalBox:
 
     async def left(self) -> Mapping[str, bytes]:
         """Regular files in the guard's folder, without too large ones."""
-        files = [path for path in self._out.iterdir() if path.is_file() and not path.is_symlink()]
-        return {path.name: path.read_bytes() for path in files if path.stat().st_size <= _MOST_LEFT}
+        return read_left(self._scratch)
 
 
 async def _open(
     layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment, scratch: Path, uv_cache: Path
 ) -> Room:
-    for name in ("tmp", "guard", "out"):
-        (scratch / name).mkdir(mode=0o700)
+    make_guard_folders(scratch, equipment)
+    (scratch / "tmp").mkdir(mode=0o700)
     (scratch / "eval.sh").touch()
-    for name, text in equipment.files.items():
-        (scratch / "guard" / name).write_text(text)
     if await asyncio.to_thread(can_overlay, scratch.parent):
         layers = {"layer": layer, "uv": uv_cache}
         for name in layers:

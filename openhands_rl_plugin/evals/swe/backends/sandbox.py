@@ -41,13 +41,15 @@ PARTS = {"conda": ENVIRONMENTS, "root": "/root", "testbed": "/testbed"}
 _GIBIBYTE = 1024**3
 _ROOT_SIZE = 256 * 1024**2
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# What root in a container may do, without anything that reaches mounts, devices or other processes' memory.
-# SETPCAP is what a guard takes from the tests, so that they may not look into the shell, which has it.
-_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
+"""What root in a container may do, without anything that reaches mounts, devices or other processes' memory.
+
+SETPCAP is what a guard takes from the tests, so that they may not look into the shell, which has it.
+"""
 _NETWORK_VARIABLES = re.compile(
     r"(?:(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE)", re.IGNORECASE
 )
-_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
+AS_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
 
 
 class InstanceLimits(Frozen):
@@ -119,9 +121,9 @@ class InstanceSandbox:
         has_testbed = bool(room.overlays) or (room.layer / "testbed").exists()
         limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
         settings = {**self._variables(room, network=network, setup=setup), **(variables or {})}
-        allowed = [word for name in (*_CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
+        allowed = [word for name in (*CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
         # ``localhost`` is a name that resolves without a network.
-        options = [*_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
+        options = [*AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
         return [
             *mount_overlays(room.overlays),
             *("prlimit", *limits, "--"),
@@ -131,7 +133,7 @@ class InstanceSandbox:
             *("--bind", str(room.tmp), "/tmp"),
             *(word for part in self._parts(room) for word in part),
             *self._tools(room, setup=setup),
-            *(word for each in shown for word in _bind(each)),
+            *(word for each in shown for word in bind(each)),
             *("--clearenv", *(word for pair in settings.items() for word in ("--setenv", *pair))),
             *("--chdir", "/testbed" if has_testbed else "/", "--"),
             *bounded(self._bound(has_testbed), f"{CONDA}/host-python", program),
@@ -163,7 +165,7 @@ class InstanceSandbox:
             binds.append(Shown(room.uv_cache, str(uv_cache.INSIDE), writable=True))
             if room.uv_own is not None:
                 links[str(uv_cache.OWN)] = str(uv_cache.INSIDE / room.uv_own.relative_to(room.uv_cache))
-        words = [word for each in binds for word in _bind(each)]
+        words = [word for each in binds for word in bind(each)]
         words += [word for inside, to in links.items() for word in ("--symlink", to, inside)]
         return [*prefix_mounts(dict.fromkeys(self._prefixes(), OF_A_PREFIX), closed=True), *words]
 
@@ -213,10 +215,11 @@ def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
 
 def check_bubblewrap() -> None:
     """Raise ``ConfigError`` unless bubblewrap can make a sandbox with a root user here."""
-    find_bubblewrap(*_ROOT, otherwise=", or use --backend docker")
+    find_bubblewrap(*AS_ROOT, otherwise=", or use --backend docker")
 
 
-def _bind(shown: Shown) -> tuple[str, str, str]:
+def bind(shown: Shown) -> tuple[str, str, str]:
+    """The mount."""
     return "--bind" if shown.writable else "--ro-bind", str(shown.host), shown.inside
 
 

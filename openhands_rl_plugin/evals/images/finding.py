@@ -1,0 +1,61 @@
+"""Finds the image of a name: in a file, in a folder of files, in the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.images.archives import OpenedFile
+from openhands_rl_plugin.evals.images.manifests import Platform
+from openhands_rl_plugin.evals.images.references import Reference, find_file
+from openhands_rl_plugin.evals.images.store import ImageStore, Progress, StoredImage, in_thread
+
+FILE = "file:"
+"""The beginning of the names by which a file's image is known."""
+
+
+class ImageFinder:
+    """Images for one platform. ``place``: a folder of archives and layouts, left out: none."""
+
+    def __init__(self, store: ImageStore, wanted: Platform | None = None, place: Path | None = None) -> None:
+        self.store = store
+        self._wanted = wanted or Platform.here()
+        self._place = place
+
+    async def find(self, name: str, said: Progress = lambda text: None) -> StoredImage:
+        """The image of a name, unpacked if it is not yet. Call it inside the store's ``in_use``.
+
+        Raises ``ConfigError`` where there is none, ``BadEnvironmentError`` for a damaged one, ``InfrastructureError``.
+        """
+        reference = Reference.parse(name)
+        if self._place is not None and (file := find_file(self._place, reference)) is not None:
+            return await self.from_file(file, name, said)
+        if (known := self.store.find(str(reference))) is not None:
+            return known
+        if self._place is None:
+            raise ConfigError(f"the image {name} is not in the cache; --images names a folder with it")
+        raise ConfigError(f"the image {name} is not in {self._place}, as {reference.file_name}.tar, nor in the cache")
+
+    async def from_file(self, path: Path, name: str = "", said: Progress = lambda text: None) -> StoredImage:
+        """The image in a layout or an archive; where it has several, that of ``name``, by which it is known then.
+
+        Raises as ``find`` does.
+        """
+        path = path.absolute()
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such file")
+        own = f"{FILE}{path}:{_state(path)}:{self._wanted}:{name}"
+        names = (own, *((str(Reference.parse(name)),) if name else ()))
+        if (known := self.store.find(own)) is not None:
+            return known
+        said(f"reading {path.name}")
+        opened = OpenedFile(path, self._wanted, name, scratch=self.store.scratch, limits=self.store.limits)
+        try:
+            return await self.store.pull(await in_thread(opened.open), names, said)
+        finally:
+            opened.close()
+
+
+def _state(path: Path) -> str:
+    found = (path / "index.json" if path.is_dir() and (path / "index.json").is_file() else path).stat()
+    return f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
