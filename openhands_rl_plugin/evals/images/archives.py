@@ -43,7 +43,7 @@ class SourceImage(Frozen):
     layers: tuple[str, ...]
 
 
-class Files(Protocol):
+class ImageFiles(Protocol):
     """Files by relative names."""
 
     def __contains__(self, name: str) -> bool:
@@ -55,7 +55,7 @@ class Files(Protocol):
         ...
 
 
-class Folder:
+class LayoutFolder:
     """The files of a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ class Folder:
         return os.fdopen(descriptor, "rb")
 
 
-class Archive:
+class ImageArchive:
     """The files of an uncompressed tar archive, which are read in place."""
 
     def __init__(self, path: Path, named: str = "") -> None:
@@ -139,7 +139,7 @@ class _Part(io.RawIOBase):
 class FileSource:
     """The image in a layout or an archive. ``name``: which one, where there are several. Its methods block."""
 
-    def __init__(self, path: Path, files: Files, wanted: Platform, name: str = "") -> None:
+    def __init__(self, path: Path, files: ImageFiles, wanted: Platform, name: str = "") -> None:
         self._path, self._files, self._wanted, self._name = path, files, wanted, name
 
     def image(self) -> SourceImage:
@@ -214,8 +214,8 @@ class OpenedFile:
     def open(self, stop: threading.Event) -> FileSource:
         """Blocks. Raises ``ConfigError``, ``BadEnvironmentError``, ``InfrastructureError`` and ``OSError``."""
         if self._path.is_dir():
-            return FileSource(self._path, Folder(self._path), self._wanted, self._name)
-        return FileSource(self._path, Archive(self._uncompressed(stop), str(self._path)), self._wanted, self._name)
+            return FileSource(self._path, LayoutFolder(self._path), self._wanted, self._name)
+        return FileSource(self._path, ImageArchive(self._uncompressed(stop), str(self._path)), self._wanted, self._name)
 
     def close(self) -> None:
         """Remove what was uncompressed."""
@@ -223,7 +223,7 @@ class OpenedFile:
             self._plain.unlink(missing_ok=True)
 
     def _uncompressed(self, stop: threading.Event) -> Path:
-        with Folder(self._path.parent).open(self._path.name) as file:
+        with LayoutFolder(self._path.parent).open(self._path.name) as file:
             plain = bounded_stream(file, self._limits.size, str(self._path))
             if plain is None:
                 return self._path
