@@ -14,12 +14,9 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 
 
-class PlayOptions(Settings):
-    """One episode. What is not set is as ``[rl]`` of ``config`` says, or as its defaults are.
-
-    ``run_id``, ``group_id`` and ``sample`` name the episode: one that is stored under the same names is returned
-    instead of being played again. By default every episode is a new one.
-    """
+class PlaySettings(Settings):
+    """Whom episodes are played against, and how. What is not set is as ``[rl]`` of ``config`` says, or as its defaults
+    are."""
 
     base_url: HttpUrl = Field(default="", description="OpenAI-compatible endpoint, up to and including /v1")
     model: str = Field(default="", description="name of the policy on the endpoint, of a base model or an adapter")
@@ -30,17 +27,12 @@ class PlayOptions(Settings):
     config: Path | None = Field(default=None, description="configuration file with [rl]")
     host: Literal["auto", "v0", "v1"] = Field(default="auto", description="OpenHands to run; auto: as [rl] host says")
     suite: str = Field(default="", description="suite of the task, where its id is in several")
-    id: str = Field(default="", description="which task of a file with several rows")
     strategy: str = Field(default="", description="rollout strategy; its options are in [rl.strategy] of the file")
     temperature: float | None = Field(default=None, ge=0, le=10, description="sampling temperature of the policy")
-    seed: int | None = Field(default=None, ge=0, description="sampling seed; by default another one each time")
     max_turns: int | None = Field(default=None, ge=1, description="completions of the episode")
     max_prompt_length: int | None = Field(default=None, ge=1, description="tokens of the longest prompt")
     max_response_length: int | None = Field(default=None, ge=1, description="tokens of one completion")
     max_obs_length: int | None = Field(default=None, ge=1, description="tokens of an observation")
-    token_ids: bool = Field(
-        default=True, description="ask for token ids and logprobs; false: the endpoint records them itself"
-    )
     native_tool_calling: bool = Field(default=True, description="tool calls by the endpoint's API; false: in the text")
     timeout: float = Field(default=7200.0, gt=0, description="seconds of the episode")
     test_timeout: float = Field(default=1800.0, gt=0, description="seconds of a patch's tests")
@@ -49,6 +41,20 @@ class PlayOptions(Settings):
     mirror: Path | None = Field(default=None, description="folder of git repositories as owner/name.git")
     cache: Path | None = Field(default=None, description="folder of the local back end's Python environments")
     network: bool = Field(default=False, description="let tests use the network")
+
+
+class PlayOptions(PlaySettings):
+    """One episode.
+
+    ``run_id``, ``group_id`` and ``sample`` name the episode: one that is stored under the same names is returned
+    instead of being played again. By default every episode is a new one.
+    """
+
+    id: str = Field(default="", description="which task of a file with several rows")
+    seed: int | None = Field(default=None, ge=0, description="sampling seed; by default another one each time")
+    token_ids: bool = Field(
+        default=True, description="ask for token ids and logprobs; false: the endpoint records them itself"
+    )
     run_id: str = Field(default="", max_length=200, description="name of the run in the store")
     group_id: str = Field(default="", max_length=200, description="name of the group of episodes that are compared")
     sample: int = Field(default=0, ge=0, description="number of the episode in its group")

@@ -135,6 +135,11 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
             ["rollout", "--task", rows, *model, "--json"],
             ["rollout", "--task", rows, "--base-url", url, "--model", "planted", "--api-key-env", "MY_SERVER_KEY"],
         ],
+        "rollouts": [
+            ["rollouts", "serve", *model, "--listen", url, "--store", str(folder / "queue")],
+            ["rollouts", "serve", *configured, "--api-key-env", KEYS["prompt"], "--port", "0"],
+            ["rollouts", "serve", "--base-url", url, "--model", "planted", "--store", rows],
+        ],
         "run": [
             ["run", "-t", KEYS["prompt"], *configured],
             ["run", "-t", "Think.", *configured, *model, "--workspace", config],

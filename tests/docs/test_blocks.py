@@ -34,6 +34,7 @@ NOT_RUN = {
     r"openhands-rl loop ": "hours",
     r"openhands-rl improve --repo ": "a repository of one's own, and hours; tests/apps/improve has what is behind it",
     r"openhands-rl demo --task repair": "hours; CI runs it with --tiny",
+    r"openhands-rl rollouts serve ": "a model server and hours; tests/apps/rollout has what is behind it",
     r"openhands-rl watch ": "a model server with episodes; tests/apps/watch has what is behind it",
     r"openhands-rl (train|score) .*verif": "judged episodes of many tasks",
     r"openhands-rl (cli|acp|run) ": "a terminal or an editor; tests/hosts/v1 has what is behind them",

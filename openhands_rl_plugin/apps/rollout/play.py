@@ -34,6 +34,7 @@ from openhands_rl_plugin.evals.runs.episodes import GradedEpisode
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model, stated_bounds
+from openhands_rl_plugin.evals.runs.stages import Stages
 from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, graded_by
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
@@ -43,6 +44,7 @@ from openhands_rl_plugin.rollout.scoring import judge, refuse_labels, refuse_wit
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.eligibility import is_cut_short, is_interrupted, off_policy_sampling
 from openhands_rl_plugin.training.data.shortened import until_secret
+from openhands_rl_plugin.trajectories.exchange.trainers.polar import TIMED_OUT
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
 _SCRATCH = "openhands-rl-rollout-"
@@ -50,12 +52,14 @@ _RETURN = "return"
 _SECONDS = 10.0
 
 
-async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStorage | None = None) -> PlayedRollout:
+async def play(
+    task: GivenTask, options: PlayOptions, *, storage: TrajectoryStorage | None = None, stages: Stages | None = None
+) -> PlayedRollout:
     """Play one episode of ``task`` against the endpoint of ``options``, grade it, and store it.
 
     ``task`` is an id (``"webshop-3"``, of ``swe-local`` or ``repair-1``, or the number of a task of ``[rl] env_name``),
     a file of rows, one row (SWE-bench's columns, or what the environment's ``reset`` takes), or a ``Task``. Without a
-    ``storage`` the episode is kept in that of ``[rl]``.
+    ``storage`` the episode is kept in that of ``[rl]``. ``stages``: bounds that many calls share.
 
     A failed episode is returned with its ``failure``. Raises ``ConfigError`` for what no episode can be played with,
     ``InfrastructureError`` where nothing answers at the endpoint, and ``StorageError``.
@@ -63,7 +67,7 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
     job = await asyncio.to_thread(_prepared, find_task(task, options, options.settings()), options)
     own = storage or open_storage(job.settings)
     try:
-        return await _played(job, own)
+        return await _played(job, own, stages)
     finally:
         if storage is None:
             await own.close()
@@ -119,13 +123,15 @@ def _base_of(serving: ServingSettings) -> str:
     return bases[0]
 
 
-async def _played(job: _Job, storage: TrajectoryStorage) -> PlayedRollout:
+async def _played(job: _Job, storage: TrajectoryStorage, stages: Stages | None) -> PlayedRollout:
     found, options = job.found, job.options
     with scratch_folder(_SCRATCH) as folder:
         plan = _plan(job, folder)
         async with (
             _backend(found, options) as backend,
-            open_eval_runner(plan, found.suite, job.settings, storage, backend, job.graded, True, folder, 0) as runner,
+            open_eval_runner(
+                plan, found.suite, job.settings, storage, backend, job.graded, True, folder, 0, stages
+            ) as runner,
         ):
             graded = await runner.run(_request(job, plan), found.entry)
     return await _rollout(job, graded)
@@ -227,7 +233,7 @@ def _unusable(job: _Job, trajectory: Trajectory) -> Failure | None:
         return trajectory.failure
     if is_interrupted(trajectory):
         why = f"the episode was not over after {job.options.timeout:g} s: raise --timeout"
-        return _failure(FailureKind.ENVIRONMENT, "rollout.timeout", why)
+        return _failure(FailureKind.ENVIRONMENT, TIMED_OUT, why)
     if not any(trajectory.sampled()):
         why = f"nothing was sampled ({trajectory.stop.value}): the first prompt is longer than max_prompt_length allows"
         return _failure(FailureKind.ENVIRONMENT, "rollout.prompt", why)

@@ -24,6 +24,7 @@ _METAVARS = {
     "minutes": "MINUTES",
     "port": "PORT",
     "host": "ADDRESS",
+    "listen": "ADDRESS",
     "path": "DIR",
     "template": "FILE",
     "batch_size": "EPISODES",

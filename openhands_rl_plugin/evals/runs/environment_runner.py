@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, St
 from openhands_rl_plugin.environments.webshop import Split, WebShop, running_webshop
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.stages import Stages
 from openhands_rl_plugin.evals.swe.dataset import read_rows
 from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.rollout.scoring import judge
@@ -41,11 +41,12 @@ class EnvironmentRunner:
         strategy: StrategySpec,
         storage: TrajectoryStorage,
         success: SuccessRule = CERTAIN,
+        stages: Stages | None = None,
     ) -> None:
         self._strategy = strategy
         self._storage = storage
         self._host = host
-        self._rollouts = asyncio.Semaphore(plan.workers)
+        self._stages = stages or Stages(playing=plan.workers, grading=1)
         self._rule = success
         at = success.at
         self._success: Reward = (
@@ -59,7 +60,7 @@ class EnvironmentRunner:
         found = await stored_with_scores(self._storage, trajectory_id(request), self._strategy)
         trajectory, scores = found or (None, ())
         if trajectory is None or trajectory.stop is StopReason.UNFINISHED:
-            async with self._rollouts:
+            async with self._stages.place(), self._stages.play():
                 trajectory = await self._host.run(request)
         if trajectory.failure is not None:
             return GradedEpisode(trajectory)

@@ -28,6 +28,7 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.prompts import directory_of
+from openhands_rl_plugin.evals.runs.stages import Stages
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.run_evaluation import grade_with_retries
@@ -44,8 +45,9 @@ class SweRunner:
     """Rolls out instances with ``host``, which stores episodes, and grades them with ``grader`` (``None``: no grading).
     ``reward`` makes scores of the verdicts.
 
-    The plan's ``workers`` bound checkouts and episodes, its ``graders`` bound gradings, so that patches are tested
-    while other episodes wait for the model. ``scratch`` holds the checkouts in use.
+    ``stages`` bound checkouts, episodes and gradings; by default the plan's ``workers`` are for checkouts and episodes
+    and its ``graders`` for gradings, so that patches are tested while other episodes wait for the model. ``scratch``
+    holds the checkouts in use.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class SweRunner:
         grader: InstanceBackend | None,
         scratch: Path,
         reward: Reward,
+        stages: Stages | None = None,
     ) -> None:
         self._plan = plan
         self._checkouts = checkouts
@@ -68,19 +71,18 @@ class SweRunner:
         self._host = host
         self._strategy = strategy
         self._reward = reward
-        self._rollouts = asyncio.Semaphore(plan.workers)
-        self._gradings = asyncio.Semaphore(plan.graders)
+        self._stages = stages or Stages(playing=plan.workers, grading=plan.graders)
 
     async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
         """As in ``EvalRunner``."""
         assert eval_task.instance is not None
         stored = await self._stored(trajectory_id(request))
         if stored is None or stored.trajectory.stop is StopReason.UNFINISHED:
-            async with self._rollouts:
+            async with self._stages.place():
                 stored = GradedEpisode(await self._roll_out(request, eval_task.instance))
         if stored.verdict is not None or stored.trajectory.failure is not None or self._grader is None:
             return stored
-        async with self._gradings:
+        async with self._stages.grade():
             verdict = await self._grade(stored.trajectory, eval_task.instance, self._grader)
         return await self._scored(with_verdict(stored.trajectory, verdict), verdict)
 
@@ -104,7 +106,8 @@ class SweRunner:
             place = await self._place(instance, root)
             if isinstance(place, Failure):
                 return await self._failed(request, place, started)
-            return await self._host.run(request, place)
+            async with self._stages.play():
+                return await self._host.run(request, place)
         finally:
             await asyncio.to_thread(remove_tree, root)
 
@@ -113,7 +116,8 @@ class SweRunner:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, _CHECKOUT):
                 root.mkdir(parents=True, mode=0o700)
-                checkout = await self._checkouts.checkout(instance, directory)
+                async with self._stages.set_up():
+                    checkout = await self._checkouts.checkout(instance, directory)
         except CaughtFailure as caught:
             return caught.failure
         except ConfigError as error:

@@ -1,0 +1,226 @@
+"""The rollout service: its routes, a worker that really plays, and the whole service killed at random moments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from scripted_model import ScriptedModel, says, serve
+from starlette.testclient import TestClient
+
+from evaluation.performance.hosts.instant_model import instant_model
+from openhands_rl_plugin import FileTrajectoryStorage, cli
+from openhands_rl_plugin.apps.rollout.service.app import RolloutDoor, build_app
+from openhands_rl_plugin.apps.rollout.service.callbacks import send_due
+from openhands_rl_plugin.apps.rollout.service.keeper import Keeper
+from openhands_rl_plugin.apps.rollout.service.queue import JobQueue
+from openhands_rl_plugin.apps.rollout.service.worker import Orders, work
+from openhands_rl_plugin.config.rollouts import ServiceOptions
+from openhands_rl_plugin.core.servers.listening import listening, serving
+
+SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[ScriptedModel]:
+    with serve() as server:
+        server.context = 4096
+        server.policies |= {"base": lambda _: says(SEARCH)}
+        server.scripts["base"].clear()
+        yield server
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[JobQueue]:
+    queue = JobQueue(tmp_path / "store")
+    yield queue
+    queue.close()
+
+
+def service(url: str = "http://127.0.0.1:9/v1", **more: object) -> ServiceOptions:
+    return ServiceOptions.model_validate({"base_url": url, "model": "base", "max_turns": 2, **more})
+
+
+@pytest.fixture
+def client(queue: JobQueue, tmp_path: Path) -> TestClient:
+    """Without the lifespan, so without workers."""
+    options = service()
+    return TestClient(build_app(queue, Keeper(queue, tmp_path / "store", options), options, lambda stop: None))
+
+
+@contextlib.asynccontextmanager
+async def working(folder: Path, options: ServiceOptions) -> AsyncIterator[None]:
+    stopped = asyncio.Event()
+    worker = asyncio.create_task(work(Orders(folder=folder, service=options), stopped))
+    yield
+    stopped.set()
+    await worker
+
+
+def submission(task_id: str = "a", **more: Any) -> dict[str, Any]:
+    return {
+        "task_id": task_id,
+        "instruction": "Buy socks.",
+        "agent": {"harness": "openhands", "settings": {"step_limit": 2, "model_kwargs": {"top_p": 1.0}}},
+        "metadata": {"task": "webshop-3", "group_id": 5, "policy_version": 2, "rollout_step": 1},
+        **more,
+    }
+
+
+def test_routes(client: TestClient):
+    assert client.get("/health").json() == {"status": "ok", "nodes": 1}
+    assert client.post("/rollout/task/submit", json=submission(num_samples=2)).json() == {
+        "task_id": "a",
+        "status": "running",
+    }
+    assert client.post("/rollout/task/submit", json=submission()).status_code == 409
+    assert client.get("/rollout/task/a").json() == {
+        "task_id": "a",
+        "status": "running",
+        "total_sessions": 2,
+        "completed_sessions": 0,
+        "result_paths": [],
+        "results": [],
+    }
+    assert client.get("/rollout/status").json()["pipeline"]["pending_sessions"] == 2
+    assert [each["num_samples"] for each in client.get("/tasks?status=running&limit=5").json()["tasks"]] == [2]
+    assert len(client.get("/tasks/a/sessions").json()["sessions"]) == 2
+    assert client.delete("/rollout/task/a").json()["status"] == "cancelled"
+    assert client.delete("/rollout/task/b").status_code == 404
+    assert client.delete("/rollout/task/b?register_if_missing=true").json()["status"] == "cancelled"
+    assert client.post("/rollout/task/submit", json=submission("b")).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"metadata": {}}, "metadata.task: which task?"),
+        ({"metadata": {"task": "/etc/passwd"}}, "files of this machine are not read"),
+        ({"metadata": {"task": "rows.jsonl"}}, "files of this machine are not read"),
+        ({"runtime": {"backend": "docker"}}, "runtime: Value error, is not offered"),
+        ({"evaluator": {"strategy": "swe"}}, "evaluator: Value error, is not offered"),
+        ({"agent": {"harness": "codex"}}, "agent.harness: 'codex' is not played here"),
+        ({"agent": {"settings": {"base_url": "http://x"}}}, "agent.settings.base_url: not offered"),
+        ({"agent": {"settings": {"max_turns": 0}}}, "agent.settings.max_turns"),
+        ({"agent": {"settings": {"model_kwargs": {"top_k": 5}}}}, "are no samples of the policy"),
+        ({"callback_url": "file:///etc/passwd"}, "must be an http"),
+        ({"callback_url": "http://me:secret@127.0.0.1/"}, "must hold no password"),
+        ({"num_samples": 2, "early_stop_min_usable_sessions": 3}, "cannot be more than num_samples"),
+        ({"task_id": "a/b"}, "no slashes"),
+        ({"timeout_seconds": "soon"}, "timeout_seconds"),
+        ({"surprise": 1}, "surprise"),
+        ({"metadata": {"task": "webshop-3", "agent_timeout": -1}}, "must be a positive number of seconds"),
+        ({"agent": {"settings": {"strategy": "Best"}}}, "did you mean 'BestOfN'"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_at_once(client: TestClient, given: dict[str, Any], said: str):
+    answer = client.post("/rollout/task/submit", json=submission(**given))
+    assert answer.status_code == 422 and said in answer.json()["detail"], answer.text
+    assert client.get("/tasks").json() == {"tasks": []}
+
+
+def test_a_key_may_come_as_polars_clients_send_it():
+    door = RolloutDoor("right")
+    assert door.refusal("POST", "/rollout/task/submit", {"x-polar-control-token": "right"}) is None
+    for wrong in ({"x-polar-control-token": "wrong"}, {}):
+        assert door.refusal("POST", "/rollout/task/submit", wrong) is not None
+
+
+async def ended(queue: JobQueue, task_id: str) -> dict[str, Any]:
+    while True:
+        found = json.loads(await asyncio.to_thread(queue.task, task_id) or "{}")
+        if found["status"] != "running":
+            return found
+        await asyncio.sleep(0.05)
+
+
+async def test_a_worker_plays(model: ScriptedModel, queue: JobQueue, client: TestClient, tmp_path: Path):
+    """Two episodes as Polar's bridges read them, another that nobody can play, and the callback."""
+    told: list[dict[str, Any]] = []
+
+    async def take(scope: Any, receive: Any, send: Any) -> None:
+        told.append(json.loads((await receive())["body"]))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    with listening("127.0.0.1", 0) as listener, serving(take, listener, lifespan="off") as url:
+        task = submission(num_samples=2, callback_url=f"{url}/done")
+        assert client.post("/rollout/task/submit", json=task).status_code == 200
+        absent = submission("absent", metadata={"task": "webshop-9999"})
+        assert client.post("/rollout/task/submit", json=absent).status_code == 200
+        async with working(tmp_path / "store", service(model.url)):
+            done, failed = await ended(queue, "a"), await ended(queue, "absent")
+        async with httpx.AsyncClient() as sender:
+            await send_due(queue, sender)
+            await send_due(queue, sender)
+    assert [each["task_id"] for each in told] == ["a"] and told[0]["results"] == done["results"]
+    for result in done["results"]:
+        assert (result["status"], result["trajectory"]["status"], result["error"]) == ("COMPLETED", "COMPLETED", None)
+        assert result["metadata"] | {"openhands_rl": 0} == {**task["metadata"], "openhands_rl": 0}
+        (trace,) = result["trajectory"]["traces"]
+        assert (trace["reward"], trace["finish_reason"]) == (0.0, "length")
+        sizes = {len(trace[name]) for name in ("response_ids", "loss_mask", "response_logprobs")}
+        assert len(sizes) == 1 and sum(trace["loss_mask"]) == 2 * (len(SEARCH) + 1) and trace["prompt_ids"]
+        assert trace["response_messages"][0]["role"] == "assistant"
+        assert result["timing"]["run_ms"] > 0
+    assert len({result["metadata"]["openhands_rl"]["trajectory_id"] for result in done["results"]}) == 2
+    (refused,) = failed["results"]
+    assert (refused["status"], refused["trajectory"]["traces"]) == ("ERROR", []) and "no task 9999" in refused["error"]
+    async with FileTrajectoryStorage(tmp_path / "store") as store:
+        assert len([each async for each in store.find()]) == 2
+
+
+def test_bad_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    store = ["--store", str(tmp_path / "s")]
+    for words, said in (
+        ([], "give --base-url URL and --model NAME"),
+        (["--base-url", "http://127.0.0.1:9/v1", "--model", "m", "--workers", "0"], "--workers"),
+        (["--base-url", "http://127.0.0.1:9/v1", "--model", "m", "--listen", "0.0.0.0"], "OPENHANDS_RL_API_KEY"),
+    ):
+        assert cli.main(["rollouts", "serve", *store, *words]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and said in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_service_is_killed_while_it_plays(tmp_path: Path):
+    """The server, or one of its workers, at random moments; at the end every episode was played to its end once."""
+    chance, store, done = random.Random(11), tmp_path / "store", dict[str, Any]()
+    with instant_model(delay=0.3) as model:
+        command = [sys.executable, "-m", "openhands_rl_plugin", "rollouts", "serve", "--store", str(store)]
+        command += ["--base-url", model, "--model", "instant", "--max-turns", "4", "--port", "0", "--playing", "3"]
+        for kills in range(4):
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                url = [process.stdout.readline() for _ in range(2)][1].split()[3].removesuffix("/rollout/task/submit;")
+                task = submission(num_samples=6, agent={"harness": "openhands"})
+                assert httpx.post(f"{url}/rollout/task/submit", json=task).status_code == 200
+                if kills < 3:
+                    while not httpx.get(f"{url}/rollout/status").json()["pipeline"]["states"]["RUNNING"]:
+                        time.sleep(0.1)
+                    time.sleep(chance.uniform(0.0, 3.0))
+                    process.kill()
+                else:
+                    while (done := httpx.get(f"{url}/rollout/task/a").json())["status"] == "running":
+                        time.sleep(0.2)
+                    process.terminate()
+    assert [each["status"] for each in done["results"]] == ["COMPLETED"] * 6
+    ids = [each["metadata"]["openhands_rl"]["trajectory_id"] for each in done["results"]]
+    stored = asyncio.run(finished(store))
+    assert sorted(stored) == sorted(ids) and len(set(ids)) == 6
+
+
+async def finished(folder: Path) -> list[str]:
+    async with FileTrajectoryStorage(folder) as store:
+        return [trajectory.id async for trajectory, _ in store.find()]
