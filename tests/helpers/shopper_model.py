@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
+from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
 from openhands_rl_plugin.environments.webshop import WebShop
 
 SHOP = WebShop(num_products=60, num_goals=20, results_per_page=2, separator="\n")
@@ -24,22 +26,36 @@ BAD = (_SEARCH, "click[B0EZRR]", "click[Buy Now]")
 _STEPS = 60
 
 
-def write_shopper(path: Path) -> Path:
-    """A model directory whose model plays ``GOAL`` in either of the two ways, about as often (seconds)."""
-    torch.manual_seed(0)
-    dialogues = [_dialogue(GOOD), _dialogue(BAD)]
+type Way = tuple[str, ...]
+"""The answers of an episode."""
+
+
+def write_shopper(
+    path: Path,
+    ways: Mapping[int, Sequence[Way]] | None = None,
+    *,
+    react_format: bool = False,
+    steps: int = _STEPS,
+    seed: int = 0,
+    context: int = 1536,
+) -> Path:
+    """A model directory whose model plays each goal in one of its ``ways``, each about as often; ``GOAL`` in either of
+    the two above, where none are given (seconds)."""
+    torch.manual_seed(seed)
+    taught = [(goal, way) for goal, some in (ways or {GOAL: (GOOD, BAD)}).items() for way in some]
+    dialogues = [dialogue_of(goal, way, react_format=react_format) for goal, way in taught]
     tokenizer = _tokenizer([message["content"] for dialogue in dialogues for message in dialogue])
-    write_model(path, initializer_range=0.05, max_position_embeddings=1536)
+    write_model(path, seed=seed, initializer_range=0.05, max_position_embeddings=context)
     tokenizer.save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    _teach(model, [_encoded(tokenizer, dialogue) for dialogue in dialogues])
+    _teach(model, [_tensors(*encoded(tokenizer, dialogue)) for dialogue in dialogues], steps)
     model.save_pretrained(path)
     return path
 
 
-def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    for _ in range(_STEPS):
+    for _ in range(steps):
         loss = sum(model(input_ids=ids, labels=labels).loss for ids, labels in batch)
         optimizer.zero_grad()
         loss.backward()
@@ -47,14 +63,16 @@ def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]
         optimizer.step()
 
 
-def _dialogue(actions: tuple[str, ...]) -> list[dict[str, str]]:
-    session = SHOP.session(GOAL)
+def dialogue_of(goal: int, way: Way, *, react_format: bool = False) -> list[dict[str, str]]:
+    """The messages of an episode, up to its last answer."""
+    session = SHOP.session(goal)
     task = Task(id="webshop-1", environment="webshop", instruction=INSTRUCTION)
-    opening = opening_messages(task, session.observation, react_format=False, actions=action_language("webshop"))
+    opening = opening_messages(task, session.observation, react_format=react_format, actions=action_language("webshop"))
     messages = [{"role": message.role, "content": message.content or ""} for message in opening]
-    for action in actions:
-        messages.append({"role": "assistant", "content": action})
-        messages.append({"role": "user", "content": session.step(action).state})
+    for answer in way:
+        parsed = parse_react(answer) if react_format else parse_plain(answer)
+        state = parsed.error if parsed.action is None else session.step(parsed.action).state
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": state or ""}]
     return messages[:-1]
 
 
@@ -79,8 +97,8 @@ def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def _encoded(tokenizer: PreTrainedTokenizerFast, dialogue: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels [1, T]; only the answers carry labels."""
+def encoded(tokenizer: PreTrainedTokenizerFast, dialogue: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Ids and labels of T tokens; only the answers carry labels."""
     ids: list[int] = []
     labels: list[int] = []
     for at, message in enumerate(dialogue):
@@ -90,4 +108,8 @@ def _encoded(tokenizer: PreTrainedTokenizerFast, dialogue: list[dict[str, str]])
         answer = tokenizer(message["content"] + tokenizer.eos_token, add_special_tokens=False).input_ids
         labels += [-100] * (len(prompt) - len(ids)) + answer
         ids = prompt + answer
+    return ids, labels
+
+
+def _tensors(ids: list[int], labels: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([ids]), torch.tensor([labels])

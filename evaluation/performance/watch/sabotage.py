@@ -1,0 +1,223 @@
+"""Adapters that are made worse on purpose, and the gate of a watch at which each is stopped.
+
+    PYTHONPATH=tests/helpers .venv/bin/python -m evaluation.performance.watch.sabotage --out sabotage
+
+A real watch, with the embedded server and shop, has a version in use that was trained on honest episodes. Then, each
+time from there: rewards, labels or episodes are poisoned and a candidate is trained on them; or an honest candidate's
+files are damaged; or its weights are exchanged for harmful ones with a probe of their own. ``worse`` is by the suite of
+40 tasks. A killed run goes on with the kinds that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from evaluation.performance.watch.damage import DAMAGE
+from evaluation.performance.watch.exchange import EXCHANGE
+from evaluation.performance.watch.poison import POISON
+from evaluation.performance.watch.world import (
+    EVERY_GOAL,
+    Killed,
+    Served,
+    UntilTrained,
+    in_turn,
+    in_use,
+    journal_of,
+    look,
+    minutes_since,
+    play,
+    served,
+    suite,
+    watching,
+    write_model,
+    write_settings,
+)
+from openhands_rl_plugin.apps.watch.journal import Entry, WatchStep
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import PublishError
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+HONEST = "an honest candidate"
+PASSED, NOTHING, UNDECIDED = "passed", "nothing to train on", "undecided"
+_CANDIDATE = "policy-v000002"
+_LOOKS = 4
+_SESSIONS = 36
+
+
+class Bench:
+    """The folder of one watch, which goes back to a stage before each sabotage."""
+
+    def __init__(self, out: Path, at: Served) -> None:
+        self._out, self._at = out, at
+        self.folder = out / "watch"
+        self.config = write_settings(self.folder, at)
+        self.tasks = suite()
+
+    def prepare(self) -> None:
+        """Stages ``used``, with a version in use, and ``trained``, with an honest candidate of the next round."""
+        if not (self._out / "used").exists():
+            shutil.rmtree(self.folder)
+            self.settings()
+            asyncio.run(play(load_settings(self.config), "users", in_turn(EVERY_GOAL, 90)))
+            look(self.config, self._at.model, self.tasks)
+            assert in_use(load_settings(self.config)), journal_of(self.config)[-1].said
+            self._keep("used")
+        if not (self._out / "trained").exists():
+            self.restore("used")
+            name = in_use(load_settings(self.config))
+            asyncio.run(play(load_settings(self.config), "later", in_turn(EVERY_GOAL, _SESSIONS), served=name))
+            with suppress(Killed):
+                look(self.config, self._at.model, self.tasks, UntilTrained)
+            assert journal_of(self.config)[-1].adapter == _CANDIDATE, journal_of(self.config)[-1].said
+            self._keep("trained")
+
+    def settings(self, watch: str = "", training: str = "") -> None:
+        """Write the settings anew."""
+        self.config = write_settings(self.folder, self._at, watch, training)
+
+    def restore(self, stage: str) -> int:
+        """Go back, on the server, too; the lines of the journal then."""
+        shutil.rmtree(self.folder)
+        shutil.copytree(self._out / stage, self.folder)
+        self.settings()
+
+        async def follow() -> None:
+            async with watching(self.config, self._at.model, self.tasks) as (_, publisher):
+                store = AdapterStore(load_settings(self.config).serving.adapters_directory)
+                with suppress(PublishError):
+                    await publisher.retire(_CANDIDATE)
+                await publisher.stage(store.get(in_use(load_settings(self.config)) or ""))
+
+        asyncio.run(follow())
+        return len(journal_of(self.config))
+
+    def _keep(self, stage: str) -> None:
+        shutil.copytree(self.folder, self._out / f"{stage}.part")
+        (self._out / f"{stage}.part").rename(self._out / stage)
+
+    def poisoned(self, kind: str) -> Sequence[Entry]:
+        """What the watch noted of what was poisoned."""
+        before, poison = self.restore("used"), POISON[kind]
+        routing = f'routing = "{self.folder / "routing.json"}"\nshare = 0.5\nshare_sessions = {_SESSIONS}'
+        self.settings(routing if poison.used else poison.watch, poison.training)
+        settings = load_settings(self.config)
+        asyncio.run(poison.bring(settings, self._at.model))
+        self._look(before)
+        if poison.used and self._now(before)[-1].step is WatchStep.SHARED:
+            asked = in_turn(EVERY_GOAL, _SESSIONS)
+            for name, version in (("candidate", self._now(before)[-1].adapter), ("stable", in_use(settings))):
+                asyncio.run(play(settings, name, asked, served=version))
+            self._look(before)
+        return self._now(before)
+
+    def spoilt(self, change: Callable[[], None]) -> Sequence[Entry]:
+        """What the watch noted of the honest candidate after ``change``."""
+        before = self.restore("trained")
+        change()
+        self._look(before)
+        return self._now(before)
+
+    def damaged(self, kind: str) -> Sequence[Entry]:
+        """As ``spoilt``, by damage to the files."""
+        return self.spoilt(lambda: DAMAGE[kind](self._path))
+
+    def exchanged(self, kind: str) -> Sequence[Entry]:
+        """As ``spoilt``, by other weights."""
+
+        def exchange() -> None:
+            settings = load_settings(self.config)
+            store = AdapterStore(settings.serving.adapters_directory)
+            EXCHANGE[kind](settings, store, store.get(self._path.name), self._at.model)
+
+        return self.spoilt(exchange)
+
+    @property
+    def _path(self) -> Path:
+        settings = load_settings(self.config)
+        return Path(AdapterStore(settings.serving.adapters_directory).get(_CANDIDATE).path)
+
+    def _now(self, before: int) -> Sequence[Entry]:
+        return journal_of(self.config)[before:]
+
+    def _look(self, before: int) -> None:
+        """Look until the round is over, or waits; what could not be done is tried again."""
+        for _ in range(_LOOKS):
+            look(self.config, self._at.model, self.tasks)
+            entries = self._now(before)
+            if not entries or entries[-1].step is not WatchStep.COULD_NOT:
+                return
+
+
+def verdict(entries: Sequence[Entry]) -> dict[str, object]:
+    """Where it was stopped, the sentence about it, and the candidate's success in the suite, if it was played."""
+    measured = [each.figures["mean"] for each in entries if each.step is WatchStep.MEASURED]
+    success = measured[-1] if measured else None
+    for each in entries:
+        if each.step is WatchStep.HELD:
+            return {"stopped": str(each.figures["gate"]), "said": each.said, "success": success}
+        if each.step is WatchStep.ADMITTED:
+            return {"stopped": PASSED, "said": each.said, "success": success}
+    waits = [each.step for each in entries] == [WatchStep.JUDGED]
+    stopped, said = (NOTHING if waits else UNDECIDED), entries[-1].said if entries else "nothing happened"
+    return {"stopped": stopped, "said": said, "success": success}
+
+
+def run(out: Path, only: Sequence[str]) -> dict[str, dict[str, object]]:
+    """Kind -> its verdict and minutes; what is in ``results.json`` is not done again."""
+    import torch
+
+    torch.set_num_threads(1)
+    file = out / "results.json"
+    results: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
+    with served(write_model(out / "model")) as at:
+        bench = Bench(out, at)
+        bench.prepare()
+        every: dict[str, Callable[[], Sequence[Entry]]] = {
+            HONEST: lambda: bench.spoilt(lambda: None),
+            **{kind: lambda kind=kind: bench.poisoned(kind) for kind in POISON},
+            **{kind: lambda kind=kind: bench.exchanged(kind) for kind in EXCHANGE},
+            **{kind: lambda kind=kind: bench.damaged(kind) for kind in DAMAGE},
+        }
+        for kind, sabotage in every.items():
+            if kind in results or (only and kind not in only):
+                continue
+            torch.manual_seed(0)
+            started = time.monotonic()
+            found = verdict(sabotage())
+            results[kind] = {**found, "minutes": round(minutes_since(started), 2)}
+            write_file(file, json.dumps(results, indent=1))
+            print(f"{kind}: {found['stopped']}: {found['said']}", flush=True)
+    return {kind: results[kind] for kind in every if kind in results}
+
+
+def table(results: dict[str, dict[str, object]]) -> str:
+    """Markdown, and how many were stopped."""
+    lines = ["| made worse by | stopped by | success in the suite | minutes |", "|---|---|---|---|"]
+    for kind, found in results.items():
+        success = "-" if found["success"] is None else f"{found['success']:.3f}"
+        lines.append(f"| {kind} | {found['stopped']} | {success} | {found['minutes']} |")
+    worse = [found for kind, found in results.items() if kind != HONEST]
+    stopped = sum(found["stopped"] not in (PASSED, UNDECIDED) for found in worse)
+    return "\n".join([*lines, "", f"{stopped} of {len(worse)} were stopped"])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model, the stages and results.json")
+    parser.add_argument("--only", nargs="*", default=(), help="these kinds")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(table(run(args.out.resolve(), args.only)))
+
+
+if __name__ == "__main__":
+    main()
