@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
 from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fields, settings_from
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
-from openhands_rl_plugin.cli.options.jobs import loop_job
+from openhands_rl_plugin.cli.options.jobs import add_native, graded_job, loop_job, with_backend
 from openhands_rl_plugin.cli.options.serving import served_policy
-from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
+from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks
 from openhands_rl_plugin.cli.options.versions import BASE, starting_point
 from openhands_rl_plugin.cli.options.weights import given_weights
 from openhands_rl_plugin.config.build import open_storage
@@ -81,8 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     episodes = parser.add_argument_group("episodes")
     add_bounds(episodes)
     add_repositories(episodes)
-    native = "tool calls by the server's API (default); --no-...: calls in the text"
-    episodes.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
+    add_native(episodes)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,7 +131,7 @@ def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, star
     claim(directory, _identity(args, settings))
     started = time.monotonic()
     with ProgressListener(settings.loop.stages) as listener, _served(args, settings, tasks, directory) as found:
-        job = replace(_job(args, *found, tasks, directory), start=start)
+        job = replace(graded_job(args, loop_job(args, *found, tasks, directory)), start=start)
         result = asyncio.run(_run(args, job, listener))
     _report(result, listener)
     minutes = (time.monotonic() - started) / 60
@@ -148,21 +146,8 @@ def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, star
 async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> LoopResult:
     from openhands_rl_plugin.apps.loop.run import run_loop
 
-    if not job.tasks.suite.software:
-        return await run_loop(job, listener)
-    instances = [entry.instance for entry in job.tasks.entries if entry.instance is not None]
-    async with open_backend(args, instances) as backend:
-        return await run_loop(replace(job, backend=backend), listener)
-
-
-def _job(args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path) -> LoopJob:
-    return replace(
-        loop_job(args, settings, model, tasks, directory),
-        graders=args.graders or os.cpu_count() or 1,
-        test_timeout=args.test_timeout,
-        command_timeout=args.command_timeout,
-        native_tool_calling=args.native_tool_calling,
-    )
+    async with with_backend(args, job) as whole:
+        return await run_loop(whole, listener)
 
 
 def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:

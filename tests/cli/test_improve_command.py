@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from broken_repository import CODE, commit, gym_repository, units_repository
+from full_disk import no_file_larger_than
 from needs import needs_bubblewrap
 from tiny_model import write_model, write_tokenizer
 
@@ -86,6 +87,7 @@ def made_gym(folder: Path, repository: Path) -> None:
         ]
         (folder / f"tasks/{name}.jsonl").write_text("".join(json.dumps(row_of(each)) + "\n" for each in rows))
     survey = Survey(tests=30, steady=28, failing=1, flickering=1, unnamed=0, files=4, seconds=2.0, size=4000)
+    (folder / "tasks/survey.json").write_text(survey.model_dump_json())
     gym = Gym(
         survey=survey,
         training="gym.jsonl",
@@ -120,19 +122,49 @@ def test_what_is_no_gym_is_refused_in_one_line(model: Path, tmp_path: Path, caps
         assert cli.main(words(repository, tmp_path, *more)) == 1
         assert says in error_of(capsys)
     assert not (tmp_path / "run/tasks").exists(), "nothing is begun"
+    with no_file_larger_than(20):
+        assert cli.main(words(units, tmp_path, "--model", str(model), "--dry-run")) == 1
+    assert "options.json cannot be written" in error_of(capsys)
+    assert not [*(tmp_path / "run/tasks").iterdir()], "as on a full disk"
+
+
+STEADY = "import os\n\nfrom units import shown\n\n\ndef test_shown():\n    assert shown(3, 'km') == '3 km'\n"
+STEADY += "\n\ndef test_one():\n    assert shown(1, 'm') == 'one m'\n"
+FAILS = "\n\ndef test_fails_{at}():\n    assert False\n"
+# As one that relies on the order of a set: the two runs have different seeds of it.
+FLICKERS = "\n\ndef test_flickers_{at}():\n    assert os.environ['PYTHONHASHSEED'] == '1'\n"
+
+
+def steady_and(line: str, count: int) -> str:
+    return STEADY + "".join(line.format(at=at) for at in range(count))
 
 
 @needs_bubblewrap
-def test_a_repository_without_tests_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("tests", "says"),
+    [
+        ({}, "units: no tests found in it"),
+        ({"test_units": "import nowhere\n" + STEADY}, "no test passes, are requirements missing?; not even collected"),
+        ({"test_units": steady_and(FAILS, 3)}, "of 5 tests, 3 fail and 0 flicker before any bug"),
+        ({"test_units": steady_and(FLICKERS, 3)}, "of 5 tests, 0 fail and 3 flicker before any bug"),
+    ],
+    ids=["no tests", "not importable", "failing", "flickering"],
+)
+def test_tests_that_are_no_measure_are_refused(
+    tests: dict[str, str], says: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "units"
     subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
-    commit(folder, "first", units=CODE)
-    assert cli.main(words(folder, tmp_path, "--model", str(model), "--dry-run")) == 1
-    assert "units: no tests found in it" in error_of(capsys)
-    assert cli.main(words(folder, tmp_path, "--model", str(model), "--tasks", "5", "--dry-run")) == 1
-    assert "holds a run with other options (tasks: 32, now 5)" in error_of(capsys)
-    assert cli.main(words(folder, tmp_path, "--model", str(model), "--tasks", "5", "--dry-run", "--fresh")) == 1
-    assert "no tests found" in error_of(capsys)
+    commit(folder, "first", units=CODE, **tests)
+    run = words(folder, tmp_path, "--model", str(model), "--dry-run")
+    assert cli.main(run) == 1
+    assert says in error_of(capsys)
+    assert {file.name for file in (tmp_path / "run/tasks").iterdir()} == {"options.json", "repository.json"}
+    if says.startswith("units"):
+        # What was advised is enough: the next call takes the new commit, and other options.
+        commit(folder, "tests that fail", test_units=steady_and(FAILS, 4))
+        assert cli.main([*run, "--tasks", "5"]) == 1
+        assert "of 6 tests, 4 fail" in error_of(capsys)
 
 
 def test_a_context_without_room_is_refused_before_any_task(

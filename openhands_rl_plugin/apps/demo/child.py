@@ -21,10 +21,11 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 
 
 @contextlib.contextmanager
-def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: float = 180.0) -> Iterator[str]:
+def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: float = 1800.0) -> Iterator[str]:
     """Run ``openhands-rl ARGUMENTS --port PORT`` until the block ends; yields its URL once ``/health`` answers.
 
-    Raises ``InfrastructureError`` with the last line of the log when it does not come up within ``timeout`` seconds.
+    Raises ``InfrastructureError`` with the last line of the log when it ends before, or does not answer within
+    ``timeout`` seconds: a large model, or a machine with other work, may take minutes.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "openhands_rl_plugin.cli.child", *arguments, "--port", str(port)]
@@ -60,10 +61,14 @@ def free_port() -> int:
 def _await_health(child: subprocess.Popen[bytes], url: str, log: Path, deadline: float) -> None:
     while time.monotonic() < deadline:
         if child.poll() is not None:
-            break
+            raise InfrastructureError(f"{url} did not come up: {_last_line(log)} (log: {log})")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5).is_success:
                 return
         time.sleep(0.1)
+    raise InfrastructureError(f"{url} does not answer yet, and is given up: {_last_line(log)} (log: {log})")
+
+
+def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    raise InfrastructureError(f"{url} did not come up: {lines[-1] if lines else 'no output'} (log: {log})")
+    return lines[-1] if lines else "no output"

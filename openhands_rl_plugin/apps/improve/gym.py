@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import re
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,11 @@ from openhands_rl_plugin.apps.improve.gate import CheckedTask, gate_tasks
 from openhands_rl_plugin.apps.improve.repository import OwnRepository
 from openhands_rl_plugin.apps.improve.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
 from openhands_rl_plugin.apps.improve.survey import Survey, survey
+from openhands_rl_plugin.apps.loop.claim import OPTIONS, noted_options
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
@@ -108,6 +110,35 @@ def pinned(repository: OwnRepository, folder: Path) -> OwnRepository:
     return repository if before is None else repository.model_copy(update={"commit": before.commit})
 
 
+def resize(folder: Path, identity: JsonObject, options: WantedTasks) -> bool:
+    """Let a folder of tasks that nothing was trained on take other options; whether tasks are made anew.
+
+    Before a survey nothing is kept. Where other numbers of tasks are wanted, and nothing else, the survey stays, and
+    what was made where it is enough. ``identity``: what ``claim`` will note.
+    """
+    noted = folder / OPTIONS
+    if not noted.exists():
+        return False
+    if not (folder / _SURVEY).exists():
+        (folder / _REPOSITORY).unlink(missing_ok=True)
+        noted.unlink()
+        return False
+    before, made = noted_options(folder), folder / _MADE
+    tasks, held_out = before.get("tasks"), before.get("held_out")
+    resized = {**before, "tasks": options.tasks, "held_out": options.held_out}
+    if before == identity or resized != identity or not (isinstance(tasks, int) and isinstance(held_out, int)):
+        return False
+    enough = lineage_path(made).exists()
+    enough = enough and _made_of(tasks, held_out) >= _made_of(options.tasks, options.held_out)
+    (folder / _GYM).unlink(missing_ok=True)
+    if not enough:
+        shutil.rmtree(folder / _GATE, ignore_errors=True)  # its checks go by names, which other tasks may have
+        for file in (folder / _TRIED, lineage_path(made), made, made.with_name(f".{made.name}.journal")):
+            file.unlink(missing_ok=True)
+    noted.unlink()
+    return not enough
+
+
 def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cache: Path, progress: GymProgress) -> Gym:
     """The tasks of a repository, in ``folder``. A killed call goes on where it was.
 
@@ -120,7 +151,7 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
         packages=(package,),
         python=options.python,
         requirements=(*_BASICS, *options.requirements),
-        per_package=math.ceil(_SPARE * (options.tasks + options.held_out)),
+        per_package=_made_of(options.tasks, options.held_out),
         seed=options.seed,
         timeout=options.timeout,
         least_share=0.0,
@@ -140,6 +171,10 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
     gym = _divided(repository, options, folder, found, instances, checked)
     write_file(folder / _GYM, gym.model_dump_json(indent=1))
     return gym
+
+
+def _made_of(training: int, held_out: int) -> int:
+    return math.ceil(_SPARE * (training + held_out))
 
 
 class _Noting:

@@ -45,7 +45,7 @@ def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
     try:
         found = git.text("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}").strip()
     except ConfigError as error:
-        missing = "no commit yet" if commit == "HEAD" else f"no commit {commit}"
+        missing = "no commit yet (`git add`, `git commit`)" if commit == "HEAD" else f"no commit {commit}"
         raise ConfigError(f"--repo {path} has {missing}: tasks are made of commits") from error
     changed = 0 if bare else len(git.text("status", "--porcelain", "--untracked-files=no").splitlines())
     return OwnRepository(root=root, name=package_name(root), commit=found, uncommitted=changed)

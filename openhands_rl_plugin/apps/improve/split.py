@@ -149,5 +149,5 @@ def _too_few(tasks: Sequence[SplitTask], split: TaskSplit) -> str:
     return (
         f"too few tasks: {len(split.training)} to train on and {len(split.held_out)} held out of {len(tasks)} good "
         f"ones, which change {len(files)} files; at least {LEAST_TRAINING} and {LEAST_HELD_OUT} are needed that share "
-        f"no file, or at least no function: ask for more (--tasks, --held-out, with --fresh){why}"
+        f"no file, or at least no function: ask for more (--tasks, --held-out){why}"
     )

@@ -69,11 +69,20 @@ def claim(directory: Path, options: JsonObject) -> None:
     noted = directory / OPTIONS
     if not noted.exists():
         write_file(noted, json.dumps(options, indent=1))
-    elif different := [*_differences(_renamed(_read(noted)), options)]:
+    elif different := [*_differences(_renamed(noted_options(directory)), options)]:
         raise ConfigError(
             f"{directory} holds a run with other options ({'; '.join(different[:_SHOWN])}): give the same ones to "
             "resume it, another --run-dir, or --fresh to start over"
         )
+
+
+def noted_options(directory: Path) -> JsonObject:
+    """What ``directory`` is bound to; empty where that cannot be read."""
+    try:
+        found = json.loads((directory / OPTIONS).read_text())
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def run_id_of(directory: Path, kind: str = "loop") -> str:
@@ -97,14 +106,6 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be made ({describe(error)}): choose another --run-dir") from error
-
-
-def _read(file: Path) -> JsonObject:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        found = None
-    return found if isinstance(found, dict) else {}
 
 
 def _renamed(options: JsonObject) -> JsonObject:

@@ -190,9 +190,9 @@ def _embedded_model() -> Path:
 
 def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> Gym:
     """The tasks, made or found. A run keeps the commit that it began with."""
-    from openhands_rl_plugin.apps.improve.gym import WantedTasks, make_gym, pinned
+    from openhands_rl_plugin.apps.improve.gym import WantedTasks, make_gym, pinned, resize
     from openhands_rl_plugin.apps.improve.telling import repository_lines
-    from openhands_rl_plugin.apps.loop.claim import claim
+    from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
@@ -203,6 +203,8 @@ def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -
     )
     folder = directory / "tasks"
     there = {"repository": str(repository.root), "commit": args.commit, **options.model_dump(mode="json")}
+    if not (directory / OPTIONS).exists() and resize(folder, there, options):
+        _say(args, "other numbers of tasks than before: they are made anew")
     claim(folder, there)
     of = pinned(repository, folder)
     _say(args, *repository_lines(of, repository.commit))

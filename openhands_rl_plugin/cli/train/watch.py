@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
-from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, open_backend
+from openhands_rl_plugin.cli.options.jobs import add_native, graded_job, loop_job, with_backend
+from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories
 from openhands_rl_plugin.cli.options.weights import at_server
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
@@ -64,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     played = parser.add_argument_group("held-out suite")
     add_bounds(played)
     add_repositories(played)
-    native = "tool calls by the server's API (default); --no-...: calls in the text"
-    played.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
+    add_native(played)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,43 +139,18 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     if args.dry_run:
         print(sayable("\n".join(_plan(settings, folder, len(tasks.held_out)))))
         return 0
-    from openhands_rl_plugin.apps.loop.claim import run_id_of
-    from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.evals.runs.evaluate import process_count
-
     with _alone(settings, folder):
-        job = LoopJob(
-            settings=settings,
-            tasks=tasks,
-            model=model,
-            directory=folder,
-            run_id=run_id_of(folder, "watch"),
-            limits=settings.limits().model_copy(update={"timeout": args.timeout}),
-            processes=process_count(settings.max_workers) if args.processes is None else args.processes,
-            graders=args.graders or os.cpu_count() or 1,
-            test_timeout=args.test_timeout,
-            command_timeout=args.command_timeout,
-            native_tool_calling=args.native_tool_calling,
-        )
+        job = graded_job(args, loop_job(args, settings, model, tasks, folder, "watch"))
         return asyncio.run(_serve(args, job, adapters, publisher))
 
 
 async def _serve(args: argparse.Namespace, job: LoopJob, adapters: AdapterStore, publisher: AdapterPublisher) -> int:
-    from dataclasses import replace
-
     from openhands_rl_plugin.apps.watch.service import Watch
-
-    def watch(chosen: LoopJob) -> Watch:
-        return Watch(chosen, storage, adapters, publisher, _print)
 
     storage = open_storage(job.settings)
     try:
-        async with publisher:
-            if not job.tasks.suite.software:
-                return await _looked(args, watch(job))
-            instances = [entry.instance for entry in job.tasks.entries if entry.instance is not None]
-            async with open_backend(args, instances) as backend:
-                return await _looked(args, watch(replace(job, backend=backend)))
+        async with publisher, with_backend(args, job) as whole:
+            return await _looked(args, Watch(whole, storage, adapters, publisher, _print))
     finally:
         await storage.close()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from full_disk import no_file_larger_than
 from watched import ALL, current, journal_of, killed_all_the_time, label, look, play, watching_folder, write_config
 
 from openhands_rl_plugin import cli
@@ -22,6 +23,8 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+AWAY = "test_watch_judging:Away"
 
 
 def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
@@ -190,3 +193,37 @@ def test_trouble_is_one_line_and_the_next_look_goes_on(
         (line,) = capsys.readouterr().err.splitlines()
         assert says in line
     assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN]
+
+
+def test_what_cannot_be_judged_or_written_is_one_line_and_trains_nothing(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labels that contradict each other, a judge that is away, a full disk: through the command."""
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    settings = load_settings(config)
+    played = asyncio.run(play(settings, "users", 8))
+    words = ["watch", "--model", str(shopper), "--once", "--processes", "0", "--config"]
+
+    def said(file: Path, code: int) -> tuple[list[str], list[str]]:
+        assert cli.main([*words, str(file)]) == code
+        printed = capsys.readouterr()
+        return printed.out.splitlines(), printed.err.splitlines()
+
+    with no_file_larger_than(20):
+        out, err = said(config, 1)
+    assert not out and len(err) == 1 and "journal.jsonl cannot be written" in err[0], "not even the suite is frozen"
+    assert journal_of(config) == ()
+
+    away = tmp_path / "away.toml"
+    away.write_text(config.read_text().replace('name = "success"\noptions = {threshold = 0.5}', f'name = "{AWAY}"'))
+    out, err = said(away, 1)
+    assert [line.partition(":")[0] for line in out] == ["frozen", "judged", "could-not"] and not err
+    assert "8 wait: the judge is away" in out[1] and "no verifier answers at http://127.0.0.1:9" in out[2]
+
+    for author, value in (("ann", 1.0), ("bob", 0.0)):
+        asyncio.run(label(settings, [(each.id, value, author) for each in played]))
+    out, err = said(config, 0)
+    assert len(out) == 1 and "0 episodes are judged" in out[0] and not err
+    assert "8 wait: labels contradict each other" in out[0]
+    adapters = AdapterStore(settings.serving.adapters_directory)
+    assert not adapters.versions(settings.serving.adapter) and current(settings) is None

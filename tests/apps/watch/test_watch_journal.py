@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from full_disk import no_file_larger_than
 
 from openhands_rl_plugin.apps.watch.budgets import OverBudget, check_budget, spent
 from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
@@ -19,19 +16,6 @@ from openhands_rl_plugin.config.watch import WatchSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-
-
-@contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
-    """As a full disk: a write beyond it is cut short."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_nothing_of_a_line_stays_that_a_full_disk_did_not_take(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ async def play(
         return await runner.run(asked)
 
 
+@pytest.mark.filterwarnings("error:Cost calculation failed")
 async def test_an_episode_in_a_workspace(server: ScriptedModel, tmp_path: Path) -> None:
     file = tmp_path / "repository" / "a.txt"
     file.parent.mkdir()

@@ -52,7 +52,7 @@ async def test_a_task_is_worked_on_and_the_last_line_says_what_was_recorded(
     assert episode.stop is StopReason.TERMINATED
     pattern = rf"recorded in store as {episode.id[:8]}: 4 completions; token ids: yes; reward: not scored"
     assert re.match(pattern, lines[-1]), lines[-1]
-    assert "OpenHands SDK" not in out + err and "price" not in err and "INFO" not in err, err
+    assert "OpenHands SDK" not in out + err and "price" not in err and "Cost" not in err and "INFO" not in err, err
 
 
 async def test_ctrl_c_ends_a_completion_at_once_and_what_was_sampled_stays(
