@@ -17,6 +17,7 @@ from openhands_rl_plugin.config.rollouts import ServiceOptions
 EPILOG = """examples:
   openhands-rl rollouts serve --base-url http://127.0.0.1:8100/v1 --model policy --store ./rollouts
   openhands-rl rollouts serve --config config.toml --workers 4 --playing 8
+  openhands-rl rollouts serve --base-urls http://10.0.0.5:8000/v1,http://10.0.0.6:8000/v1 --model policy
   OPENHANDS_RL_API_KEY=... openhands-rl rollouts serve --config config.toml --listen 0.0.0.0
 
   curl http://127.0.0.1:8500/rollout/task/submit --json \\
@@ -48,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.apps.rollout.service.server import running_service
 
     service = read_fields(args, ServiceOptions)
-    settings = service.options().settings()
+    settings = service.settled.options().settings()
     log_accesses_if_asked(args)
     folder = args.store.expanduser().resolve()
     with running_service(service, folder) as url:
-        endpoint = f"{settings.serving.model} at {settings.serving.base_url}"
+        endpoint = f"{settings.serving.model} at {', '.join(service.base_urls) or settings.serving.base_url}"
         print(sayable(f"rollouts of {endpoint}, recorded in {folder}"), flush=True)
         print(f"submit tasks to {url}/rollout/task/submit; Ctrl-C stops it", flush=True)
         wait_until_stopped()

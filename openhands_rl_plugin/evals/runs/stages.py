@@ -25,8 +25,8 @@ class Stages:
     """Bounds that many runners share.
 
     ``playing`` and ``grading``: episodes at a time; ``prepared``: workspaces that may be made or be ready beside those
-    that are played in, ``setting_up`` of them made at a time. With 0 prepared a workspace is made where its episode
-    has a place already. ``setup_timeout``: seconds that one may take.
+    that are played in. With 0 a workspace is made where its episode has a place already. ``setup_timeout``: seconds
+    that one may take.
     """
 
     def __init__(
@@ -35,12 +35,10 @@ class Stages:
         playing: int,
         grading: int,
         prepared: int = 0,
-        setting_up: int | None = None,
         setup_timeout: float | None = None,
     ) -> None:
         self.setup_timeout = setup_timeout
         self._places = asyncio.Semaphore(playing + prepared)
-        self._set_up = asyncio.Semaphore(setting_up or playing + prepared)
         self._play = asyncio.Semaphore(playing)
         self._grade = asyncio.Semaphore(grading)
         self._told: Callable[[Stage], None] = lambda stage: None
@@ -60,16 +58,15 @@ class Stages:
     @asynccontextmanager
     async def set_up(self) -> AsyncIterator[None]:
         """Make the workspace. Raises ``InfrastructureError`` after ``setup_timeout`` seconds."""
-        async with self._set_up:
-            self._told(Stage.SET_UP)
-            deadline = asyncio.timeout(self.setup_timeout)
-            try:
-                async with deadline:
-                    yield
-            except TimeoutError as error:
-                if not deadline.expired():
-                    raise
-                raise InfrastructureError(f"the workspace was not there after {self.setup_timeout:g} s") from error
+        self._told(Stage.SET_UP)
+        deadline = asyncio.timeout(self.setup_timeout)
+        try:
+            async with deadline:
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise InfrastructureError(f"the workspace was not there after {self.setup_timeout:g} s") from error
         self._told(Stage.READY)
 
     @asynccontextmanager

@@ -127,6 +127,65 @@ def test_deletion(queue: JobQueue):
         queue.submit(request("early"))
 
 
+def test_the_rest_of_a_decided_group_is_cancelled(queue: JobQueue):
+    """As soon as two can be trained on; the others are typed, have no reward, and what comes later is refused."""
+    metadata = {"task": "webshop-3", "group_id": 9}
+    queue.submit(request(num_samples=5, early_stop_min_usable_sessions=2, metadata=metadata))
+    sessions = [claimed(queue) for _ in range(4)]
+    queue.finish(sessions[0], "w", result(usable=False))
+    queue.finish(sessions[1], "w", result().model_copy(update={"seconds": 2.0, "tokens": 30}))
+    assert task(queue)["status"] == "running" and task(queue)["length_bias"] is None
+    queue.finish(sessions[2], "w", result().model_copy(update={"seconds": 4.0, "tokens": 50}))
+    done = task(queue)
+    assert (done["status"], done["completed_sessions"], queue.owned("w"), queue.claim("w")) == (
+        "completed",
+        5,
+        set(),
+        None,
+    )
+    assert not queue.finish(sessions[3], "w", result("late"))
+    for late in done["results"][3:]:
+        assert (late["status"], late["trajectory"]["traces"], late["metadata"]["group_id"]) == ("ERROR", [], 9)
+        assert late["metadata"]["openhands_rl"]["failure"]["kind"] == "cancelled"
+        told = {name: value for name, value in late["metadata"].items() if name.startswith(("early", "fully"))}
+        assert told.pop("early_stop_elapsed_ms") >= 0
+        assert told == {
+            "early_stop_cancelled": True,
+            "fully_masked": True,
+            "early_stop_reason": "minimum_usable_sessions_reached",
+            "early_stop_min_usable_sessions": 2,
+            "early_stop_usable_sessions": 2,
+        }
+    bias = done["length_bias"]
+    assert bias["usable"] == {"sessions": 2, "mean_seconds": 3.0, "mean_completion_tokens": 40.0}
+    assert (bias["cancelled"]["sessions"], bias["cancelled"]["begun"]) == (2, 1)
+    assert status_of(queue.database)["length_bias"] == bias
+    assert [each.kind for each in events_after(queue.database, 0)][-1] == "task.completed"
+
+
+def test_a_stale_group_is_cancelled(tmp_path: Path):
+    queue = JobQueue(tmp_path / "lag", max_policy_lag=1)
+
+    def of_version(task_id: str, version: int) -> TaskRequest:
+        metadata = {"task": "webshop-3", "policy_version": version}
+        return request(task_id, num_samples=2, metadata=metadata, callback_url="http://127.0.0.1:9/done")
+
+    queue.submit(of_version("old", 3))
+    queue.finish(claimed(queue), "w", result("in time"))
+    running = claimed(queue)
+    queue.submit(of_version("newer", 4))
+    assert task(queue, "old")["status"] == "running"
+    queue.submit(of_version("newest", 5))
+    old = task(queue, "old")
+    assert old["status"] == "completed" and old["results"][0]["name"] == "in time"
+    assert old["results"][1]["metadata"]["early_stop_reason"] == "stale_policy"
+    assert not queue.finish(running, "w", result())
+    assert [task(queue, name)["status"] for name in ("newer", "newest")] == ["running", "running"]
+    queue.submit(of_version("late", 3))
+    assert [each["trajectory"]["traces"] for each in task(queue, "late")["results"]] == [[], []]
+    queue.close()
+
+
 def test_only_so_many_wait(queue: JobQueue):
     queue.submit(request(num_samples=90))
     with pytest.raises(FullError, match="90 episodes wait already"):

@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -27,7 +28,9 @@ from openhands_rl_plugin.apps.rollout.service.queue import JobQueue
 from openhands_rl_plugin.apps.rollout.service.worker import Orders, work
 from openhands_rl_plugin.config.rollouts import ServiceOptions
 from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.models.balancing.balancer import Balancer, running_balancer
 
+RELEASED = threading.Event()
 SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
 
 
@@ -35,7 +38,7 @@ SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
 def model() -> Iterator[ScriptedModel]:
     with serve() as server:
         server.context = 4096
-        server.policies |= {"base": lambda _: says(SEARCH)}
+        server.policies |= {"base": lambda _: says(SEARCH), "held": lambda _: RELEASED.wait(60) and says(SEARCH)}
         server.scripts["base"].clear()
         yield server
 
@@ -55,13 +58,14 @@ def service(url: str = "http://127.0.0.1:9/v1", **more: object) -> ServiceOption
 def client(queue: JobQueue, tmp_path: Path) -> TestClient:
     """Without the lifespan, so without workers."""
     options = service()
-    return TestClient(build_app(queue, Keeper(queue, tmp_path / "store", options), options, lambda stop: None))
+    keeper = Keeper(queue, Orders(folder=tmp_path / "store", service=options))
+    return TestClient(build_app(queue, keeper, options, lambda stop: None))
 
 
 @contextlib.asynccontextmanager
-async def working(folder: Path, options: ServiceOptions) -> AsyncIterator[None]:
+async def working(folder: Path, options: ServiceOptions, balancer: str = "") -> AsyncIterator[None]:
     stopped = asyncio.Event()
-    worker = asyncio.create_task(work(Orders(folder=folder, service=options), stopped))
+    worker = asyncio.create_task(work(Orders(folder=folder, service=options, balancer=balancer), stopped))
     yield
     stopped.set()
     await worker
@@ -90,6 +94,7 @@ def test_routes(client: TestClient):
         "total_sessions": 2,
         "completed_sessions": 0,
         "result_paths": [],
+        "length_bias": None,
         "results": [],
     }
     assert client.get("/rollout/status").json()["pipeline"]["pending_sessions"] == 2
@@ -145,7 +150,8 @@ async def ended(queue: JobQueue, task_id: str) -> dict[str, Any]:
 
 
 async def test_a_worker_plays(model: ScriptedModel, queue: JobQueue, client: TestClient, tmp_path: Path):
-    """Two episodes as Polar's bridges read them, another that nobody can play, and the callback."""
+    """Two episodes as Polar's bridges read them, another that nobody can play, the callback, and one that is deleted
+    while it is played and leaves its place to them."""
     told: list[dict[str, Any]] = []
 
     async def take(scope: Any, receive: Any, send: Any) -> None:
@@ -153,13 +159,25 @@ async def test_a_worker_plays(model: ScriptedModel, queue: JobQueue, client: Tes
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    with listening("127.0.0.1", 0) as listener, serving(take, listener, lifespan="off") as url:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listening("127.0.0.1", 0))
+        url = stack.enter_context(serving(take, listener, lifespan="off"))
         task = submission(num_samples=2, callback_url=f"{url}/done")
         assert client.post("/rollout/task/submit", json=task).status_code == 200
         absent = submission("absent", metadata={"task": "webshop-9999"})
         assert client.post("/rollout/task/submit", json=absent).status_code == 200
-        async with working(tmp_path / "store", service(model.url)):
+        held = submission("held", dispatch_priority=1, agent={"model_name": "held"})
+        assert client.post("/rollout/task/submit", json=held).status_code == 200
+        # Behind one address: a server that is away, and the model.
+        balancer = Balancer(["http://127.0.0.1:9/v1", model.url], probe=3600.0)
+        root = stack.enter_context(running_balancer(balancer))
+        async with working(tmp_path / "store", service(model.url, playing=1), root):
+            while client.get("/tasks/held/sessions").json()["sessions"][0]["status"] != "RUNNING":
+                await asyncio.sleep(0.05)
+            assert client.delete("/rollout/task/held").json()["completed_sessions"] == 0
             done, failed = await ended(queue, "a"), await ended(queue, "absent")
+            RELEASED.set()
+        assert [server.calls > 0 for server in balancer.servers] == [False, True]
         async with httpx.AsyncClient() as sender:
             await send_due(queue, sender)
             await send_due(queue, sender)
@@ -185,6 +203,9 @@ def test_bad_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     for words, said in (
         ([], "give --base-url URL and --model NAME"),
         (["--base-url", "http://127.0.0.1:9/v1", "--model", "m", "--workers", "0"], "--workers"),
+        (["--base-url", "http://a/v1", "--base-urls", "http://a/v1,http://b/v1", "--model", "m"], "or --base-urls"),
+        (["--base-urls", "http://a/v1,http://a/v1", "--model", "m"], "named twice"),
+        (["--base-urls", "http://a/v1,b", "--model", "m"], "must be an http:// or https:// URL"),
         (["--base-url", "http://127.0.0.1:9/v1", "--model", "m", "--listen", "0.0.0.0"], "OPENHANDS_RL_API_KEY"),
     ):
         assert cli.main(["rollouts", "serve", *store, *words]) == 1

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 
@@ -15,7 +14,6 @@ from openhands_rl_plugin.apps.rollout.service.callbacks import send_due
 from openhands_rl_plugin.apps.rollout.service.owners import release_dead, remove_dead
 from openhands_rl_plugin.apps.rollout.service.queue import JobQueue
 from openhands_rl_plugin.apps.rollout.service.worker import Orders
-from openhands_rl_plugin.config.rollouts import ServiceOptions
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.redaction import redacting_logger
 
@@ -95,14 +93,14 @@ class _Place:
 
 
 class Keeper:
-    """``folder``: of the store and the queue."""
+    """Of one service. ``orders`` are those of its workers."""
 
-    def __init__(self, queue: JobQueue, folder: Path, service: ServiceOptions) -> None:
+    def __init__(self, queue: JobQueue, orders: Orders) -> None:
         self._queue = queue
-        self._folder = folder
-        self._keep = service.keep_hours * _HOUR
-        orders = Orders(folder=folder, service=service).model_dump_json().encode() + b"\n"
-        self._places = [_Place(orders) for _ in range(service.workers)]
+        self._folder = orders.folder
+        self._keep = orders.service.keep_hours * _HOUR
+        line = orders.model_dump_json().encode() + b"\n"
+        self._places = [_Place(line) for _ in range(orders.service.workers)]
         self._forgot = 0.0
 
     async def run(self) -> None:

@@ -15,13 +15,20 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.rollout.service.database import Database
 from openhands_rl_plugin.apps.rollout.service.events import note
+from openhands_rl_plugin.apps.rollout.service.groups import (
+    after_result,
+    cancel_stale,
+    end_task,
+    fail,
+    length_bias,
+    note_state,
+)
 from openhands_rl_plugin.apps.rollout.service.requests import TaskRequest
 from openhands_rl_plugin.apps.rollout.service.states import (
     ClaimedSession,
     Result,
     RolloutState,
     TaskStatus,
-    failed_result,
     packed,
     unpacked,
 )
@@ -43,11 +50,15 @@ class FullError(RLError):
 
 
 class JobQueue:
-    """The queue in ``folder``. For several processes. Every method may raise ``StorageError``."""
+    """The queue in ``folder``. For several processes. Every method may raise ``StorageError``.
 
-    def __init__(self, folder: Path, *, most_waiting: int = 10_000) -> None:
+    ``max_policy_lag``: versions that a task's weights may be behind the newest that a task names; ``None``: any number.
+    """
+
+    def __init__(self, folder: Path, *, most_waiting: int = 10_000, max_policy_lag: int | None = None) -> None:
         self.database = Database(folder)
         self._most = most_waiting
+        self._lag = max_policy_lag
 
     def close(self) -> None:
         """Close the file."""
@@ -73,6 +84,8 @@ class JobQueue:
             if waiting + request.num_samples > self._most:
                 raise FullError(f"{waiting} episodes wait already, and at most {self._most} may: submit it later")
             _add(db, request, now)
+            if self._lag is not None:
+                cancel_stale(db, self._lag, now)
         return TaskStatus.RUNNING
 
     def delete(self, task_id: str, *, register_if_missing: bool = False) -> str | None:
@@ -94,7 +107,7 @@ class JobQueue:
                     "WHERE task_id = ? AND ended IS NULL",
                     (RolloutState.CANCELLED, now, task_id),
                 )
-                _end_task(db, task_id, TaskStatus.CANCELLED, now)
+                end_task(db, task_id, TaskStatus.CANCELLED, now)
             return _task(db, task_id)
 
     def task(self, task_id: str) -> str | None:
@@ -125,7 +138,7 @@ class JobQueue:
                 "UPDATE sessions SET state = ? WHERE session_id = ? AND owner = ?", (state, session.session_id, owner)
             )
             if done.rowcount:
-                _note_state(db, session.task_id, session.session_id, state)
+                note_state(db, session.task_id, session.session_id, state)
 
     def owned(self, owner: str) -> set[str]:
         """The episodes of an owner; those that were cancelled are not its any more."""
@@ -146,8 +159,8 @@ class JobQueue:
             )
             if not done.rowcount:
                 return False
-            _note_state(db, session.task_id, session.session_id, result.state)
-            _after_result(db, session.task_id, now)
+            note_state(db, session.task_id, session.session_id, result.state)
+            after_result(db, session.task_id, now)
             return True
 
     def again(self, session: ClaimedSession, owner: str, *, delay: float, counts: bool = True) -> None:
@@ -159,7 +172,7 @@ class JobQueue:
                 (RolloutState.REGISTERED, time.time() + delay, int(counts), session.session_id, owner),
             )
             if done.rowcount:
-                _note_state(db, session.task_id, session.session_id, RolloutState.REGISTERED)
+                note_state(db, session.task_id, session.session_id, RolloutState.REGISTERED)
 
     def owners(self) -> list[str]:
         """Whoever owns an episode."""
@@ -177,11 +190,11 @@ class JobQueue:
                         "UPDATE sessions SET state = ?, waiting = 1, owner = NULL, losses = losses + 1 WHERE row = ?",
                         (RolloutState.REGISTERED, row["row"]),
                     )
-                    _note_state(db, row["task_id"], row["session_id"], RolloutState.REGISTERED)
+                    note_state(db, row["task_id"], row["session_id"], RolloutState.REGISTERED)
                 else:
                     why = f"{_LOSSES} workers died while they played it"
-                    _fail(db, row, why, now)
-                    _after_result(db, row["task_id"], now)
+                    fail(db, row, why, now)
+                    after_result(db, row["task_id"], now)
             return len(lost)
 
     def forget_before(self, when: float) -> int:
@@ -222,46 +235,12 @@ def _add(db: sqlite3.Connection, request: TaskRequest, now: float) -> None:
             "INSERT INTO sessions (session_id, task_id, sample, state, priority) VALUES (?, ?, ?, ?, ?)",
             (session, request.task_id, sample, RolloutState.REGISTERED, request.dispatch_priority),
         )
-        _note_state(db, request.task_id, session, RolloutState.REGISTERED)
+        note_state(db, request.task_id, session, RolloutState.REGISTERED)
 
 
 def _forget(db: sqlite3.Connection, tasks: Sequence[str]) -> None:
     for table in ("sessions", "tasks"):
         db.executemany(f"DELETE FROM {table} WHERE task_id = ?", [(each,) for each in tasks])
-
-
-def _note_state(db: sqlite3.Connection, task_id: str, session_id: str, state: RolloutState) -> None:
-    note(db, "session.state_changed", {"task_id": task_id, "session_id": session_id, "status": state.value})
-
-
-def _fail(db: sqlite3.Connection, row: sqlite3.Row, why: str, now: float) -> None:
-    found = db.execute("SELECT request FROM tasks WHERE task_id = ?", (row["task_id"],)).fetchone()
-    told = TaskRequest.model_validate_json(found["request"]).told
-    result = failed_result(row["session_id"], row["task_id"], why, told, kind="infrastructure")
-    db.execute(
-        "UPDATE sessions SET state = ?, waiting = 0, owner = NULL, ended = ?, result = ? WHERE row = ?",
-        (result.state, now, packed(result.body), row["row"]),
-    )
-    _note_state(db, row["task_id"], row["session_id"], result.state)
-
-
-def _after_result(db: sqlite3.Connection, task_id: str, now: float) -> None:
-    """Say how far the task is, and end it with its last episode."""
-    total, ended = db.execute("SELECT COUNT(*), COUNT(result) FROM sessions WHERE task_id = ?", (task_id,)).fetchone()
-    db.execute("UPDATE tasks SET updated = ? WHERE task_id = ?", (now, task_id))
-    note(db, "task.updated", {"task_id": task_id, "completed_sessions": ended, "total_sessions": total})
-    if ended == total:
-        _end_task(db, task_id, TaskStatus.COMPLETED, now)
-
-
-def _end_task(db: sqlite3.Connection, task_id: str, status: TaskStatus, now: float) -> None:
-    found = db.execute("SELECT request FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
-    url = TaskRequest.model_validate_json(found["request"]).callback_url
-    due = now if url is not None and status is TaskStatus.COMPLETED else None
-    db.execute(
-        "UPDATE tasks SET status = ?, updated = ?, callback_at = ? WHERE task_id = ?", (status, now, due, task_id)
-    )
-    note(db, "task.completed", {"task_id": task_id, "status": status.value})
 
 
 def _task(db: sqlite3.Connection, task_id: str) -> str | None:
@@ -280,6 +259,7 @@ def _task(db: sqlite3.Connection, task_id: str) -> str | None:
         "total_sessions": task["total"],
         "completed_sessions": len(results),
         "result_paths": [],
+        "length_bias": length_bias(db, task_id),
     }
     # Results are JSON already, and may be long.
     return f'{json.dumps(head)[:-1]}, "results": [{",".join(results)}]}}'

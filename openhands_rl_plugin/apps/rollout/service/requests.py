@@ -138,9 +138,15 @@ class TaskRequest(Frozen):
         """What tells one request from another of the same ``task_id``."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
-    def options(self, service: ServiceOptions, sample: int, run_id: str) -> PlayOptions:
-        """How an episode of the task is played. Raises ``ConfigError`` for what is not offered."""
-        own: dict[str, object] = {"model": self.agent.model_name, "host": self._host(), **self._settings()}
+    def options(self, service: ServiceOptions, sample: int, run_id: str, base_url: str | None = None) -> PlayOptions:
+        """How an episode of the task is played; ``base_url``: its own endpoint. Raises ``ConfigError`` for what is not
+        offered."""
+        own: dict[str, object] = {
+            "base_url": base_url,
+            "model": self.agent.model_name,
+            "host": self._host(),
+            **self._settings(),
+        }
         seconds = _seconds(self.metadata.get(PLAY_SECONDS)) or self.timeout_seconds
         own["timeout"] = min(seconds, service.timeout)
         first = self.metadata.get(SEED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from starlette.routing import Route
@@ -12,10 +12,14 @@ from openhands_rl_plugin.apps.rollout.service.app import RolloutDoor, build_app
 from openhands_rl_plugin.apps.rollout.service.keeper import Keeper
 from openhands_rl_plugin.apps.rollout.service.owners import only_server
 from openhands_rl_plugin.apps.rollout.service.queue import JobQueue
+from openhands_rl_plugin.apps.rollout.service.summaries import samples_of
+from openhands_rl_plugin.apps.rollout.service.worker import Orders
 from openhands_rl_plugin.config.rollouts import ServiceOptions
 from openhands_rl_plugin.core.servers.connections import ConnectionLimits
 from openhands_rl_plugin.core.servers.door import required_key
 from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers.metrics import Metrics
+from openhands_rl_plugin.models.balancing.balancer import Balancer, running_balancer
 
 
 @contextmanager
@@ -26,25 +30,36 @@ def running_service(service: ServiceOptions, folder: Path, *, limits: Connection
     that another service has, ``PortUnavailableError``, and ``StorageError``.
     """
     key = required_key(service.listen, service.service_key_env, protects="the model and this machine's processors")
+    settled = service.settled
+    timeout = settled.options().settings().serving.request_timeout
     stops: list[Callable[[], object]] = []
-    with (
-        only_server(folder),
-        closing(JobQueue(folder, most_waiting=service.most_waiting)) as queue,
-        listening(service.listen, service.port) as listener,
-    ):
-        app = build_app(queue, Keeper(queue, folder, service), service, stops.append)
-        with serving(
-            app,
-            listener,
-            door=RolloutDoor(key),
-            routes=[route.path for route in app.routes if isinstance(route, Route)],
-            max_body_bytes=service.max_body_bytes,
-            limits=limits,
-            log_level="critical",
-            lifespan="on",
-        ) as url:
-            try:
-                yield url
-            finally:
-                for stop in stops:
-                    stop()
+    metrics = Metrics()
+    with ExitStack() as opened:
+        opened.enter_context(only_server(folder))
+        queue = JobQueue(folder, most_waiting=service.most_waiting, max_policy_lag=service.max_policy_lag)
+        opened.enter_context(closing(queue))
+        listener = opened.enter_context(listening(service.listen, service.port))
+        balancer = ""
+        if len(service.base_urls) > 1:
+            balancer = opened.enter_context(running_balancer(Balancer(service.base_urls, timeout=timeout), metrics))
+        orders = Orders(folder=folder, service=settled, balancer=balancer)
+        app = build_app(queue, Keeper(queue, orders), settled, stops.append)
+        metrics.read("rollout_sessions", "Episodes in the queue, by state.", lambda: samples_of(queue.database))
+        url = opened.enter_context(
+            serving(
+                app,
+                listener,
+                door=RolloutDoor(key),
+                routes=[route.path for route in app.routes if isinstance(route, Route)],
+                max_body_bytes=service.max_body_bytes,
+                limits=limits,
+                metrics=metrics,
+                log_level="critical",
+                lifespan="on",
+            )
+        )
+        try:
+            yield url
+        finally:
+            for stop in stops:
+                stop()

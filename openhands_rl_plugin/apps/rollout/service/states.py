@@ -10,6 +10,8 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.trajectories.exchange.trainers.polar import BUILDER, ERROR, trajectory_of
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
+_NOTHING: JsonObject = {}
+
 
 class RolloutState(StrEnum):
     """Where an episode stands. ``CANCELLED``: of a deleted task; it has no result."""
@@ -92,17 +94,24 @@ def played_result(
 
 
 def failed_result(
-    session_id: str, task_id: str, why: str, told: JsonObject, *, kind: str, timing: Timing | None = None
+    session_id: str,
+    task_id: str,
+    why: str,
+    told: JsonObject,
+    *,
+    kind: str,
+    timing: Timing | None = None,
+    more: JsonObject = _NOTHING,
 ) -> Result:
-    """No episode: it has no reward and no traces, and its metadata say why."""
+    """No episode: it has no reward and no traces, and its metadata say why. ``more`` is added to them."""
     own: JsonObject = {"failure": {"kind": kind, "message": why}}
     trajectory: JsonObject = {
         "status": ERROR,
-        "metadata": {"builder": BUILDER, "record_count": 0, "task_metadata": told},
+        "metadata": {"builder": BUILDER, "record_count": 0, "task_metadata": told, **more},
         "traces": [],
         "error": why,
     }
-    body = _body(session_id, task_id, trajectory, {**told, "openhands_rl": own}, timing or Timing(), None)
+    body = _body(session_id, task_id, trajectory, {**told, **more, "openhands_rl": own}, timing or Timing(), None)
     return Result(state=RolloutState.ERROR, body=body)
 
 

@@ -6,6 +6,7 @@ import json
 import sqlite3
 
 from openhands_rl_plugin.apps.rollout.service.database import Database
+from openhands_rl_plugin.apps.rollout.service.groups import length_bias
 from openhands_rl_plugin.apps.rollout.service.requests import TaskRequest
 from openhands_rl_plugin.apps.rollout.service.states import ENDED, RolloutState, unpacked
 from openhands_rl_plugin.core.types import JsonObject, JsonValue
@@ -22,8 +23,16 @@ def status_of(database: Database) -> JsonObject:
         tasks: JsonObject = {row[0]: row[1] for row in rows}
         states = dict.fromkeys((state.value for state in RolloutState), 0)
         states |= {row[0]: row[1] for row in db.execute("SELECT state, COUNT(*) FROM sessions GROUP BY state")}
+        bias = length_bias(db)
         pending = db.execute("SELECT COUNT(*) FROM sessions WHERE ended IS NULL").fetchone()[0]
-    return {"tasks": tasks, "pipeline": {"pending_sessions": pending, "states": {**states}}}
+    return {"tasks": tasks, "pipeline": {"pending_sessions": pending, "states": {**states}}, "length_bias": bias}
+
+
+def samples_of(database: Database) -> list[tuple[dict[str, str], float]]:
+    """Episodes by state, for ``/metrics``."""
+    with database.reading() as db:
+        rows = db.execute("SELECT state, COUNT(*) FROM sessions GROUP BY state").fetchall()
+    return [({"state": row[0].lower()}, float(row[1])) for row in rows]
 
 
 def tasks_of(database: Database, status: str | None, since: float, limit: int) -> list[JsonObject]:

@@ -51,10 +51,11 @@ _STATES = {
 
 
 class Orders(Frozen):
-    """What a worker is told. ``folder``: the store and the queue."""
+    """What a worker is told. ``folder``: the store and the queue; ``balancer``: the address of several endpoints."""
 
     folder: Path
     service: ServiceOptions
+    balancer: str = ""
 
 
 class _Held:
@@ -98,12 +99,19 @@ class _Held:
 class Worker:
     """Plays for ``owner`` what lies in ``queue``. The queue is used from one thread, so that its calls keep order."""
 
-    def __init__(self, queue: JobQueue, owner: str, service: ServiceOptions, storage: TrajectoryStorage) -> None:
+    def __init__(self, queue: JobQueue, owner: str, orders: Orders, storage: TrajectoryStorage) -> None:
+        service = orders.service
         self._queue = queue
         self._owner = owner
         self._service = service
+        self._balancer = orders.balancer
         self._storage = storage
-        self._stages = Stages(playing=service.playing, grading=service.grading)
+        self._stages = Stages(
+            playing=service.playing,
+            grading=service.grading,
+            prepared=service.prepared,
+            setup_timeout=service.setup_timeout,
+        )
         self._held: dict[str, _Held] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-queue")
 
@@ -125,7 +133,8 @@ class Worker:
 
     def _has_room(self) -> bool:
         before = sum(not held.is_played for held in self._held.values())
-        return before < self._service.playing and len(self._held) < self._service.playing + self._service.grading
+        places = self._service.playing + self._service.prepared
+        return before < places and len(self._held) < places + self._service.grading
 
     def _begin(self, session: ClaimedSession) -> None:
         held = _Held(session, self._tell)
@@ -176,7 +185,9 @@ class Worker:
         # Another try is another episode: of the former one the store has the failure.
         run_id = f"{session.run}~{session.attempt}" if session.attempt else session.run
         try:
-            options = request.options(self._service, session.sample, run_id)
+            # The address names the episode, so that all of its calls go to one server.
+            own = f"{self._balancer}/session/{session.session_id}/v1" if self._balancer else None
+            options = request.options(self._service, session.sample, run_id, own)
             with boundary(FailureKind.INFRASTRUCTURE, "rollout.play"):
                 stages = self._stages.telling(held.entered)
                 played = await play(request.task, options, storage=self._storage, stages=stages)
@@ -222,7 +233,7 @@ async def work(orders: Orders, stopped: asyncio.Event) -> None:
     storage: TrajectoryStorage = build("storages", "file", {"path": str(orders.folder)})
     try:
         with living_owner(orders.folder) as owner:
-            await Worker(queue, owner, orders.service, storage).run(stopped)
+            await Worker(queue, owner, orders, storage).run(stopped)
     finally:
         await storage.close()
         queue.close()

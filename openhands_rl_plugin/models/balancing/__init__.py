@@ -1,0 +1,1 @@
+"""Several model servers with the same weights behind one address."""

@@ -1,0 +1,79 @@
+"""Several model servers behind one address: sticky, fewest open calls, one of them killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import httpx
+
+from evaluation.performance.serving.balance import CALLS_OF_AN_EPISODE, ideal_seconds, played, stub
+from openhands_rl_plugin.core.servers.metrics import Metrics
+from openhands_rl_plugin.models.balancing.balancer import Balancer, running_balancer
+from openhands_rl_plugin.models.balancing.choice import ModelServer, ServerChoice
+
+
+def test_the_choice_is_sticky_and_else_the_fewest_open_calls():
+    one, two, three = servers = [ModelServer(name) for name in ("one", "two", "three")]
+    choice = ServerChoice(servers)
+    assert choice.choose("a") is one
+    with choice.calling(one), choice.calling(three):
+        assert choice.choose("b") is two and choice.choose("") is two
+        assert choice.choose("a") is one, "its prefix is cached there"
+    two.healthy = False
+    moved = choice.choose("b")
+    assert moved is one
+    two.healthy = True
+    assert choice.choose("b") is moved, "it has moved for good"
+    assert choice.choose("b", tried={"one"}) is two
+    one.healthy = two.healthy = three.healthy = False
+    assert choice.choose("b") is None
+
+
+async def test_three_stubs_and_one_is_killed():
+    """No call is lost; an episode moves only where its server died; who comes back is asked again."""
+    metrics = Metrics()
+    with ExitStack() as opened:
+        stubs = [opened.enter_context(stub(each)) for each in (0.002, 0.004, 0.008)]
+        balancer = Balancer([url for _, url in stubs], probe=0.1)
+        url = opened.enter_context(running_balancer(balancer, metrics))
+        victim, address = stubs[1]
+        port = address.rpartition(":")[2].removesuffix("/v1")
+        done = await played(url, victim, episodes=60, at_once=12)
+        assert done.lost == 0 and [len(each) for each in done.answers] == [CALLS_OF_AN_EPISODE] * 60
+        moved = [each for each in done.answers if len(set(each)) > 1]
+        assert all(port in each and port != each[-1] for each in moved)
+        assert {server.healthy for server in balancer.servers} == {True, False}
+        assert len({each for answers in done.answers for each in answers}) == 3
+        assert 'model_server_healthy{server="1"} 0' in metrics.text()
+        opened.enter_context(stub(0.002, int(port)))
+        while not balancer.servers[1].healthy:
+            await asyncio.sleep(0.05)
+        again = await asyncio.to_thread(_ask, url)
+        assert port in again
+
+
+def _ask(url: str) -> set[str]:
+    """Who answers calls without an episode, while one after the other is busy."""
+    with httpx.Client(trust_env=False) as client:
+        return {str(client.get(f"{url}/v1/models").json()["port"])} | {
+            str(each) for each in asyncio.run(_many(f"{url}/v1/chat/completions"))
+        }
+
+
+async def _many(url: str) -> list[int]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answers = await asyncio.gather(*(client.post(url, json={}) for _ in range(12)))
+        return [each.json()["port"] for each in answers]
+
+
+async def test_without_any_server_a_call_is_refused_as_one_to_try_again():
+    with running_balancer(Balancer(["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"], patience=0.0)) as url:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            answer = await client.post(f"{url}/v1/chat/completions", json={})
+    assert answer.status_code == 503 and "no model server answers" in answer.json()["error"]["message"]
+
+
+def test_the_ideal():
+    assert ideal_seconds([1.0, 1.0], 1, 10, 0.0) == 10.0
+    assert ideal_seconds([1.0, 1.0], 1, 10, 2.0) == 8.0
