@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str] = {
     "export": "write stored trajectories in a format that other tools read",
     "gateway": "record what an agent and a model server exchange; only the agent's base_url changes",
     "grade": "grade patches on SWE-bench, SWE-Gym or your own instances",
+    "images": "get container images, list and remove them, run a command in one: without a container engine",
     "improve": "make a gym of your own git repository, train the model in it, say what it earned",
     "import": "store trajectories that other tools recorded",
     "label": "judge stored episodes one after another in the terminal",

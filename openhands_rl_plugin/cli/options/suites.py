@@ -51,8 +51,8 @@ def add_repositories(group: argparse._ActionsContainer) -> None:
 
 def add_images(group: argparse._ActionsContainer) -> None:
     """Where images come from, and how large they may be."""
-    where = "image: a folder of images in files, as NAME_TAG.tar"
-    group.add_argument("--images", default="", metavar="DIR", help=where)
+    where = "image: a folder of images in files, as NAME_TAG.tar, or a registry's address (default: an image's own)"
+    group.add_argument("--images", default="", metavar="DIR|URL", help=where)
     most = "image: an image may be unpacked to so many GiB"
     group.add_argument("--max-image-size", type=positive, default=64, metavar="GIB", help=most)
 

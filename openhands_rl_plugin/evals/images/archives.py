@@ -150,7 +150,7 @@ class FileSource:
             return self._of_docker()
         raise ConfigError(f"{self._path} is no image: neither {_INDEX} with oci-layout nor {_OF_DOCKER} is in it")
 
-    def open(self, layer: str) -> IO[bytes]:
+    def open(self, layer: str, stop: threading.Event) -> IO[bytes]:
         """A layer. Raises ``BadEnvironmentError`` and ``OSError``."""
         return self._files.open(layer)
 

@@ -8,22 +8,28 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.images.archives import OpenedFile
 from openhands_rl_plugin.evals.images.manifests import Platform
 from openhands_rl_plugin.evals.images.references import Reference, find_file
-from openhands_rl_plugin.evals.images.store import ImageStore, Progress, StoredImage, in_thread
+from openhands_rl_plugin.evals.images.registry import RegistrySource
+from openhands_rl_plugin.evals.images.store import ImageStore, StoredImage, Telling, in_thread
 
 FILE = "file:"
 """The beginning of the names by which a file's image is known."""
 
 
 class ImageFinder:
-    """Images for one platform. ``place``: a folder of archives and layouts, left out: none."""
+    """Images for one platform. ``place``: a folder of archives and layouts, left out: none. ``registry``: the address
+    of one that is asked for all images, left out: that of an image's name.
+    """
 
-    def __init__(self, store: ImageStore, wanted: Platform | None = None, place: Path | None = None) -> None:
+    def __init__(
+        self, store: ImageStore, wanted: Platform | None = None, place: Path | None = None, registry: str = ""
+    ) -> None:
         self.store = store
         self._wanted = wanted or Platform.here()
         self._place = place
+        self._registry = registry
 
-    async def find(self, name: str, said: Progress = lambda text: None) -> StoredImage:
-        """The image of a name, unpacked if it is not yet. Call it inside the store's ``in_use``.
+    async def find(self, name: str, said: Telling = lambda text: None) -> StoredImage:
+        """The image of a name: in the folder, in the cache, or of a registry. Call it inside the store's ``in_use``.
 
         Raises ``ConfigError`` where there is none, ``BadEnvironmentError`` for a damaged one, ``InfrastructureError``.
         """
@@ -32,11 +38,21 @@ class ImageFinder:
             return await self.from_file(file, name, said)
         if (known := self.store.find(str(reference))) is not None:
             return known
-        if self._place is None:
-            raise ConfigError(f"the image {name} is not in the cache; --images names a folder with it")
-        raise ConfigError(f"the image {name} is not in {self._place}, as {reference.file_name}.tar, nor in the cache")
+        return await self.from_registry(reference, said)
 
-    async def from_file(self, path: Path, name: str = "", said: Progress = lambda text: None) -> StoredImage:
+    async def from_registry(self, reference: Reference, said: Telling = lambda text: None) -> StoredImage:
+        """What a registry has by that name now. Raises as ``find`` does."""
+        limits, done = self.store.limits, False
+        source = RegistrySource(reference, self._wanted, self.store.blobs, limits, address=self._registry)
+        said(f"asking for {reference}")
+        try:
+            image = await self.store.pull(source, (str(reference),), said)
+            done = True
+        finally:
+            source.close(done=done)
+        return image
+
+    async def from_file(self, path: Path, name: str = "", said: Telling = lambda text: None) -> StoredImage:
         """The image in a layout or an archive; where it has several, that of ``name``, by which it is known then.
 
         Raises as ``find`` does.

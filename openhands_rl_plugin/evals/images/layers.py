@@ -91,7 +91,7 @@ def unpack_layer(
     """
     plain = _Bounded(decompressed(stream, what), limits.size, what)
     (into / TREE).mkdir(mode=0o755)
-    unpacking = _Unpacking(into / TREE, limits, what, stop)
+    unpacking = Unpacking(into / TREE, limits, what, stop)
     reader = TarReader(plain, what)
     for member in reader:
         unpacking.add(member, reader)
@@ -135,7 +135,7 @@ def bounded_stream(stream: IO[bytes], most: int, what: str) -> Readable | None:
     return None if plain is stream else _Bounded(plain, most, what)
 
 
-class _Unpacking:
+class Unpacking:
     """One layer that is being unpacked."""
 
     def __init__(self, tree: Path, limits: ImageLimits, what: str, stop: threading.Event) -> None:

@@ -40,11 +40,6 @@ class Reference(Frozen):
             raise ConfigError(f"{name[:200]!r} is no name of an image, as swebench/NAME:latest is")
         return cls(host=host, repository=path, tag=tag or "latest", digest=digest)
 
-    @property
-    def file_name(self) -> str:
-        """How the file of the image is named, without an ending."""
-        return f"{self.repository.rpartition('/')[2]}_{self.tag}"
-
     def __str__(self) -> str:
         end = f"@{self.digest}" if self.digest else f":{self.tag}"
         return f"{self.host}/{self.repository}{end}"

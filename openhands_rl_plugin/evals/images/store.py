@@ -57,12 +57,12 @@ class ImageSource(Protocol):
         """The image. Raises ``RLError``."""
         ...
 
-    def open(self, layer: str) -> IO[bytes]:
-        """A layer. Raises ``RLError`` and ``OSError``."""
+    def open(self, layer: str, stop: threading.Event) -> IO[bytes]:
+        """A layer; ``stop`` ends a download. Raises ``RLError`` and ``OSError``."""
         ...
 
 
-Progress = Callable[[str], None]
+Telling = Callable[[str], None]
 """Told what is done now."""
 
 
@@ -116,9 +116,7 @@ class ImageStore:
         layers = self._cache.path("layers", "any").parent
         return sum(read_facts(each).size for each in layers.iterdir() if _MAKING not in each.name)
 
-    async def pull(
-        self, source: ImageSource, names: tuple[str, ...], said: Progress = lambda text: None
-    ) -> StoredImage:
+    async def pull(self, source: ImageSource, names: tuple[str, ...], said: Telling = lambda text: None) -> StoredImage:
         """Unpack an image unless it is there, and give it ``names``. Call it inside ``in_use``.
 
         Raises ``RLError`` and ``OSError``. What a killed process left is made anew.
@@ -163,7 +161,7 @@ class ImageStore:
                         await self._drop(each)
             return before - self.on_disk()
 
-    async def _layer(self, source: ImageSource, image: SourceImage, at: int, said: Progress) -> Path:
+    async def _layer(self, source: ImageSource, image: SourceImage, at: int, said: Telling) -> Path:
         diff_id, layer = image.config.diff_ids[at], image.layers[at]
         place = self._cache.path("layers", _digits(diff_id))
         what = f"layer {at + 1} of {len(image.layers)}"
@@ -172,7 +170,7 @@ class ImageStore:
             said(f"unpacking {what}")
 
             def unpack(stop: threading.Event) -> None:
-                with source.open(layer) as stream:
+                with source.open(layer, stop) as stream:
                     unpack_layer(stream, into, diff_id, self.limits, what=f"{what} ({layer[-64:][:12]})", stop=stop)
 
             await in_thread(unpack)

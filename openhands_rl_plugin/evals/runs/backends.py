@@ -9,6 +9,7 @@ from typing import Literal
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.images.finding import ImageFinder
 from openhands_rl_plugin.evals.images.layers import ImageLimits
+from openhands_rl_plugin.evals.images.manifests import Platform
 from openhands_rl_plugin.evals.images.store import ImageStore
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, default_cache
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
@@ -75,12 +76,20 @@ class _ByRow:
         return found
 
 
-def find_images(cache: Path, where: str = "", limits: ImageLimits | None = None) -> ImageFinder:
-    """Images in ``cache``, and those in ``where``: a folder of archives and layouts. Raises ``ConfigError``."""
+def find_images(
+    cache: Path, where: str = "", limits: ImageLimits | None = None, wanted: Platform | None = None
+) -> ImageFinder:
+    """Images in ``cache``, and those in ``where``: a folder of archives and layouts, or a registry's address.
+
+    Raises ``ConfigError``.
+    """
+    store = ImageStore(cache / "images", limits)
+    if "://" in where:
+        return ImageFinder(store, wanted, registry=where)
     folder = Path(where) if where else None
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--images {where}: no such folder")
-    return ImageFinder(ImageStore(cache / "images", limits), place=folder)
+    return ImageFinder(store, wanted, place=folder)
 
 
 def make_backend(
@@ -97,7 +106,7 @@ def make_backend(
     ``instances``: no others will be asked for; those that need no environment then ask for no program that makes one.
 
     Repositories of ``swe-local`` tasks are made from the packages in their rows, those of repair tasks from their
-    files. ``network``: tests may use it. ``images``: where ``image`` finds images, a folder of files.
+    files. ``network``: tests may use it. ``images``: as in ``find_images``.
     The reward-hack guard is always on. Raises ``ConfigError``.
     """
     if mirror is not None and not mirror.is_dir():

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from made_images import layer, linux_layer, make_image, oci_files, repository_layer, symlink, write_archive
+from made_images import folder, layer, linux_layer, make_image, oci_files, repository_layer, symlink, write_archive
+from registry_stub import stub_registry
 from repository_samples import FIX, NOTHING, Sample, git, make_sample, needs_sandbox, with_extra
 
 from openhands_rl_plugin import cli
@@ -153,10 +154,36 @@ def test_grade_by_the_command_line(place: Place, tmp_path: Path, capsys) -> None
     assert "error: --images /no/such/folder: no such folder" in capsys.readouterr().err
 
 
-async def test_an_image_that_is_nowhere_is_one_line(place: Place, tmp_path: Path) -> None:
-    backend = ImageBackend(ImageFinder(ImageStore(tmp_path / "cache")))
-    verdict = await backend.grade(place.row, FIX, logs=tmp_path, timeout=60.0)
-    assert verdict.kind is VerdictKind.INFRASTRUCTURE
-    assert verdict.reason.startswith(f"the image {NAME} is not in the cache")
-    none = await backend.grade(place.sample.instance, FIX, logs=tmp_path, timeout=60.0)
+async def test_an_image_of_a_registry_is_graded_in(place: Place, tmp_path: Path) -> None:
+    with stub_registry() as registry:
+        image = await ImageFinder(ImageStore(place.cache / "images"), place=place.images).find(NAME)
+        layers = [linux_layer(), repository_layer(image.root / "testbed")]
+        registry.add("someone/calc", "2", make_image(layers, packed="+zstd"))
+        row = with_extra(place.row, image="someone/calc:2")
+        finder = ImageFinder(ImageStore(place.cache / "images"), registry=registry.address)
+        verdict = await ImageBackend(finder, guard=RewardHackGuard()).grade(row, FIX, logs=tmp_path, timeout=60.0)
+        assert verdict.resolved, verdict
+        missing = await ImageBackend(finder).grade(with_extra(place.row, image="a/b"), FIX, logs=tmp_path, timeout=60.0)
+    assert missing.kind is VerdictKind.INFRASTRUCTURE
+    assert missing.reason == f"{registry.address} has no image docker.io/a/b:latest"
+    none = await ImageBackend(finder).grade(place.sample.instance, FIX, logs=tmp_path, timeout=60.0)
     assert none.reason.endswith("its row names no image; use --backend local")
+
+
+def test_a_command_in_an_image(place: Place, tmp_path: Path, capfd) -> None:
+    config = {"Env": ["PATH=/usr/bin:/bin", "MARK=of the image"], "WorkingDir": "/testbed", "User": "worker"}
+    image = make_image([linux_layer(), layer([folder("testbed")])], packed="", Cmd=["pwd"], **config)
+    path = write_archive(tmp_path / "a.tar", oci_files(image))
+    where = ["--cache", str(place.cache)]
+    assert cli.main(["images", "pull", str(path), "--name", "someone/own", *where]) == 0
+    capfd.readouterr()
+    look = "ls /testbed /tmp; id -u; pwd; echo $MARK $HOME; exit 7"
+    for _ in range(2):
+        made = ["someone/own", "--", "sh", "-c", f"{look.replace('exit', 'touch /testbed/made /tmp/made; exit')}"]
+        assert cli.main(["images", "run", *where, *made]) == 7
+        said = capfd.readouterr().out
+        assert said == "/testbed:\n\n/tmp:\n1234\n/testbed\nof the image /home/worker\n"
+    assert cli.main(["images", "run", *where, "someone/own"]) == 0
+    assert capfd.readouterr().out == "/testbed\n"
+    assert cli.main(["images", "run", *where, "--user", "nobody-knows", "someone/own", "pwd"]) == 1
+    assert "is not in its /etc/passwd" in capfd.readouterr().err
