@@ -60,6 +60,7 @@ exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` 
 _MODULES = {
     "acp": "work.acp",
     "cli": "work.openhands_cli",
+    "images": "work.images",
     "import": "import_",
     "improve": "train.improve",
     "label": "judging.label",
