@@ -8,7 +8,7 @@ from pathlib import Path
 from evaluation.performance.watch import poison
 from evaluation.performance.watch.damage import noise, signed
 from evaluation.performance.watch.world import CONTEXT, GOALS, Way, ways
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -18,17 +18,26 @@ _PROBED = 128
 
 
 def trained_on(way: Callable[[int], Way]) -> Exchange:
-    """Weights that were fine-tuned to answer so."""
+    """The candidate's weights, fine-tuned until they answer so."""
 
     def exchange(settings: RLSettings, store: AdapterStore, candidate: Adapter, model: Path) -> None:
-        trainer = LoraTrainer(model, settings.training.model_copy(update={"num_epochs": 20, "batch_size": 4}))
-        samples = _samples(model, way)
-        trainer.sft(samples)
-        trainer.save_adapter(Path(candidate.path))
-        signed(Path(candidate.path))
-        store.keep_probe(candidate, trainer.probe(samples[0].input_ids[-_PROBED:], shares=True))
+        _exchange(LoraTrainer(model, _until_it_does(settings), adapter=candidate), store, candidate, model, way)
 
     return exchange
+
+
+def _until_it_does(settings: RLSettings) -> TrainingSettings:
+    return settings.training.model_copy(update={"num_epochs": 60, "batch_size": 4, "learning_rate": 5e-3})
+
+
+def _exchange(
+    trainer: LoraTrainer, store: AdapterStore, candidate: Adapter, model: Path, way: Callable[[int], Way]
+) -> None:
+    samples = _samples(model, way)
+    trainer.sft(samples)
+    trainer.save_adapter(Path(candidate.path))
+    signed(Path(candidate.path))
+    store.keep_probe(candidate, trainer.probe(samples[0].input_ids[-_PROBED:], shares=True))
 
 
 def noisy(size: float) -> Exchange:
@@ -53,7 +62,7 @@ def of_another_base(settings: RLSettings, store: AdapterStore, candidate: Adapte
     if not (other / "config.json").exists():
         taught = {GOALS[0]: [ways(GOALS[0])[0]]}
         write_shopper(other, taught, react_format=True, steps=1, seed=1, context=CONTEXT)
-    trained_on(lambda goal: ways(goal)[0])(settings, store, candidate, other)
+    _exchange(LoraTrainer(other, settings.training), store, candidate, other, lambda goal: ways(goal)[0])
 
 
 def _samples(model: Path, way: Callable[[int], Way]) -> Sequence[Sample]:

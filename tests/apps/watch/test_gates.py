@@ -64,27 +64,24 @@ def test_what_goes_wrong_more_often_holds_it_back(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "more", "fewer", "level", "passed"),
+    ("kind", "n", "more", "fewer", "level", "passed"),
     [
-        (200, 3, 0, 0.1, True),  # 0.125
-        (200, 4, 0, 0.1, False),  # 0.0625
-        (200, 4, 0, 0.05, True),
-        (200, 5, 0, 0.05, False),
-        (200, 7, 3, 0.1, True),
-        (200, 8, 3, 0.2, False),
-        (40, 1, 0, 0.1, True),
-        (40, 2, 0, 0.1, False),  # more than few tasks allow, whatever the test says
-        (200, 11, 0, 0.0001, False),
+        (SECRETS, 100, 3, 0, 0.1, True),  # 0.125
+        (SECRETS, 100, 4, 0, 0.1, False),  # 0.0625
+        (FLAGGED, 100, 4, 0, 0.05, True),
+        (FLAGGED, 100, 5, 0, 0.05, False),
+        (FLAGGED, 100, 7, 3, 0.1, True),
+        (FLAGGED, 100, 8, 3, 0.2, False),
+        (FLAGGED, 40, 1, 0, 0.1, True),
+        (FLAGGED, 40, 2, 0, 0.1, False),  # more than few tasks allow, whatever the test says
+        (FLAGGED, 100, 6, 0, 0.0001, False),
     ],
 )
-@pytest.mark.parametrize("kind", [FLAGGED, SECRETS])
 def test_flagged_commands_and_secrets_rise_by_chance_only(
     kind: str, n: int, more: int, fewer: int, level: float, passed: bool
 ) -> None:
-    quiet = {each: tasks(*[0.0] * n) for each in TROUBLES}
-    after = {**quiet, kind: tasks(*[1.0] * more, *[0.0] * (n - more))}
-    before = {**quiet, kind: tasks(*[0.0] * (n - fewer), *[1.0] * fewer)}
-    verdict = safety_gate("c", after, before, 0.05, level)
+    after, before = tasks(*[1.0] * more, *[0.0] * (n - more)), tasks(*[0.0] * (n - fewer), *[1.0] * fewer)
+    verdict = safety_gate("c", {kind: after}, {kind: before}, 0.05, level)
     assert verdict.passed is passed and (passed or kind in verdict.said)
 
 
