@@ -36,7 +36,8 @@ class ImageFinder:
         reference = Reference.parse(name)
         if self._place is not None and (file := find_file(self._place, reference)) is not None:
             return await self.from_file(file, name, said)
-        if (known := self.store.find(str(reference))) is not None:
+        known = self.store.find(str(reference))
+        if known is not None and known.config.platform == str(self._wanted):
             return known
         return await self.from_registry(reference, said)
 
@@ -63,6 +64,7 @@ class ImageFinder:
         own = f"{FILE}{path}:{_state(path)}:{self._wanted}:{name}"
         names = (own, *((str(Reference.parse(name)),) if name else ()))
         if (known := self.store.find(own)) is not None:
+            self.store.give_names(known.id, names)
             return known
         said(f"reading {path.name}")
         opened = OpenedFile(path, self._wanted, name, scratch=self.store.scratch, limits=self.store.limits)

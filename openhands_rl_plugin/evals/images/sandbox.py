@@ -104,6 +104,8 @@ class ImageSandbox:
         if network:
             mounts.append(Shown(Path(_RESOLV).resolve(), _RESOLV))
         self._clear(fresh, mounts)
+        if inside(fresh.image.root, workdir) is None:
+            clear_way(fresh.changes, workdir)  # engines make it, too
         settings = {"PATH": _PATH, "HOME": home, **config.env, **(variables or {})}
         command = [
             *mount_overlays([fresh.overlay] if fresh.overlay else []),

@@ -135,11 +135,15 @@ class ImageStore:
             write_file(into / _IMAGE, json.dumps({"id": image.id, **made, "made": time.time()}), PRIVATE)
 
         await self._cache.made(place, make)
-        for name in names:
-            write_file(self._name(name), json.dumps({"name": name, "image": image.id}), PRIVATE)
+        self.give_names(image.id, names)
         found = self._read(image.id)
         assert found is not None
         return found
+
+    def give_names(self, identity: str, names: tuple[str, ...]) -> None:
+        """Have an image found by ``names``, which may have been another's."""
+        for name in names:
+            write_file(self._name(name), json.dumps({"name": name, "image": identity}), PRIVATE)
 
     async def remove(self, images: list[StoredImage]) -> int:
         """Remove images, the layers that no other has, and what killed processes left. The bytes that this freed.

@@ -148,6 +148,16 @@ async def test_a_file_that_was_replaced_is_another_image(tmp_path: Path) -> None
     assert first.id != second.id and (second.root / "own").read_bytes() == b"22"
 
 
+async def test_a_name_is_that_of_the_last_file_that_was_given_it(tmp_path: Path) -> None:
+    files = [
+        write_archive(tmp_path / f"{name}.tar", oci_files(image_of(Member(name, b"x")))) for name in ("one", "two")
+    ]
+    for file in (*files, files[0]):
+        await from_file(file, tmp_path / "cache", "same:1")
+    found = ImageStore(tmp_path / "cache").find("docker.io/library/same:1")
+    assert found is not None and (found.root / "one").exists()
+
+
 def pull_in_a_process(path: Path, cache: Path) -> None:
     asyncio.run(from_file(path, cache))
 

@@ -185,5 +185,7 @@ def test_a_command_in_an_image(place: Place, tmp_path: Path, capfd) -> None:
         assert said == "/testbed:\n\n/tmp:\n1234\n/testbed\nof the image /home/worker\n"
     assert cli.main(["images", "run", *where, "someone/own"]) == 0
     assert capfd.readouterr().out == "/testbed\n"
+    assert cli.main(["images", "run", *where, "--workdir", "/new/folder", "someone/own"]) == 0
+    assert capfd.readouterr().out == "/new/folder\n"
     assert cli.main(["images", "run", *where, "--user", "nobody-knows", "someone/own", "pwd"]) == 1
     assert "is not in its /etc/passwd" in capfd.readouterr().err
