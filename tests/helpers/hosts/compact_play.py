@@ -48,13 +48,16 @@ class Played:
 
     @property
     def before_the_task(self) -> str:
-        """The first prompt, as a ChatML template of a model with tools renders it, up to the task's text."""
-        first = self.requests[0]
-        system, task = (text_of(message["content"]) or "" for message in first["messages"][:2])
-        lines = "\n".join(json.dumps(tool) for tool in first.get("tools") or ())
-        tools = f"{_BEFORE_TOOLS}{lines}{_AFTER_TOOLS}" if lines else ""
-        said = task[: task.index("Make the test pass.")]
-        return f"<|im_start|>system\n{system}{tools}<|im_end|>\n<|im_start|>user\n{said}"
+        """The first prompt up to the task's text."""
+        return before_the_task(self.requests[0], "Make the test pass.")
+
+
+def before_the_task(request: Mapping[str, Any], task: str) -> str:
+    """A prompt as a ChatML template of a model with tools renders it, up to the text ``task``."""
+    system, user = (text_of(message["content"]) or "" for message in request["messages"][:2])
+    lines = "\n".join(json.dumps(tool) for tool in request.get("tools") or ())
+    tools = f"{_BEFORE_TOOLS}{lines}{_AFTER_TOOLS}" if lines else ""
+    return f"<|im_start|>system\n{system}{tools}<|im_end|>\n<|im_start|>user\n{user[: user.index(task)]}"
 
 
 async def repair(

@@ -47,6 +47,7 @@ CAPABILITIES = (
     "openhands-rl acp",
     "RLAgent in ACPAgentSettings",
     "agent server",
+    "compact prompt, from every end",
 )
 
 LACKS = {

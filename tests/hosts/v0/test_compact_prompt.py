@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from compact_ends import COMMANDS, MAIN, at_an_end, check_command, check_first_request, start, write_config
 from compact_play import (
     check_both_prompts,
     check_offered_tools,
@@ -92,3 +93,18 @@ def test_other_agents_have_their_own_prompt() -> None:
     )
     with pytest.raises(ConfigError, match=r"\[rl.workspace\] prompt: .* --agent RLAgent"):
         local_runner(settings, HostOptions(environment_mode=False, agent="CodeActAgent"))
+
+
+@at_an_end
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_sends_the_short_instructions(name: str, tmp_path: Path) -> None:
+    with serve() as server:
+        check_command(server, tmp_path / name, name)
+
+
+@at_an_end
+def test_openhands_own_command_sends_them(tmp_path: Path) -> None:
+    with serve() as server:
+        write_config(server, tmp_path / "main", "main")
+        start(server, tmp_path / "main", MAIN)
+        check_first_request(server.requests["main"])

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import acp
+import httpx
 import pytest
+from acp_play import connected
+from agent_server_process import NO_AGENTS_OF_OTHERS, running_agent_server, takes_agents_of_others
+from compact_ends import COMMANDS, TASK, at_an_end, check_command, check_first_request, write_config
 from compact_play import (
     check_both_prompts,
     check_offered_tools,
@@ -15,6 +20,7 @@ from compact_play import (
 from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
+from test_agent_server import conversation, events_until_ended
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.config.workspace import PromptName
@@ -102,3 +108,36 @@ def test_other_agents_have_their_own_prompt() -> None:
     )
     with pytest.raises(ConfigError, match=r"\[rl.workspace\] prompt: .* --agent RLAgent"):
         local_runner(settings, HostOptions(environment_mode=False, agent="Agent"))
+
+
+@at_an_end
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_sends_the_short_instructions(name: str, server: ScriptedModel, tmp_path: Path) -> None:
+    pytest.importorskip("torch" if name == "loop" else "openhands.sdk")
+    check_command(server, tmp_path / name, name)
+
+
+@at_an_end
+async def test_an_editors_agent_sends_them(server: ScriptedModel, tmp_path: Path) -> None:
+    folder = tmp_path / "edited"
+    write_config(server, folder, "edited")
+    async with connected(folder, "--config", str(folder / "config.toml")) as connection:
+        session = await connection.agent.new_session(cwd=str(folder / "project"), mcp_servers=[])
+        done = await connection.agent.prompt(session_id=session.session_id, prompt=[acp.text_block(TASK)])
+    assert done.stop_reason == "end_turn"
+    check_first_request(server.requests["edited"])
+
+
+@at_an_end
+@pytest.mark.skipif(not takes_agents_of_others(), reason=NO_AGENTS_OF_OTHERS)
+async def test_the_agent_server_sends_them(server: ScriptedModel, tmp_path: Path) -> None:
+    folder = tmp_path / "remote"
+    write_config(server, folder, "remote")
+    body = conversation(server, "remote", folder / "project")
+    body["agent"]["rl"]["workspace"]["prompt"] = "compact"  # type: ignore[index]
+    body["initial_message"]["content"][0]["text"] = TASK  # type: ignore[index]
+    with running_agent_server(folder) as url:
+        made = httpx.post(f"{url}/api/conversations", json=body, timeout=60)
+        assert made.status_code == 201, made.text
+        await events_until_ended(url, made.json()["id"])
+    check_first_request(server.requests["remote"], project=str(folder / "project"))
