@@ -19,6 +19,7 @@ from pydantic import ModelWrapValidatorHandler as Handler
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
 from openhands_rl_plugin.config.sampling import SamplingSettings as SamplingSettings
+from openhands_rl_plugin.config.tinker import TinkerSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
 from openhands_rl_plugin.config.verifier import VerifierSettings as VerifierSettings
@@ -270,6 +271,7 @@ class RLSettings(Settings):
     sampling: SamplingSettings = SamplingSettings()
     reward: RewardSettings = RewardSettings()
     training: TrainingSettings = TrainingSettings()
+    tinker: TinkerSettings = TinkerSettings()
     verifier: VerifierSettings = VerifierSettings()
     loop: LoopSettings = LoopSettings()
     serving: ServingSettings = ServingSettings()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from openhands_rl_plugin.config.fields import Settings
+from openhands_rl_plugin.config.tinker import refused_by_tinker
 from openhands_rl_plugin.core.errors import ConfigError
 
 AlgorithmName = Literal[
@@ -71,6 +72,9 @@ class TrainingSettings(Settings):
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
     renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
 
+    engine: Literal["local", "tinker"] = Field(
+        default="local", description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]"
+    )
     algorithm: AlgorithmName = Field(
         default="reinforce++-baseline",
         description="how episodes become a loss: imitation, policy gradients on groups of a task, or preferences (dpo)",
@@ -284,6 +288,8 @@ class TrainingSettings(Settings):
             )
         if self.tree == "proposals":
             self._check_proposals()
+        if self.engine == "tinker" and (found := refused_by_tinker(self)):
+            raise ValueError(found)
         if self.method == "full" and self.adapt_experts:
             raise ValueError(
                 'adapt_experts = true has no effect on method = "full", which trains all weights: leave false'

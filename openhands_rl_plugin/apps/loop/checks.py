@@ -40,6 +40,10 @@ def check_trainable(settings: RLSettings) -> None:
             '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
         )
     for where, name, value in _sampled_by(settings):
+        if name == "temperature" and value != 1 and training.engine == "tinker":
+            raise ConfigError(
+                f'{where}{name} = {value:g}: [rl.training] engine = "tinker" trains at temperature 1: set 1.0'
+            )
         if name == "temperature" and value == 0:
             raise ConfigError(f"{where}{name} = 0: greedy answers have no probability to train on; set it above 0")
         if altering_parameters({name: value}):

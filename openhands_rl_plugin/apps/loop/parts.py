@@ -51,8 +51,7 @@ async def open_parts(
     demonstrations, unless a ``demonstrator`` plays them. ``lessons``: see ``LoopParts``.
     Raises ``ConfigError`` and ``TrainingError``.
     """
-    from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
-    from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+    from openhands_rl_plugin.training.engines import make_trainer
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
     serving = settings.serving
@@ -61,7 +60,6 @@ async def open_parts(
     whole = settings.training.method == "full"
     kind = WeightsPublisher if whole else AdapterPublisher
     publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions, kind=kind)
-    trainer = FullTrainer if whole else LoraTrainer
     engines = ServedEngines(settings)
     try:
         yield LoopParts(
@@ -73,7 +71,7 @@ async def open_parts(
             adapters=adapters,
             publisher=publisher,
             tokenizer=tokenizer,
-            make_trainer=lambda chosen, adapter: trainer(model, chosen, adapter=adapter),
+            make_trainer=lambda chosen, adapter: make_trainer(model, chosen, settings, serving.model, adapter),
             state_file=directory / STATE,
             engine=engines,
             **({"lessons": lessons} if lessons is not None else {}),

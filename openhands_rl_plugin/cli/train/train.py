@@ -233,10 +233,10 @@ class PolicyTraining(TrainingRun):
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+            from openhands_rl_plugin.training.engines import make_trainer
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
-        trainer = LoraTrainer(self._args.model, self._training, adapter=self._parent)
+        trainer = make_trainer(self._args.model, self._training, self._config, base_model, self._parent)
         tell_notes(trainer, print_note)
         with training_progress() as advanced:
             _, adapter, probe = learn(

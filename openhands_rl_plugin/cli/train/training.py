@@ -46,6 +46,7 @@ class TrainingRun:
         from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 
         self._args = args
+        self._config = config
         self._ranks = ranks
         self._leads = ranks is None or ranks.rank == 0
         self._training = settings_from(args, config.training)
@@ -141,6 +142,8 @@ def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: 
     """The estimated memory of training on sequences of at most ``longest`` tokens, and the ``free`` bytes."""
     from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
+    if settings.engine == "tinker":
+        return "  memory: none here, the Tinker service trains"
     memory = estimate_memory(model, settings, longest)
     parts = ", ".join(f"{name} {part / 1e9:.2f}" for name, part in memory.parts().items())
     here = "" if free is None else f"; free: {free / 1e9:.2f} GB" + (", too little" if memory.total > free else "")

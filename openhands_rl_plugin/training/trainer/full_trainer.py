@@ -14,7 +14,7 @@ from openhands_rl_plugin.training.distributed.sharding import is_sharded
 from openhands_rl_plugin.training.policies.adapter_shape import check_start
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.full_sharded import ShardedFullPolicy
-from openhands_rl_plugin.training.trainer.trainer import Trainer
+from openhands_rl_plugin.training.trainer.local_trainer import LocalTrainer
 
 MANIFEST = "trained.json"
 
@@ -29,7 +29,7 @@ class TrainedModel(Frozen):
     metrics: dict[str, float]
 
 
-class FullTrainer(Trainer):
+class FullTrainer(LocalTrainer):
     """All weights of a model and their optimiser. Raises ``TrainingError`` when the model cannot be trained.
 
     There is no copy of the model that training began with, so that a KL term is refused; the logprobs that ratios and

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.training.distributed.sharding import is_sharded
 from openhands_rl_plugin.training.policies.adapter_shape import check_start
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.trainer.trainer import Trainer
+from openhands_rl_plugin.training.trainer.local_trainer import LocalTrainer
 
 
-class LoraTrainer(Trainer):
+class LoraTrainer(LocalTrainer):
     """One adapter of one base model and its optimiser.
 
     ``adapter``: start from its weights instead of fresh ones. With ``method = "qlora"`` the base is quantised. Raises
@@ -29,6 +29,11 @@ class LoraTrainer(Trainer):
         *,
         adapter: Adapter | None = None,
     ) -> None:
+        if settings.engine != "local":
+            raise ConfigError(
+                f'[rl.training] engine = "{settings.engine}": this trains on this machine only, unlike `train` and '
+                '`loop`: set "local"'
+            )
         if adapter is not None:
             _check_file(adapter)
             check_start(adapter, settings)

@@ -15,7 +15,7 @@ from openhands_rl_plugin.training.algorithms import algorithm_of, clip_bounds
 from openhands_rl_plugin.training.distributed.ranks import Ranks
 from openhands_rl_plugin.training.losses.losses import MicroBatchLoss
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
-from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
 from openhands_rl_plugin.training.trainer.preparation import policy_logprobs, version_of
 
 log = redacting_logger(__name__)
@@ -41,7 +41,7 @@ class OldLogprobs:
 
     def __init__(
         self,
-        policy: PackedModel,
+        policy: TrainedPolicy,
         loss: MicroBatchLoss,
         settings: TrainingSettings,
         ranks: Ranks,

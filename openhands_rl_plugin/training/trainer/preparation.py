@@ -17,7 +17,7 @@ from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.distributed.ranks import Ranks, shard_micro_batches
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample, temperatures_of
 from openhands_rl_plugin.training.losses.objectives import kl_penalty
-from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
 
 
 def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -> None:
@@ -66,7 +66,7 @@ def trained_tokens(items: Sequence[TrainingSample]) -> list[tuple[int, int]]:
 
 
 def micro_batch_logprobs(
-    policy: PackedModel, group: Sequence[TrainingSample], *, scaled: bool = True
+    policy: TrainedPolicy, group: Sequence[TrainingSample], *, scaled: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of the trained tokens of a micro-batch, at their temperatures; else at temperature 1."""
     layout = lay_out([item.sample.input_ids for item in group])
@@ -75,7 +75,7 @@ def micro_batch_logprobs(
 
 @torch.no_grad()
 def policy_logprobs(
-    policy: PackedModel, items: Sequence[TrainingSample], max_tokens: int, ranks: Ranks, *, scaled: bool = True
+    policy: TrainedPolicy, items: Sequence[TrainingSample], max_tokens: int, ranks: Ranks, *, scaled: bool = True
 ) -> list[Tensor]:
     """The policy's logprobs of the trained tokens of each sample, in order, on the CPU. ``scaled``: by temperature."""
     found = {id(item): torch.zeros(len(item.positions)) for item in items}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,26 +10,24 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.memory import return_freed_memory
-from openhands_rl_plugin.core.types import Adapter, Probe, Sample
+from openhands_rl_plugin.core.types import Adapter, ExpectedShare, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.distributed.ranks import all_reduce_metrics, current_ranks, shard_micro_batches
-from openhands_rl_plugin.training.distributed.sharding import full_tensor, local_shard, shard_like
+from openhands_rl_plugin.training.distributed.ranks import current_ranks
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
-from openhands_rl_plugin.training.losses.losses import Imitation, MicroBatch, MicroBatchLoss, Preference, Reinforcement
+from openhands_rl_plugin.training.losses.losses import Imitation, MicroBatchLoss, Preference, Reinforcement
 from openhands_rl_plugin.training.losses.micro_batches import (
     TrainingSample,
     batches,
     samples_from_pairs,
     samples_from_rollouts,
 )
-from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
 from openhands_rl_plugin.training.trainer.checkpoint import load_checkpoint, save_checkpoint
 from openhands_rl_plugin.training.trainer.learning_rates import learning_rates
 from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress
@@ -39,29 +36,27 @@ from openhands_rl_plugin.training.trainer.preparation import (
     check_pairs,
     check_sampled,
     check_samples,
-    micro_batch_logprobs,
     newest_version,
     policy_logprobs,
     scale_negative_advantages,
     staleness,
     subtract_divergence,
 )
-from openhands_rl_plugin.training.trainer.probe_shares import expected_shares
 from openhands_rl_plugin.training.trainer.resume import (
     FullCheckpoint,
     PendingCheckpoint,
     RunCheckpoint,
     ShardedCheckpoint,
 )
-from openhands_rl_plugin.training.trainer.run_files import MetricsFile, fingerprint
+from openhands_rl_plugin.training.trainer.run_files import MetricsFile
 from openhands_rl_plugin.training.trainer.token_notes import TokenNotes
 from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
 
 OnProgress = Callable[[TrainProgress], None]
 """Called after every optimiser step."""
 
-_WITHOUT_EFFECT = {"checkpoint_steps", "sharding", "tracker", "keep_token_notes"}
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+WITHOUT_EFFECT = {"checkpoint_steps", "sharding", "tracker", "keep_token_notes"}
+"""Settings that the result of a call does not depend on."""
 
 
 class Trainer(ABC):
@@ -70,7 +65,7 @@ class Trainer(ABC):
     ``version``: the version of the adapter that the policy starts from.
     """
 
-    def __init__(self, policy: PackedModel, settings: TrainingSettings, *, version: int = 0) -> None:
+    def __init__(self, policy: TrainedPolicy, settings: TrainingSettings, *, version: int = 0) -> None:
         self.settings = settings
         self.step = 0
         """Optimiser steps so far, over all calls."""
@@ -80,15 +75,8 @@ class Trainer(ABC):
         self._version = version
         self._policy = policy
         self._ranks = current_ranks(policy.device)
+        self._rate = settings.learning_rate
         self._notes = self._token_notes(None, "", 0, 0)
-        self.parameters = policy.parameters
-        """The float32 weights that are trained, by name."""
-        self._optimizer = torch.optim.AdamW(
-            list(policy.parameters.values()),
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
 
     def sft(
         self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -153,8 +141,12 @@ class Trainer(ABC):
             token_ids=ids,
             logprobs=tuple(self._policy.sequence_logprobs(ids)),
             max_difference=max_difference or self._policy.probe_tolerance,
-            shares=expected_shares(self._policy, ids) if shares else (),
+            shares=self._shares(ids) if shares else (),
         )
+
+    def _shares(self, ids: tuple[int, ...]) -> tuple[ExpectedShare, ...]:
+        """What a server's samples after ``ids`` are checked by; nothing where only logprobs are known."""
+        return ()
 
     def became(self, adapter: Adapter | None) -> None:
         """Note that the weights are this version now, which only rank 0 has. A collective."""
@@ -183,33 +175,23 @@ class Trainer(ABC):
     def _counters(self) -> dict[str, str]:
         return {"step": str(self.step), "seed": str(self.settings.seed), "version": str(self._version)}
 
+    @abstractmethod
     def _state(self) -> dict[str, Tensor]:
-        tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
-        for name, parameter in self._policy.parameters.items():
-            for key, moment in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = local_shard(moment)
-        return tensors
+        """Weights and moments, as far as they are here."""
 
+    @abstractmethod
     def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
-        groups: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            group, _, rest = name.partition(".")
-            groups.setdefault(group, {})[rest] = tensor
-        try:
-            step, version = int(counters["step"]), int(counters.get("version", self._version))
-            moments = {name: {key: groups[key][name] for key in _MOMENTS} for name in groups.get("exp_avg", {})}
-            parameters = {name: self._policy.parameters[name] for name in moments}
-        except (KeyError, ValueError) as error:
-            raise TrainingError(f"{source} does not hold a training state of this policy") from error
-        self._policy.set_weights(groups.get("weights", {}), source)
-        self._optimizer.state.clear()
-        for name, parameter in parameters.items():
-            self._optimizer.state[parameter] = {
-                # Where the step is counted on the device, fused AdamW wants it there.
-                key: moment.to(parameter.device) if key == "step" else shard_like(parameter, moment)
-                for key, moment in moments[name].items()
-            }
-        self.step, self._version = step, version
+        """Continue from what ``_state`` and ``_counters`` gave. Raises ``TrainingError``."""
+
+    @abstractmethod
+    def _update(
+        self, live: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
+    ) -> tuple[float, float, Diagnostics]:
+        """One optimiser step by samples with a gradient and the weight of a token of each: loss, norm, diagnostics."""
+
+    @abstractmethod
+    def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
+        """A digest of everything that the result of a call depends on."""
 
     def _train(
         self, items: list[TrainingSample], loss: MicroBatchLoss, on_progress: OnProgress | None, run: Path | None
@@ -314,32 +296,8 @@ class Trainer(ABC):
             tally.skipped_steps += 1
             return Diagnostics()
         weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
-        self._optimizer.zero_grad(set_to_none=True)
-        total, diagnostics = 0.0, Diagnostics()
-        mine, idle = shard_micro_batches(self._ranks, live, self._micro_batch_tokens, whole_units=loss.whole_units)
-        for group in mine:
-            each = [weights[id(item)] for item in group]
-            share, found = self._backward(group, each, loss, len(group) / len(live))
-            total, diagnostics = total + share, diagnostics + found
-        for group in idle:
-            self._backward(group, [0.0] * len(group), loss)
-        for parameter in self.parameters.values():
-            if parameter.grad is None:  # of an expert that no token was sent to: every rank has the same gradients
-                parameter.grad = torch.zeros_like(parameter)
-        if not self._policy.sharded:  # FSDP sums them in the backward pass
-            self._ranks.all_reduce(
-                [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-            )
-        total, diagnostics = all_reduce_metrics(self._ranks, total, diagnostics)
-        norm = self._clip_gradients()
-        if not (math.isfinite(total) and math.isfinite(norm)):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise TrainingError(
-                f"step {self.step + 1}: the loss is {total} and the gradient norm {norm}; the weights are unchanged. "
-                "Lower learning_rate, or check the recorded logprobs"
-            )
-        self._optimizer.param_groups[0]["lr"] = self._learning_rate(self.step)
-        self._optimizer.step()
+        self._rate = self._learning_rate(self.step)
+        total, norm, diagnostics = self._update(live, [weights[id(item)] for item in live], loss)
         self.step += 1
         return_freed_memory()
         if not tally.losses:
@@ -352,44 +310,15 @@ class Trainer(ABC):
         tally.trained_tokens, tally.means = means.pop("tokens"), means
         return diagnostics
 
-    def _clip_gradients(self) -> float:
-        """Clip by global norm; returns the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters.values(), self.settings.max_grad_norm)
-        return full_tensor(norm).item()
-
-    def _backward(
-        self, group: list[TrainingSample], weights: list[float], loss: MicroBatchLoss, portion: float = 0.0
-    ) -> tuple[float, Diagnostics]:
-        """Accumulate the gradient of one micro-batch, ``portion`` of the batch; returns its share of the loss."""
-        logprobs, entropies = micro_batch_logprobs(self._policy, group)
-        one = MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights))
-        share, diagnostics = loss(one)
-        share = share + portion * self._policy.router_loss()
-        share.backward()
-        if portion:  # others are computed so that ranks wait for each other, and belong to another rank
-            self._notes.take(one, loss)
-        return share.item(), diagnostics
-
     def _token_notes(self, run: Path | None, name: str, steps: int, done: int) -> TokenNotes:
         return TokenNotes(self.settings, run, name, self._version, self._ranks.rank, steps=steps, done=done)
 
     def _record(self, progress: TrainProgress, found: Diagnostics, tally: RunningMetrics) -> dict[str, float]:
         """One line of the metrics file."""
         speed = tally.tokens / tally.seconds if tally.seconds else 0.0
-        rate = self._optimizer.param_groups[0]["lr"]
-        own = {"step": self.step, "learning_rate": rate, "seconds": tally.seconds, "tokens_per_second": speed}
+        own = {"step": self.step, "learning_rate": self._rate, "seconds": tally.seconds, "tokens_per_second": speed}
         own["packed"] = float(self._policy.packing.packed)
         return own | asdict(progress) | asdict(found)
-
-    def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
-        settings = self.settings.model_dump_json(exclude=_WITHOUT_EFFECT)
-        what = f"{type(loss).__name__}\n{self._policy.model_path}\n{settings}"
-        # Sums of integers do not depend on the sharding of the weights.
-        parts = self._policy.weights().values()
-        sums = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64).cpu() for part in parts])
-        if self._policy.sharded:
-            self._ranks.all_reduce([sums])
-        return fingerprint(what, samples, sums.tolist(), self.step)
 
 
 def _progress(number: int, total: int, found: Diagnostics, tally: RunningMetrics) -> TrainProgress:

@@ -1,0 +1,26 @@
+"""The trainer that ``[rl.training] engine`` names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import Trainer
+
+
+def make_trainer(
+    model: Path, training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None
+) -> Trainer:
+    """A trainer by ``training``, which ``adapter`` starts, or the base model.
+
+    ``model``: the folder of its weights, for an engine of this machine; ``base_model``: its name at the server of the
+    policy. ``settings`` say where another engine is. Raises ``ConfigError`` and ``TrainingError``.
+    """
+    if training.engine == "tinker":
+        from openhands_rl_plugin.training.tinker.trainer import TinkerTrainer
+
+        return TinkerTrainer(training, settings.tinker, base_model, adapter=adapter)
+    return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)
