@@ -180,7 +180,13 @@ class LoopSettings(Settings):
     )
     warm_start_epochs: int = Field(default=2, ge=1, description="passes over the demonstrations")
     warm_start_rate: float = Field(
-        default=0.0, ge=0, le=1, description="learning rate of that fine-tuning; 0: learning_rate of [rl.training]"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="its learning rate, which decays to 0; 0: learning_rate of [rl.training]",
+    )
+    warm_start_batch_size: int = Field(
+        default=0, ge=0, description="episodes per optimiser step of it; 0: batch_size of [rl.training]"
     )
     drills: int = Field(
         default=0,
@@ -189,6 +195,9 @@ class LoopSettings(Settings):
     )
     base_held_out: int = Field(
         default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
+    )
+    evaluation_temperature: float = Field(
+        default=-1.0, ge=-1, le=2, description="of the held-out episodes; 0: greedy, -1: that of [rl.sampling]"
     )
     prefix_sampling: Literal["none", "adaptive"] = Field(
         default="none",

@@ -359,7 +359,7 @@ def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -
     turns = (
         'tree = "branches"\nstep_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\nkl_coefficient = 0.1\n'
         'clip_high = 0.3\nnegative_scale = 0.5\ncorrection = "mask"\ncorrection_low = 0.9\n'
-        "[rl.loop]\ndemonstrations = 2\n"
+        "[rl.loop]\ndemonstrations = 2\nwarm_start_batch_size = 2\nevaluation_temperature = 0.0\n"
     )
     config.write_text(config.read_text().replace("[rl.loop]\n", turns))
     settings = load_settings(config)
@@ -369,6 +369,9 @@ def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -
     assert len(plan.demonstrations) == 2 and plan.reinforcement == settings.training
     fine_tuning = TrainingSettings.model_validate(plan.warm_start.model_dump())
     assert (fine_tuning.algorithm, fine_tuning.lora_rank, fine_tuning.tree) == ("sft", 4, "path")
+    assert (fine_tuning.batch_size, fine_tuning.schedule, plan.reinforcement.schedule) == (2, "linear", "constant")
+    assert (plan.evaluation.temperature, plan.sampling.temperature) == (0.0, settings.sampling.temperature)
+    assert plan.evaluation.max_tokens == plan.sampling.max_tokens
 
 
 def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> None:
@@ -438,7 +441,7 @@ def test_all_weights_are_trained_and_served_in_place(
     with running_webshop(SHOP) as shop:
         config = write_config(tmp_path, shop=shop, more='[extended.rl.training]\nmethod = "full"\nalgorithm = "grpo"')
         assert cli.main([*words(config), "--model", str(talker)]) == 0
-    assert "-v000002; run: " in capsys.readouterr().out
+    assert "-v000002; report: " in capsys.readouterr().out
     state = LoopState.load(tmp_path / "run" / "state.json")
     assert [record.name for record in state.records] == STAGES
     made = AdapterStore(tmp_path / "adapters").get(state.adapter or "")

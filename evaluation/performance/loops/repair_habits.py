@@ -54,13 +54,16 @@ def _looked_at(trajectory: Trajectory) -> tuple[bool, bool, bool]:
         if node.sampled:
             answer = text
             ended = "<function=finish>" in text
-            if "<parameter=command>str_replace</parameter>" in text:
+            if _is_edit(text):
                 edited, tested = True, False
             continue
-        if "<parameter=command>str_replace</parameter>" in answer:
-            erred |= "has been edited" not in text
-        elif RUN_TESTS in answer and "<function=execute_bash>" in answer:
-            tested = True
-            erred |= edited and "FAILED" in text
+        ran = RUN_TESTS in answer and " passed" in text
+        tested |= ran
+        erred |= edited and "FAILED" in text if ran else _is_edit(answer) and "has been edited" not in text
         answer = ""
     return ended, tested, erred
+
+
+def _is_edit(answer: str) -> bool:
+    """By OpenHands' editor, or by ``sed`` with the tests in the same command."""
+    return "<parameter=command>str_replace</parameter>" in answer or "sed -i" in answer

@@ -45,19 +45,23 @@ class RepairOptions(Frozen):
     level: int = Field(default=1, ge=1, le=3)
     held_out: int = Field(default=100, ge=1)
     base_held_out: int = Field(default=24, ge=1)
-    demonstrations: int = Field(default=64, ge=1)
-    drills: int = Field(default=800, ge=0)
+    demonstrations: int = Field(default=100, ge=1)
+    drills: int = Field(default=2000, ge=0)
     iterations: int = Field(default=8, ge=0)
     tasks_per_iteration: int = Field(default=8, ge=1)
     samples_per_task: int = Field(default=8, ge=2)
     concurrency: int = Field(default=12, ge=1)
     processes: int = Field(default=1, ge=0)
-    max_turns: int = 12  # the oracle takes as many where it errs three times at level 3
-    answer_tokens: int = Field(default=224, ge=16)
-    """Of an answer at most; the longest edit of the oracle takes 190."""
+    max_turns: int = 12  # the oracle takes 9 where it errs most; the others are the policy's to try again
+    answer_tokens: int = Field(default=192, ge=16)
+    """Of an answer at most; the longest edit of the oracle takes 186."""
     warm_start_epochs: int = 1
     warm_start_rate: float = 1e-3
-    reinforcement_rate: float = 2e-4
+    warm_start_batch_size: int = 12
+    temperature: float = Field(default=0.6, ge=0)
+    """Of the training tasks' episodes. At 1 so small a model errs somewhere in nearly every command."""
+    evaluation_temperature: float = Field(default=0.0, ge=0)
+    reinforcement_rate: float = 3e-4
     loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> RepairOptions:
@@ -90,7 +94,7 @@ class RepairOptions(Frozen):
             max_workers=self.concurrency,
             workspace=WorkspaceSettings(prompt="compact"),
             storage=StorageSettings(path=str(self.run_directory / "trajectories")),
-            sampling=SamplingSettings(seed=self.seed),
+            sampling=SamplingSettings(seed=self.seed, temperature=self.temperature),
             training=TrainingSettings(
                 learning_rate=self.reinforcement_rate,
                 warmup_steps=4,

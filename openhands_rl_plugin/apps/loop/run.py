@@ -22,7 +22,15 @@ from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Forkable, TrajectoryStorage
-from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Limits, Task, Trajectory
+from openhands_rl_plugin.core.types import (
+    Adapter,
+    EpisodeRequest,
+    FailureKind,
+    Limits,
+    SamplingParams,
+    Task,
+    Trajectory,
+)
 from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
@@ -109,7 +117,7 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         warm_start=_warm_start(settings),
         reinforcement=training,
         sampling=sampling,
-        evaluation=sampling,
+        evaluation=_evaluation(settings),
         concurrency=settings.max_workers,
         seed=settings.sampling.seed,
         success_at=loop.success_at,
@@ -122,10 +130,25 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
     )
 
 
+def _evaluation(settings: RLSettings) -> SamplingParams:
+    """How held-out tasks are played: as in training, or at a temperature of their own."""
+    chosen = settings.loop.evaluation_temperature
+    if chosen < 0:
+        return settings.sampling_params()
+    return settings.sampling_params().model_copy(update={"temperature": chosen})
+
+
 def _warm_start(settings: RLSettings) -> TrainingSettings:
     loop, training = settings.loop, settings.training.as_fine_tuning()
-    rate = loop.warm_start_rate or training.learning_rate
-    return training.model_copy(update={"num_epochs": loop.warm_start_epochs, "learning_rate": rate})
+    return training.model_copy(
+        update={
+            "num_epochs": loop.warm_start_epochs,
+            "learning_rate": loop.warm_start_rate or training.learning_rate,
+            "batch_size": loop.warm_start_batch_size or training.batch_size,
+            # It is one call, whose steps are known: the default of an iteration's call would end in noise.
+            "schedule": "linear" if training.schedule == "constant" else training.schedule,
+        }
+    )
 
 
 def _criterion(job: LoopJob) -> SuccessRule | None:

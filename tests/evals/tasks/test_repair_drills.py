@@ -6,8 +6,10 @@ import ast
 import itertools
 import random
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +23,7 @@ from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_o
 from openhands_rl_plugin.testing.samples import sample_episode
 
 V0 = TOOLS["v0"]
-VALUE = r"<parameter={}>(.*?)</parameter>\n(?=<)"
+EDIT = re.compile(r"sed -i -f - (\S+) <<'E' && [^\n]*\n((\d+).*)\nE\n</parameter>", re.DOTALL)
 
 
 def numbered(text: str) -> str:
@@ -62,7 +64,7 @@ def test_errors_are_context_and_what_follows_is_learnt(instances: tuple[Instance
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...], level: int) -> None:
+def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...], level: int, tmp_path: Path) -> None:
     at_level = repair_instances(level, "train")[: len(instances)]  # type: ignore[arg-type]
     episodes = [played(each, 3) for each in at_level]
     found, again = (
@@ -72,18 +74,24 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
     assert found == again and len({each.id for each in found}) == 30
     paths: Counter[str] = Counter()
     for drill in found:
-        system, told, view, shown, edit = (str(node.message.content) for node in drill.nodes)
-        path, old, new = (re.findall(VALUE.format(key), edit, re.DOTALL)[0] for key in ("path", "old_str", "new_str"))
-        wrong = "\n".join(line[7:] for line in shown.split("\n")[1:-1])
-        assert system == "tools" and f"<parameter=path>{path}<" in view and wrong.count(old) == 1
-        right = wrong.replace(old, new)
-        name = [node.name for node in ast.parse(right).body if isinstance(node, ast.FunctionDef)]
-        assert any(wrong in (text for _, text in bugs_in(right, each)) for each in name)
-        line = wrong[: wrong.index(old)].count("\n") + 1
-        file = path.removeprefix("/workspace/repo/")
-        assert (f"The bug is in line {line} of {file}." in told) == (level == 1)
+        system, told, *seen, edit = (str(node.message.content) for node in drill.nodes)
+        file, script, line = re.findall(EDIT, edit)[0]
+        assert [node.sampled for node in drill.nodes] == [False] * (2 + len(seen)) + [True]
         assert file in told and not any(spec_of(each).path in told for each in at_level)
-        paths[path] += 1
+        paths[file] += 1
+        if level == 1:
+            # The line is told, and what changes of it are words: nothing else is needed.
+            assert not seen and f"The bug is in line {line} of {file}:\n" in told and "\n" not in script
+            continue
+        view, shown = seen
+        wrong = "\n".join(line[7:] for line in shown.split("\n")[1:-1])
+        assert system == "tools" and f"<parameter=path>/workspace/repo/{file}<" in view
+        (tmp_path / "wrong.py").write_text(wrong)
+        command = ["sed", "-e", script, str(tmp_path / "wrong.py")]
+        right = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        name = [node.name for node in ast.parse(right).body if isinstance(node, ast.FunctionDef)]
+        assert any(wrong.rstrip() in (found.rstrip() for _, found in bugs_in(right, each)) for each in name)
+        assert f" line {line} of" not in told
     assert len(paths) > 3
 
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import re
+import subprocess
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from openhands_rl_plugin.config.host import TOOLS
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 from openhands_rl_plugin.evals.tasks.repair.oracle import (
     RepairOracle,
     fixed_text,
     oracle_calls,
+    oracle_plan,
     parsed_call,
-    replacement,
 )
 from openhands_rl_plugin.evals.tasks.repair.oracle_server import serve_oracle
 from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_of
 
 V0 = TOOLS["v0"]
-EDIT = re.compile(
-    r"<parameter=command>str_replace</parameter>.*<parameter=old_str>(.*)</parameter>\n"
-    r"<parameter=new_str>(.*)</parameter>\n<parameter=security_risk>",
-    re.DOTALL,
-)
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +32,48 @@ def instances() -> tuple[Instance, ...]:
     return repair_instances(1, "train")
 
 
-def test_edits_end_with_the_fix_and_some_err_before(instances: tuple[Instance, ...]):
-    failed = wrong = 0
+def test_edits_end_with_the_fix_and_some_err_before(instances: tuple[Instance, ...], tmp_path: Path):
+    wrong = 0
     for each in instances:
         spec = spec_of(each)
-        text, applied = spec.files[spec.path], 0
-        for call in oracle_calls(each, V0, 0):
-            if found := EDIT.search(call):
-                once = text.count(found[1]) == 1
-                assert once or found[1].strip() not in text, "OpenHands V1 looks for it without white space, too"
-                text, applied, failed = text.replace(found[1], found[2]), applied + once, failed + (not once)
-                assert once or found[1] not in text
-        assert text.rstrip("\n") == fixed_text(each).rstrip("\n"), each.instance_id
-        wrong += applied > 1
-    assert failed >= len(instances) // 20 and wrong >= len(instances) // 20
+        edits = [call for call in oracle_plan(each, V0, 0) if "sed -i" in call.text]
+        for call in edits:
+            # The file alone: no tests, and nothing is undone.
+            command = parsed_call(call.text)[1]["command"].replace(" && python3 run_tests.py || git checkout .", "")
+            file = tmp_path / spec.path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(spec.files[spec.path])
+            subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+            assert (file.read_text().rstrip("\n") == fixed_text(each).rstrip("\n")) != call.errs, each.instance_id
+        assert [call.errs for call in edits] == [True] * (len(edits) - 1) + [False]
+        wrong += len(edits) > 1
+    assert wrong >= len(instances) // 5
+
+
+def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...], tmp_path: Path):
+    for at, each in enumerate(instances[:12]):
+        spec = spec_of(each)
+        folder = tmp_path / str(at)
+        asyncio.run(RepairBackend().checkout(each, folder))
+        for call in oracle_plan(each, V0, 1):
+            if "sed -i" in call.text:
+                command = parsed_call(call.text)[1]["command"]
+                done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
+                assert call.errs or done.stdout.endswith("0 failed, " + done.stdout.rpartition(", ")[2])
+                undone = "FAILED" in done.stdout
+                assert ((folder / spec.path).read_text() == spec.files[spec.path]) == undone, done.stdout
+        assert (folder / spec.path).read_text().rstrip("\n") == fixed_text(each).rstrip("\n")
+
+
+def test_who_is_told_the_line_tries_first_and_looks_when_that_does_not_help():
+    for level, first in ((1, "sed -i"), (2, "python3 run_tests.py<"), (3, "cat test_")):
+        plans = [oracle_plan(each, V0, 0) for each in repair_instances(level, "train")[:30]]
+        assert all(first in plan[0].text for plan in plans)
+        looks = [next((at for at, call in enumerate(plan) if ">view<" in call.text), None) for plan in plans]
+        if level == 1:
+            assert [at for at in looks] == [1 if plan[0].errs else None for plan in plans]
+        else:
+            assert all(at == level - 1 for at in looks)
 
 
 def test_only_the_names_of_the_tools_are_the_hosts(instances: tuple[Instance, ...]):
@@ -56,13 +82,6 @@ def test_only_the_names_of_the_tools_are_the_hosts(instances: tuple[Instance, ..
         assert [arguments for _, arguments in first] == [arguments for _, arguments in second]
         names = dict(zip(TOOLS["v0"], TOOLS["v1"], strict=True))
         assert [names.get(name, name) for name, _ in first] == [name for name, _ in second]
-
-
-def test_the_fix_is_the_smallest_text_that_is_there_once():
-    edit = replacement("a\nb\na\nc\n", "a\nb\nx\nc\n")
-    assert (edit.old, edit.new) == ("b\na", "b\nx")
-    lost = replacement("a\nc\n", "a\nb\nc\n")
-    assert (lost.old, lost.new) == ("a", "a\nb")
 
 
 def test_the_same_seed_errs_in_the_same_places(instances: tuple[Instance, ...]):

@@ -133,7 +133,9 @@ def test_a_statement_says_less_at_every_level(published: tuple[Instance, ...]):
     spec, test = spec_of(entry.instance), entry.instance.fail_to_pass[0].partition("::")[2]
     one, two, three = (instruction_of(at_level(entry.instance, level)) for level in (1, 2, 3))
     assert all(test in text and "/workspace/repo" in text for text in (one, two, three))
-    assert f"line {spec.line} of {spec.path}" in one and spec.path not in three
+    text = spec.files[spec.path].splitlines()[spec.line - 1].strip()
+    assert f"line {spec.line} of {spec.path}:\n{text}\n" in one and spec.path not in three
+    assert text not in two
     assert f"function {spec.function} in" in two and "line" not in two
 
 

@@ -1,7 +1,8 @@
 """Drills: one edit of a function of Python's standard library with a bug, in the form of a demonstration.
 
 A demonstration teaches how to work, at the price of a whole episode; which edit repairs which bug takes many more
-examples than there are tasks. A drill has the look at the file and the edit only; nothing is run.
+examples than there are tasks. A drill has what is told and the edit only, of which the edit is imitated, and before it
+the look at the file where the line is not told; nothing is run.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from openhands_rl_plugin.config.host import ToolNames
 from openhands_rl_plugin.core.types import Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.positions import parse
+from openhands_rl_plugin.evals.tasks.repair.edits import line_edit
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
-from openhands_rl_plugin.evals.tasks.repair.oracle import edit_call, oracle_plan, replacement
-from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, Level, spec_of, statement
+from openhands_rl_plugin.evals.tasks.repair.oracle import edit_call, oracle_plan
+from openhands_rl_plugin.evals.tasks.repair.rows import Level, spec_of, statement
 from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
 
 _LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site-packages/", "dist-packages/")
-_MOST_OF_A_FUNCTION = 3
+_MOST_OF_A_FUNCTION = 5
 
 
 def lessons(
@@ -67,7 +69,6 @@ def _drills(
     if not count:
         return
     source = random.Random(f"{seed} drills")
-    kinds = [str(spec_of(instance).kind) for _, instance in known]
     functions: list[SlicedFunction] = []
     made = 0
     for turn in range(_MOST_OF_A_FUNCTION):
@@ -81,10 +82,9 @@ def _drills(
             bugs: dict[str, list[str]] = {}
             for kind, text in bugs_in(function.text, function.name):
                 bugs.setdefault(kind, []).append(text)
-            # The kinds as often as in the tasks, of those that the function can have.
-            if not (possible := [kind for kind in kinds if kind in bugs]):
+            if not bugs:
                 continue
-            wrong = source.choice(bugs[source.choice(possible)])
+            wrong = source.choice(bugs[source.choice(sorted(bugs))])
             episode, instance = known[made % len(known)]
             drill = _drill(episode, tools, instance, function, wrong, level)
             if drill is not None:
@@ -119,28 +119,35 @@ def _functions(text: str) -> Iterator[str]:
 def _drill(
     episode: Trajectory, tools: ToolNames, instance: Instance, function: SlicedFunction, wrong: str, level: Level
 ) -> Trajectory | None:
-    """``None`` where the episode does not show the file as ``cat -n`` does."""
-    spec, edit = spec_of(instance), replacement(wrong, function.text)
-    line = wrong[: wrong.index(edit.old)].count("\n") + 1
+    """``None`` where the line that is told is not enough, or the episode does not show the file as ``cat -n`` does."""
+    spec = spec_of(instance)
     # Without the failing test that level 3 names there is nothing to be found: the function is told.
-    told = spec.model_copy(update={"path": function.path, "function": function.name, "line": line})
+    edit = line_edit(wrong, function.text)
+    place = {"path": function.path, "function": function.name, "line": edit.first, "files": {function.path: wrong}}
+    told = spec.model_copy(update=place)
     test = f"test_{function.name.strip('_')}.py::test_1"
     changed = {
         instance.problem_statement: statement(told, 2 if level == 3 else level, [test]),
         _numbered(spec.files[spec.path]): _numbered(wrong),
         spec.path: function.path,
     }
-    shown = _numbered(spec.files[spec.path])
     path = [episode.nodes[at] for at in episode.path()]
     asked = next((at for at, node in enumerate(path) if node.sampled), 0)
-    seen = next((at for at in range(asked + 1, len(path)) if shown in str(path[at].message.content)), 0)
-    if not seen or not path[seen - 1].sampled:
-        return None
-    kept = [*path[:asked], path[seen - 1], path[seen]]
+    text = edit_call(tools, function.path, wrong, function.text)
+    answer = path[asked].message.model_copy(update={"content": text})
+    if level == 1:
+        if not edit.is_of_words:
+            return None
+        kept = path[:asked]
+    else:
+        shown = _numbered(spec.files[spec.path])
+        seen = next((at for at in range(asked + 1, len(path)) if shown in str(path[at].message.content)), 0)
+        if not seen or not path[seen - 1].sampled:
+            return None
+        # To look at the file before the tests were run is not to be imitated.
+        kept = [*path[:asked], path[seen - 1].model_copy(update={"sampled": False}), path[seen]]
     nodes = [_like(node, changed, at) for at, node in enumerate(kept)]
-    text = edit_call(tools, f"/workspace/{DIRECTORY}/{function.path}", edit)
-    answer = nodes[-2].message.model_copy(update={"content": text})
-    nodes.append(nodes[-2].model_copy(update={"parent": len(nodes) - 1, "message": answer}))
+    nodes.append(path[asked].model_copy(update={"parent": len(nodes) - 1, "message": answer}))
     return episode.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})
 
 

@@ -1,4 +1,5 @@
-"""The scripted oracle: it looks at the file, runs the tests, edits, runs them again, and errs now and then on the way.
+"""The scripted oracle: it runs the tests, looks at the file, edits, runs them again, and errs now and then on the way.
+Where it is told the line it begins with an edit.
 
 Its answers are text as OpenHands writes calls for a model without tool calling, with the host's names of its tools.
 They follow from the conversation and a seed, so that the same episodes can be played in any process.
@@ -6,7 +7,6 @@ They follow from the conversation and a seed, so that the same episodes can be p
 
 from __future__ import annotations
 
-import difflib
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,25 +14,20 @@ from typing import NamedTuple
 
 from openhands_rl_plugin.config.host import ToolNames
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, sed_script
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
 from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, RUN_TESTS, RepairSpec, spec_of
 
 ORACLE = "repair-oracle"
-WRONG_FIX, WRONG_TEXT = 0.3, 0.15
-"""Shares of edits that do not repair, and of those whose ``old_str`` is not in the file."""
-MOST_ERRORS = 3
+WRONG_FIX = 0.6
+"""Share of edits that do not repair, where there are others to make."""
+MOST_ERRORS = 4
+_TESTS = {"command": f"python3 {RUN_TESTS}", "security_risk": "LOW"}
+_END = "E"
 _NAME = re.compile(r"\A<function=(\w+)>\n")
 _PARAMETER = re.compile(r"^<parameter=(\w+)>(.*?)</parameter>\n(?=<)", re.DOTALL | re.MULTILINE)
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
-
-
-class Replacement(Frozen):
-    """Lines of a file that are found once in it, and those that take their place."""
-
-    old: str
-    new: str
 
 
 class OracleCall(NamedTuple):
@@ -79,25 +74,27 @@ def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleC
     """The answers of an episode, in their order, and which of them err."""
     spec = spec_of(instance)
     choice = random.Random(f"{seed} {instance.instance_id}")
-    path = f"/workspace/{DIRECTORY}/{spec.path}"
     wrong, right = spec.files[spec.path], fixed_text(instance)
-    look = _call(tools.editor, command="view", path=path, security_risk="LOW")
-    test = _call(tools.shell, command=f"python3 {RUN_TESTS}", security_risk="LOW")
-    calls = [*_search(instance, tools), look, test]
-    plan = [OracleCall(text) for text in calls]
-    for _ in range(MOST_ERRORS):
-        error = choice.random()
-        if error < WRONG_FIX and (other := _other_fix(spec, wrong, right, choice)) is not None:
-            plan += [OracleCall(edit_call(tools, path, replacement(wrong, other)), errs=True), OracleCall(test)]
-            wrong = other
-        elif WRONG_FIX <= error < WRONG_FIX + WRONG_TEXT:
-            edit = replacement(wrong, right)
-            misread = Replacement(old=_misread(edit.old, wrong, choice), new=edit.new)
-            plan.append(OracleCall(edit_call(tools, path, misread), errs=True))
-        else:
+    look = OracleCall(
+        _call(tools.editor, command="view", path=f"/workspace/{DIRECTORY}/{spec.path}", security_risk="LOW")
+    )
+    plan: list[OracleCall] = []
+    told = f" line {spec.line} of {spec.path}:" in instance.problem_statement
+    if not told:
+        plan += [*map(OracleCall, (*_search(instance, tools), _call(tools.shell, **_TESTS))), look]
+    others = _other_edits(spec, wrong, right)
+    choice.shuffle(others)
+    for at, other in enumerate(others[:MOST_ERRORS]):
+        if choice.random() >= WRONG_FIX:
             break
-    end = [edit_call(tools, path, replacement(wrong, right)), test, _call("finish", message="The tests pass.")]
-    return [*plan, *map(OracleCall, end)]
+        plan.append(OracleCall(edit_call(tools, spec.path, wrong, other), errs=True))
+        # Who was told the line tries first, which is cheap, and looks at what is around it when that does not help.
+        plan += [look] if told and not at else []
+    return [
+        *plan,
+        OracleCall(edit_call(tools, spec.path, wrong, right)),
+        OracleCall(_call("finish", message="The tests pass.")),
+    ]
 
 
 def parsed_call(text: str) -> tuple[str, dict[str, str]]:
@@ -126,58 +123,31 @@ def fixed_text(instance: Instance) -> str:
     return "".join([*new, *old[at:]])
 
 
-def replacement(old: str, new: str) -> Replacement:
-    """The smallest run of whole lines that makes ``new`` of ``old`` and is found once."""
-    before, after = old.splitlines(), new.splitlines()
-    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    changed = [each for each in codes if each[0] != "equal"]
-    first, last = changed[0][1], changed[-1][2]
-    tail, end = len(before) - last, changed[-1][4]
-    start = changed[0][3]
-    while True:
-        text = "\n".join(before[first:last])
-        if text.strip() and old.count(text) == 1:
-            return Replacement(old=text, new="\n".join(after[start:end]))
-        if first > 0:
-            first, start = first - 1, start - 1
-        elif tail > 0:
-            last, end, tail = last + 1, end + 1, tail - 1
-        else:
-            return Replacement(old=old.rstrip("\n"), new=new.rstrip("\n"))
-
-
 def _search(instance: Instance, tools: ToolNames) -> Iterator[str]:
     """What has to be found out first where the statement does not name the file."""
     if spec_of(instance).path not in instance.problem_statement:
         yield _call(tools.shell, command=f"cat {instance.fail_to_pass[0].partition('::')[0]}", security_risk="LOW")
 
 
-def _other_fix(spec: RepairSpec, wrong: str, right: str, choice: random.Random) -> str | None:
-    """A text that differs from ``right`` where ``wrong`` does, in another way; ``None`` where there is none."""
-    place = _changed_lines(right, wrong)
-    others = sorted(text for _, text in bugs_in(right, spec.function) if text != wrong)
-    near = [text for text in others if _changed_lines(right, text) == place and replacement(wrong, text).new.strip()]
-    return choice.choice(near) if near else None
+def _other_edits(spec: RepairSpec, wrong: str, right: str) -> list[str]:
+    """Texts that differ from ``wrong`` in one place of the lines in which ``right`` does, and are not ``right``."""
+    place = line_edit(wrong, right)
+    found: list[str] = []
+    for _, text in bugs_in(wrong, spec.function):
+        edit = line_edit(wrong, text)
+        if place.first <= edit.first and edit.last <= place.last and text.rstrip("\n") != right.rstrip("\n"):
+            found.append(text)
+    return found
 
 
-def _changed_lines(old: str, new: str) -> tuple[int, int]:
-    codes = difflib.SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False).get_opcodes()
-    changed = [each for each in codes if each[0] != "equal"]
-    return changed[0][1], changed[-1][2]
-
-
-def _misread(text: str, file: str, choice: random.Random) -> str:
-    """The text with one thing read wrongly (a quote, the indentation, a bracket), so that it is not in the file, not
-    even without the white space around it: OpenHands V1 looks for that, too."""
-    deeper = text.replace("\n", "\n ", 1)
-    options = [text.replace("'", '"'), deeper, text.replace("(", "", 1), text.replace("_", "", 1), f"{text};"]
-    return choice.choice([each for each in options if each.strip() not in file])
-
-
-def edit_call(tools: ToolNames, path: str, edit: Replacement) -> str:
-    """An edit of a file."""
-    changed = {"old_str": edit.old, "new_str": edit.new}
-    return _call(tools.editor, command="str_replace", path=path, **changed, security_risk="MEDIUM")
+def edit_call(tools: ToolNames, path: str, old: str, new: str) -> str:
+    """The edit that makes the text ``new`` of the text ``old`` of a file of the repository and the tests after it,
+    which is undone where they fail: the next one begins from the text that is known."""
+    # The script has a here-document of its own: nothing in it needs quotes for the shell.
+    ran = f"{_TESTS['command']} || git checkout ."
+    command = f"sed -i -f - {path} <<'{_END}' && {ran}\n{sed_script(old, new)}\n{_END}"
+    # OpenHands writes a value of several lines on lines of its own.
+    return _call(tools.shell, command=f"\n{command}\n", security_risk="MEDIUM")
 
 
 def _call(name: str, **arguments: str) -> str:

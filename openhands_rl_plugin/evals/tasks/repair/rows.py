@@ -63,14 +63,19 @@ def repository_files(spec: RepairSpec) -> dict[str, str]:
 
 
 def statement(spec: RepairSpec, level: Level, failing: Sequence[str]) -> str:
-    """What the agent is told: the failing test; at level 2 the function, at level 1 its line, too."""
+    """What the agent is told: the failing test; at level 2 the function, at level 1 its line and how that reads, too.
+
+    The line stands alone without its indentation, as it has to be written in an edit: small models copy a text that
+    they are given far better than one that they have to find by its number.
+    """
     file, _, test = failing[0].partition("::")
+    line = spec.files[spec.path].split("\n")[spec.line - 1].strip()
     where = {
-        1: f"The bug is in line {spec.line} of {spec.path}.",
-        2: f"The bug is in the function {spec.function} in {spec.path}.",
-        3: "Find the bug in the code that it tests.",
+        1: f"The bug is in line {spec.line} of {spec.path}:\n{line}\n",
+        2: f"The bug is in the function {spec.function} in {spec.path}. ",
+        3: "Find the bug in the code that it tests. ",
     }[level]
-    return f"{test} in {file} fails. {where} Fix it, do not change the tests. Run the tests: python3 {RUN_TESTS}"
+    return f"{test} in {file} fails. {where}Fix it, do not change the tests. Run the tests: python3 {RUN_TESTS}"
 
 
 def at_level(instance: Instance, level: Level) -> Instance:

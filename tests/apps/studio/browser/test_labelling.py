@@ -75,7 +75,8 @@ def test_a_comment_on_tokens_is_stored_shown_and_exported(pages: Pages, seeded: 
     page.locator(f'[data-t="2.{start}"]').click()
     page.get_by_role("button", name="4 tokens of node 2").click()
     page.wait_for_function(f"() => location.search.includes('tokens=2.{start + 3}-{start + 6}')")
-    assert "here it goes wrong" in page.locator(".hover").inner_text()
+    # The tokens are pointed at after the address has changed.
+    page.locator(".hover .remark", has_text="here it goes wrong").wait_for()
     # A selection that is drawn with the mouse, and one of the prompt, about which nothing can be said.
     boxes = [page.locator(f'[data-t="2.{start + at}"]').bounding_box() for at in (8, 9)]
     assert boxes[0] is not None and boxes[1] is not None
