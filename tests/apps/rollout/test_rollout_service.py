@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +28,7 @@ from openhands_rl_plugin.apps.rollout.service.callbacks import send_due
 from openhands_rl_plugin.apps.rollout.service.keeper import Keeper
 from openhands_rl_plugin.apps.rollout.service.queue import JobQueue
 from openhands_rl_plugin.apps.rollout.service.worker import Orders, work
+from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.config.rollouts import ServiceOptions
 from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.models.balancing.balancer import Balancer, running_balancer
@@ -134,6 +137,20 @@ def test_what_cannot_be_played_is_refused_at_once(client: TestClient, given: dic
     assert client.get("/tasks").json() == {"tasks": []}
 
 
+def test_a_host_that_is_not_installed_is_refused(client: TestClient):
+    for host in {"v0", "v1"} - set(installed_hosts()):
+        answer = client.post("/rollout/task/submit", json=submission(agent={"harness": f"openhands_{host}"}))
+        assert answer.status_code == 422 and "pip install" in answer.json()["detail"], answer.text
+
+
+def test_workers_read_their_orders():
+    full = service(config=Path("config.toml"), cache=Path("cache"), prepared=2, strategy="BestOfN", temperature=0.5)
+    several = ServiceOptions(base_urls=("http://a/v1", "http://b/v1"), model="base")
+    for options in (service(), full, several, several.settled):
+        orders = Orders(folder=Path("/store"), service=options, balancer="http://127.0.0.1:1")
+        assert Orders.from_line(orders.model_dump_json().encode() + b"\n") == orders
+
+
 def test_a_key_may_come_as_polars_clients_send_it():
     door = RolloutDoor("right")
     assert door.refusal("POST", "/rollout/task/submit", {"x-polar-control-token": "right"}) is None
@@ -216,7 +233,7 @@ def test_bad_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_service_is_killed_while_it_plays(tmp_path: Path):
-    """The server, or one of its workers, at random moments; at the end every episode was played to its end once."""
+    """The server at random moments, and workers alone; at the end every episode was played to its end once."""
     chance, store, done = random.Random(11), tmp_path / "store", dict[str, Any]()
     with instant_model(delay=0.3) as model:
         command = [sys.executable, "-m", "openhands_rl_plugin", "rollouts", "serve", "--store", str(store)]
@@ -233,6 +250,8 @@ def test_the_service_is_killed_while_it_plays(tmp_path: Path):
                     time.sleep(chance.uniform(0.0, 3.0))
                     process.kill()
                 else:
+                    (worker,) = children(process.pid)
+                    os.kill(worker, signal.SIGKILL)
                     while (done := httpx.get(f"{url}/rollout/task/a").json())["status"] == "running":
                         time.sleep(0.2)
                     process.terminate()
@@ -240,6 +259,12 @@ def test_the_service_is_killed_while_it_plays(tmp_path: Path):
     ids = [each["metadata"]["openhands_rl"]["trajectory_id"] for each in done["results"]]
     stored = asyncio.run(finished(store))
     assert sorted(stored) == sorted(ids) and len(set(ids)) == 6
+
+
+def children(pid: int) -> list[int]:
+    """A process is listed below the thread that started it."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 async def finished(folder: Path) -> list[str]:

@@ -21,6 +21,7 @@ from openhands_rl_plugin.apps.rollout.service.keeper import Keeper
 from openhands_rl_plugin.apps.rollout.service.queue import ConflictError, FullError, JobQueue
 from openhands_rl_plugin.apps.rollout.service.requests import TaskRequest
 from openhands_rl_plugin.apps.rollout.service.summaries import sessions_of, status_of, tasks_of
+from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rollouts import ServiceOptions
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.redaction import redact_text
@@ -61,7 +62,7 @@ class Tasks:
     def _check(self, asked: TaskRequest) -> None:
         options = asked.options(self._service, 0, "check")
         assert asked.task
-        options.settings()
+        host_of(options.settings())
 
     async def get(self, request: Request) -> Response:
         """``GET /rollout/task/{task_id}``."""

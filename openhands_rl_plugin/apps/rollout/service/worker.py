@@ -57,6 +57,11 @@ class Orders(Frozen):
     service: ServiceOptions
     balancer: str = ""
 
+    @classmethod
+    def from_line(cls, line: bytes) -> Orders:
+        """From a line of JSON; not strictly, because JSON has no paths and no tuples."""
+        return cls.model_validate_json(line, strict=False)
+
 
 class _Held:
     """An episode that this worker has."""
@@ -240,7 +245,7 @@ async def work(orders: Orders, stopped: asyncio.Event) -> None:
 
 
 async def _main() -> None:
-    orders = Orders.model_validate_json(sys.stdin.buffer.readline())
+    orders = Orders.from_line(sys.stdin.buffer.readline())
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     threading.Thread(target=_wait_for_the_end, args=(loop, stopped), daemon=True).start()
     await work(orders, stopped)
