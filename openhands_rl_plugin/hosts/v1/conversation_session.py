@@ -23,7 +23,7 @@ from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime, runtime_of
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.endings import BOUNDARY, said_finish
-from openhands_rl_plugin.hosts.v1.prices import prices_of
+from openhands_rl_plugin.hosts.v1.prices import price_of
 from openhands_rl_plugin.hosts.v1.session_tools import SessionTools, session_tools
 
 _CONTINUE = (
@@ -153,6 +153,7 @@ class ConversationSession:
     def _llm(self, usage: str) -> LLM:
         serving, options = self._settings.serving, self._options
         model = f"openai/{self._episode.request.served_model or serving.model}"
+        price = price_of(model)
         return LLM(
             model=model,
             base_url=serving.base_url,
@@ -167,7 +168,8 @@ class ConversationSession:
             caching_prompt=False,
             disable_vision=True,
             reasoning_effort=None,
-            **prices_of(model),
+            input_cost_per_token=price,
+            output_cost_per_token=price,
         )
 
     def _condenser(self) -> CondenserBase | None:

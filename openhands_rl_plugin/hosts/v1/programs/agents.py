@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.hosts.v1.agent import RLAgent
-from openhands_rl_plugin.hosts.v1.prices import prices_of
+from openhands_rl_plugin.hosts.v1.prices import price_of
 
 log = logging.getLogger("openhands")
 
@@ -52,7 +52,9 @@ def make_llm(section: JsonObject) -> LLM:
     if unknown := sorted(set(section) - set(known)):
         log.warning("openhands_rl_plugin: [llm] %s: not a setting of this OpenHands, ignored", ", ".join(unknown))
     try:
-        return LLM.model_validate({**_DEFAULTS, **prices_of(str(known.get("model", ""))), **known})
+        price = price_of(str(known.get("model", "")))
+        costs = {"input_cost_per_token": price, "output_cost_per_token": price}
+        return LLM.model_validate({**_DEFAULTS, **costs, **known})
     except ValidationError as error:
         # Never the value: it may be a key.
         lines = (f"[llm] {at[-1] if at else ''}: {what.partition(', got ')[0]}" for at, what in problems(error, LLM))
