@@ -47,5 +47,7 @@ def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
     except ConfigError as error:
         missing = "no commit yet (`git add`, `git commit`)" if commit == "HEAD" else f"no commit {commit}"
         raise ConfigError(f"--repo {path} has {missing}: tasks are made of commits") from error
-    changed = 0 if bare else len(git.text("status", "--porcelain", "--untracked-files=no").splitlines())
+    # Without its locks git writes nothing into a repository that is only looked at.
+    status = ("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+    changed = 0 if bare else len(git.text(*status).splitlines())
     return OwnRepository(root=root, name=package_name(root), commit=found, uncommitted=changed)

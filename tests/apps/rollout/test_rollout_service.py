@@ -166,6 +166,7 @@ async def ended(queue: JobQueue, task_id: str) -> dict[str, Any]:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_worker_plays(model: ScriptedModel, queue: JobQueue, client: TestClient, tmp_path: Path):
     """Two episodes as Polar's bridges read them, another that nobody can play, the callback, and one that is deleted
     while it is played and leaves its place to them."""

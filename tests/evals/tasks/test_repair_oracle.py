@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -54,11 +55,14 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
     for at, each in enumerate(instances[:12]):
         spec = spec_of(each)
         folder = tmp_path / str(at)
-        asyncio.run(RepairBackend().checkout(each, folder))
+        checkout = asyncio.run(RepairBackend().checkout(each, folder))
         for call in oracle_plan(each, V0, 1):
             if "sed -i" in call.text:
                 command = parsed_call(call.text)[1]["command"]
-                done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
+                environment = {"PATH": os.environ["PATH"], **checkout.variables}
+                done = subprocess.run(
+                    ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+                )
                 assert call.errs or done.stdout.endswith("0 failed, " + done.stdout.rpartition(", ")[2])
                 undone = "FAILED" in done.stdout
                 assert ((folder / spec.path).read_text() == spec.files[spec.path]) == undone, done.stdout

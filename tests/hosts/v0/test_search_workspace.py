@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +98,10 @@ def mcts(**more: Any) -> dict[str, Any]:
 
 
 def leftovers() -> list[str]:
-    return [path.name for path in Path(tempfile.gettempdir()).glob("openhands-rl-*")]
+    """Of this process: the other tests' processes come and go beside it."""
+    found = [path.name for path in Path(tempfile.gettempdir()).glob("openhands-rl-*")]
+    owned = [name for name in found if re.search(r"-\d+-", name)]
+    return [name for name in found if name not in owned or f"-{os.getpid()}-" in name]
 
 
 @pytest.mark.shows("search in forks: MCTS, ToT")

@@ -52,7 +52,9 @@ class RepairBackend:
                 f"{instance.instance_id}: its files give commit {commit[:12]}, not {instance.base_commit[:12]}; the row"
                 " has been changed"
             )
-        return with_own_interpreter(directory)
+        checkout = with_own_interpreter(directory)
+        # A compiled module counts as that of another text of the same size and second: edits may be that quick.
+        return checkout.model_copy(update={"variables": {**checkout.variables, "PYTHONDONTWRITEBYTECODE": "1"}})
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
