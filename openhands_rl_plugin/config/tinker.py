@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, model_validator
 
+from openhands_rl_plugin.config.engines import refused_keys
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers.door import is_loopback
@@ -79,10 +80,9 @@ class TinkerSettings(Settings):
 
 def refused_by_tinker(training: BaseModel) -> str:
     """What of ``[rl.training]`` cannot be done by the service, and what to set; empty where all can."""
-    values, fields = training.model_dump(), type(training).model_fields
-    for name in _WITHOUT_EFFECT:
-        if values[name] != (default := fields[name].default):
-            return f'engine = "tinker" has no {name} = {_toml(values[name])}: set {_toml(default)}, or engine = "local"'
+    if found := refused_keys("tinker", training, _WITHOUT_EFFECT):
+        return found
+    values = training.model_dump()
     if values["lora_alpha"] != ALPHA:
         return f'engine = "tinker" trains with lora_alpha = {ALPHA} only: set that, or engine = "local"'
     targets = frozenset(values["target_modules"])
@@ -92,7 +92,3 @@ def refused_by_tinker(training: BaseModel) -> str:
             'both: set target_modules to that, or engine = "local"'
         )
     return ""
-
-
-def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value:g}"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from openhands_rl_plugin.config.engines import toml_value
 from openhands_rl_plugin.config.fields import Settings
 from openhands_rl_plugin.config.tinker import refused_by_tinker
+from openhands_rl_plugin.config.trl import refused_by_trl
 from openhands_rl_plugin.core.errors import ConfigError
 
 AlgorithmName = Literal[
@@ -29,6 +31,9 @@ AlgorithmName = Literal[
 
 # PEFT's options for weights beside the low-rank ones.
 _UNSERVABLE = ("modules_to_save", "bias", "lora_bias", "use_dora", "trainable_token_indices")
+
+_REFUSED_BY: Mapping[str, Callable[[BaseModel], str]] = {"tinker": refused_by_tinker, "trl": refused_by_trl}
+"""What an engine cannot do of these settings; ``"local"`` can do all."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,10 @@ class TrainingSettings(Settings):
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
     renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
 
-    engine: Literal["local", "tinker"] = Field(
-        default="local", description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]"
+    engine: Literal["local", "tinker", "trl"] = Field(
+        default="local",
+        description="what trains: local: this machine; trl: TRL's GRPOTrainer on it; tinker: the Tinker API, see "
+        "[rl.tinker]",
     )
     algorithm: AlgorithmName = Field(
         default="reinforce++-baseline",
@@ -288,7 +295,7 @@ class TrainingSettings(Settings):
             )
         if self.tree == "proposals":
             self._check_proposals()
-        if self.engine == "tinker" and (found := refused_by_tinker(self)):
+        if found := _REFUSED_BY.get(self.engine, lambda _: "")(self):
             raise ValueError(found)
         if self.method == "full" and self.adapt_experts:
             raise ValueError(
@@ -353,16 +360,10 @@ class TrainingSettings(Settings):
             other = getattr(self, only.where) if only.where else ""
             if name == "fixed_length" and self.algorithm == "dr-grpo" and other == "auto":
                 continue  # the aggregation of Dr. GRPO's paper is "fixed"
-            said, leave = f"{name} = {_toml(value)} has no effect", f"leave {_toml(field.default)}"
+            said, leave = f"{name} = {toml_value(value)} has no effect", f"leave {toml_value(field.default)}"
             if self.algorithm not in only.algorithms:
                 known = ", ".join(only.algorithms)
                 yield name, f'{said} on algorithm = "{self.algorithm}": {leave}; algorithms that use it: {known}'
             elif only.where and other not in only.values:
-                wanted = " or ".join(map(_toml, only.values))
-                yield name, f"{said} where {only.where} = {_toml(other)}: {leave}, or set {only.where} = {wanted}"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
+                wanted = " or ".join(map(toml_value, only.values))
+                yield name, f"{said} where {only.where} = {toml_value(other)}: {leave}, or set {only.where} = {wanted}"

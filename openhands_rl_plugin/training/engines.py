@@ -23,4 +23,8 @@ def make_trainer(
         from openhands_rl_plugin.training.tinker.trainer import TinkerTrainer
 
         return TinkerTrainer(training, settings.tinker, base_model, adapter=adapter)
+    if training.engine == "trl":
+        from openhands_rl_plugin.training.trl.trainer import TRLTrainer
+
+        return TRLTrainer(model, training, base_model, adapter=adapter)
     return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)

@@ -135,7 +135,7 @@ class Reinforcement:
         """``sum(weights * (correction * (objective + kl_coefficient * kl) - entropy_coefficient * entropy))``."""
         tokens = _token_batch(one)
         recorded = one.tokens([item.recorded for item in one.items])
-        correction = self._correction(tokens, recorded)
+        correction = correction_of(self._settings, tokens, recorded)
         losses = self._losses(tokens) * correction
         divergence = 0.0
         if self._kl_in_loss and self._settings.kl != "none":
@@ -164,16 +164,6 @@ class Reinforcement:
                 return objectives.cispo(tokens, low=self._low, high=self._high)
             case _:
                 return objectives.ppo(tokens, low=self._low, high=self._high, dual=self._settings.dual_clip or None)
-
-    def _correction(self, tokens: TokenBatch, recorded: Tensor) -> Tensor:
-        return objectives.correction_weights(
-            tokens,
-            recorded,
-            mode=self._settings.correction,
-            level=self._settings.correction_level,
-            low=self._settings.correction_low,
-            high=self._settings.correction_high,
-        )
 
     def _diagnose(
         self, tokens: TokenBatch, entropies: Tensor, recorded: Tensor, divergence: float, correction: Tensor
@@ -238,6 +228,18 @@ def _token_batch(one: MicroBatch) -> TokenBatch:
         advantages=one.tokens([item.advantages for item in one.items]),
         sequence=one.sequence,
         sequences=len(one.items),
+    )
+
+
+def correction_of(settings: TrainingSettings, tokens: TokenBatch, recorded: Tensor) -> Tensor:
+    """[K]: the importance weights of the old policy's tokens, as the settings correct what another one sampled."""
+    return objectives.correction_weights(
+        tokens,
+        recorded,
+        mode=settings.correction,
+        level=settings.correction_level,
+        low=settings.correction_low,
+        high=settings.correction_high,
     )
 
 

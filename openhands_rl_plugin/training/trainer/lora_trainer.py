@@ -22,6 +22,9 @@ class LoraTrainer(LocalTrainer):
     ``TrainingError`` when the model or the adapter cannot be used.
     """
 
+    ENGINE = "local"
+    """The value of ``[rl.training] engine`` that this trainer is."""
+
     def __init__(
         self,
         model_path: str | Path,
@@ -29,7 +32,7 @@ class LoraTrainer(LocalTrainer):
         *,
         adapter: Adapter | None = None,
     ) -> None:
-        if settings.engine != "local":
+        if settings.engine != self.ENGINE:
             raise ConfigError(
                 f'[rl.training] engine = "{settings.engine}": this trains on this machine only, unlike `train` and '
                 '`loop`: set "local"'
@@ -37,12 +40,19 @@ class LoraTrainer(LocalTrainer):
         if adapter is not None:
             _check_file(adapter)
             check_start(adapter, settings)
-        self._adapter = _policy_class(settings)(model_path, settings)
+        self._adapter = self._open(model_path, settings)
         if adapter is not None:
             self._adapter.load(Path(adapter.path))
         if is_sharded(settings.sharding):
             self._adapter.shard()
         super().__init__(self._adapter, settings, version=adapter.version if adapter is not None else 0)
+
+    def _open(self, model_path: str | Path, settings: TrainingSettings) -> TrainablePolicy:
+        if settings.method != "qlora":
+            return TrainablePolicy(model_path, settings)
+        from openhands_rl_plugin.training.policies.quantised import QuantisedPolicy  # needs bitsandbytes
+
+        return QuantisedPolicy(model_path, settings)
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -53,14 +63,6 @@ class LoraTrainer(LocalTrainer):
         """Write the adapter in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
         directory.mkdir(parents=True, exist_ok=True)
         self._adapter.save(directory)
-
-
-def _policy_class(settings: TrainingSettings) -> type[TrainablePolicy]:
-    if settings.method != "qlora":
-        return TrainablePolicy
-    from openhands_rl_plugin.training.policies.quantised import QuantisedPolicy  # needs bitsandbytes
-
-    return QuantisedPolicy
 
 
 def _check_file(adapter: Adapter) -> None:

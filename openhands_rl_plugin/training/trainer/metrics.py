@@ -83,6 +83,11 @@ class RunningMetrics:
     tokens: int = 0
     seconds: float = 0.0
 
+    def skip(self, samples: int, *, whole: bool) -> None:
+        """Count samples of a batch that had no gradient; ``whole``: there were no others."""
+        self.skipped_samples += samples
+        self.skipped_steps += whole
+
     def metrics(self, samples: int, staleness: float) -> TrainMetrics:
         """The metrics of the call."""
         steps = len(self.losses)

@@ -55,6 +55,9 @@ from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
 OnProgress = Callable[[TrainProgress], None]
 """Called after every optimiser step."""
 
+OnStep = Callable[[int, Sequence[TrainingSample], Diagnostics], None]
+"""Called after each step of a call: its number, its batch, its diagnostics, which have no tokens if it was skipped."""
+
 WITHOUT_EFFECT = {"checkpoint_steps", "sharding", "tracker", "keep_token_notes"}
 """Settings that the result of a call does not depend on."""
 
@@ -212,9 +215,8 @@ class Trainer(ABC):
             closing(self._notes),
             tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker,
         ):
-            for number, batch in enumerate(order[done:], start=done + 1):
-                self._notes.begin_step(number)
-                found = self._step(batch, loss, tally)
+
+            def advanced(number: int, batch: Sequence[TrainingSample], found: Diagnostics) -> None:
                 tally.seconds = time.monotonic() - started
                 progress = _progress(number, len(order), found, tally)
                 record = self._record(progress, found, tally)
@@ -228,6 +230,8 @@ class Trainer(ABC):
                     kept.save(self._state() | old, self._counters() | counters, number)
                 if on_progress is not None:
                     on_progress(progress)
+
+            self._run([*enumerate(order, start=1)][done:], loss, tally, advanced)
         if kept is not None:
             self.pending.add(kept)
         return tally.metrics(len(items), staleness(samples, newest))
@@ -288,27 +292,39 @@ class Trainer(ABC):
             scale_negative_advantages(items, self.settings.negative_scale)
         return done, first_step, tally, recomputed
 
-    def _step(self, batch: list[TrainingSample], loss: MicroBatchLoss, tally: RunningMetrics) -> Diagnostics:
-        """One optimiser step; skipped if no sample of the batch has a gradient."""
-        live = [item for item in batch if loss.counts(item)]
-        tally.skipped_samples += len(batch) - len(live)
-        if not live:
-            tally.skipped_steps += 1
-            return Diagnostics()
-        weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
-        self._rate = self._learning_rate(self.step)
-        total, norm, diagnostics = self._update(live, [weights[id(item)] for item in live], loss)
+    def _run(
+        self,
+        steps: Sequence[tuple[int, list[TrainingSample]]],
+        loss: MicroBatchLoss,
+        tally: RunningMetrics,
+        advanced: OnStep,
+    ) -> None:
+        """Make the optimiser steps of a call, each by its number and its batch."""
+        for number, batch in steps:
+            self._notes.begin_step(number)
+            live, weights = weighted(batch, loss)
+            found = Diagnostics()
+            if live:
+                self._rate = self._learning_rate(self.step)
+                total, norm, found = self._update(live, weights, loss)
+                self._count(live, total, norm, found, tally)
+            tally.skip(len(batch) - len(live), whole=not live)
+            advanced(number, batch, found)
+
+    def _count(
+        self, live: Sequence[TrainingSample], total: float, norm: float, found: Diagnostics, tally: RunningMetrics
+    ) -> None:
+        """Count one optimiser step by these samples."""
         self.step += 1
         return_freed_memory()
         if not tally.losses:
             # Before the first step the difference from the recorded logprobs does not come from training.
-            tally.drift = diagnostics.drift
+            tally.drift = found.drift
         tally.losses.append(total)
         tally.norms.append(norm)
         tally.tokens += sum(len(item.sample.input_ids) for item in live)
-        means = asdict(Diagnostics(tally.trained_tokens, **tally.means) + diagnostics)
+        means = asdict(Diagnostics(tally.trained_tokens, **tally.means) + found)
         tally.trained_tokens, tally.means = means.pop("tokens"), means
-        return diagnostics
 
     def _token_notes(self, run: Path | None, name: str, steps: int, done: int) -> TokenNotes:
         return TokenNotes(self.settings, run, name, self._version, self._ranks.rank, steps=steps, done=done)
@@ -319,6 +335,15 @@ class Trainer(ABC):
         own = {"step": self.step, "learning_rate": self._rate, "seconds": tally.seconds, "tokens_per_second": speed}
         own["packed"] = float(self._policy.packing.packed)
         return own | asdict(progress) | asdict(found)
+
+
+def weighted(batch: Sequence[TrainingSample], loss: MicroBatchLoss) -> tuple[list[TrainingSample], list[float]]:
+    """The samples of an optimiser batch that have a gradient, and the weight of a token of each."""
+    live = [item for item in batch if loss.counts(item)]
+    if not live:
+        return [], []
+    weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
+    return live, [weights[id(item)] for item in live]
 
 
 def _progress(number: int, total: int, found: Diagnostics, tally: RunningMetrics) -> TrainProgress:

@@ -1,0 +1,1 @@
+"""Training by TRL's GRPOTrainer, on rows of ours: ``trainer`` first."""
