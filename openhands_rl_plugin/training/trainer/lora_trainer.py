@@ -34,8 +34,7 @@ class LoraTrainer(LocalTrainer):
     ) -> None:
         if settings.engine != self.ENGINE:
             raise ConfigError(
-                f'[rl.training] engine = "{settings.engine}": this trains on this machine only, unlike `train` and '
-                '`loop`: set "local"'
+                f'[rl.training] engine = "{settings.engine}": only `train` and `loop` train by it; set "{self.ENGINE}"'
             )
         if adapter is not None:
             _check_file(adapter)

@@ -60,17 +60,14 @@ class Trained:
     rate: Callable[[int], float]
 
 
-def check_package() -> None:
-    """Raise ``ConfigError`` unless TRL is installed in a version that fits."""
+def check_package(what: str = '[rl.training] engine = "trl"') -> None:
+    """Raise ``ConfigError`` unless TRL is installed in a version that ``what`` fits."""
     try:
         found = Version(version("trl"))
     except (PackageNotFoundError, InvalidVersion) as error:
-        raise ConfigError(f'[rl.training] engine = "trl" needs TRL, which is not installed: {_INSTALL}') from error
+        raise ConfigError(f"{what} needs TRL, which is not installed: pip install '{PACKAGE}'") from error
     if not Version(OLDEST) <= found < Version(BELOW):
-        raise ConfigError(f'[rl.training] engine = "trl" does not know TRL {found}: {_INSTALL}')
-
-
-_INSTALL = f"pip install '{PACKAGE}', or set engine = \"local\""
+        raise ConfigError(f"{what} does not know TRL {found}: pip install '{PACKAGE}'")
 
 
 def train_rows(
@@ -97,7 +94,7 @@ def _package() -> Any:
     try:
         return importlib.import_module("trl")
     except ImportError as error:
-        raise ConfigError(f"TRL {version('trl')} cannot be imported here ({describe(error)}): {_INSTALL}") from error
+        raise ConfigError(f"TRL {version('trl')} cannot be imported here: {describe(error)}") from error
 
 
 def _rows_trainer(

@@ -168,5 +168,5 @@ def test_another_machine_room_says_what_it_lacks(model: Path) -> None:
     lacks = "pip install 'tinker" if importlib.util.find_spec("tinker") is None else "no route to the Tinker service"
     with pytest.raises((ConfigError, TrainingError), match=lacks):
         make_trainer(model, SETTINGS, settings, "tiny", None)
-    with pytest.raises(ConfigError, match="trains on this machine only"):
+    with pytest.raises(ConfigError, match="only `train` and `loop` train by it"):
         LoraTrainer(model, SETTINGS)
