@@ -202,7 +202,7 @@ class PolicyTraining(TrainingRun):
         print(memory_line(self._args.model, self._training, longest, free=free), flush=True)
         if self._whole and self._ranks is None and dataset.samples and not self._args.dry_run:
             check_fits(self._args.model, self._training, longest, free)
-        if self._ranks is not None and self._training.sharding != "none":
+        if self._ranks is not None and self._training.sharding != "none" and self._training.engine == "local":
             share = estimate_share(self._args.model, self._training, longest, self._ranks.size).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 

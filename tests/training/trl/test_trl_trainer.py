@@ -40,7 +40,8 @@ SETTINGS = TrainingSettings(
     lora_alpha=8,
 )
 ALGORITHMS = {
-    **{name: {} for name in ("grpo", "reinforce++-baseline", "rloo", "dr-grpo", "dapo", "gspo", "sft")},
+    **{name: {} for name in ("grpo", "reinforce++-baseline", "dr-grpo", "dapo", "gspo", "sft")},
+    "rloo": {"gradient_checkpointing": True},
     "cispo": {"cispo_low": 1.0},
     "reinforce++": {"correction": "truncate", "dual_clip": 3.0},
 }
