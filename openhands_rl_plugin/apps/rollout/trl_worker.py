@@ -39,10 +39,11 @@ class TRLRolloutWorker:
     their segments with the group's advantages. What TRL calls a group is one here.
 
     ``options`` name the endpoint; an episode ends on the version that it began on. ``served``: what the endpoint calls
-    a version; by default ``trl-policy-v3``, as TRL publishes an adapter, and 0 is ``options.model``. ``groups`` are
-    played at the same time, and wait while ``queue_rows`` are queued, which are best those of a step or two: what waits
-    for more steps than ``max_staleness``, TRL throws away. Failed episodes are left out, and so are groups whose
-    rewards are equal. Raises ``ConfigError``; what goes wrong later, ``check_health`` raises in the trainer.
+    a version; by default ``trl-policy-v3``, as TRL publishes an adapter, and 0 is ``options.model``. ``temperature`` is
+    that of ``AsyncGRPOConfig``. ``groups`` are played at the same time, and wait while ``queue_rows`` are queued, best
+    those of a step or two: what waits for more steps than ``max_staleness``, TRL throws away. Failed episodes are left
+    out, and so are groups whose rewards are equal. Raises ``ConfigError``; what goes wrong later, ``check_health``
+    raises in the trainer.
     """
 
     def __init__(
@@ -55,12 +56,20 @@ class TRLRolloutWorker:
         group_size: int = 8,
         groups: int = 4,
         queue_rows: int = 64,
+        temperature: float = 1.0,
         served: Callable[[int], str] | None = None,
     ) -> None:
         check_package("a rollout worker")
-        if not tasks or group_size < 2 or groups < 1:
-            raise ConfigError("a rollout worker needs a task, groups of two episodes or more, and one group at a time")
+        if not tasks or group_size < 2 or min(groups, queue_rows) < 1:
+            raise ConfigError("a rollout worker needs a task, groups of two episodes or more, and room for one group")
         self._settings = options.settings()
+        sampled = self._settings.sampling.temperature
+        if sampled != temperature:
+            raise ConfigError(
+                f"[rl.sampling] temperature is {sampled:g} and that of the trainer {temperature:g}: logprobs at two "
+                "temperatures have no ratio; set both to one value"
+            )
+        self._temperature = temperature
         self._tasks, self._options, self._storage = tasks, options, storage
         self._estimator, self._size, self._groups = ESTIMATORS[algorithm], group_size, groups
         self._served = served or (lambda version: _served_by_trl(options.model, version))
@@ -165,7 +174,6 @@ class TRLRolloutWorker:
             return []
         lengths = [sum(sum(segment.mask) for segment in each.segments) for each in valid]
         advantages = self._estimator(RolloutBatch(rewards, [0] * len(rewards), lengths))
-        temperature = self._settings.sampling.temperature
         made: list[Mapping[str, Any]] = []
         for each, advantage in zip(valid, advantages, strict=True):
             made += queued_rows(
@@ -173,7 +181,7 @@ class TRLRolloutWorker:
                 group_id=number,
                 model_version=version,
                 metrics={"reward": each.reward or 0.0, "turns": float(each.turns)},
-                temperature=1.0 if temperature is None else temperature,
+                temperature=self._temperature,
             )
         return made
 

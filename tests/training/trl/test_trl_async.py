@@ -206,6 +206,8 @@ def waited_for(worker: TRLRolloutWorker) -> RLError:
 def test_what_is_not_set_up_is_said(options: PlayOptions) -> None:
     with pytest.raises(ConfigError, match="a rollout worker needs a task"):
         TRLRolloutWorker((), options)
+    with pytest.raises(ConfigError, match=r"temperature is 0\.7 and that of the trainer 1:"):
+        TRLRolloutWorker(TASKS, options.model_copy(update={"temperature": 0.7}))
     with pytest.raises(ConfigError, match="call attach"):
         TRLAdapterPublisher(ServingSettings(base_url=options.base_url, model=MODEL)).init_weight_transfer()
     with pytest.raises(ConfigError, match="give the trainer a peft_config"):
