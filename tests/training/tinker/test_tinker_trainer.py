@@ -55,7 +55,7 @@ def learn(trainer: Trainer, samples: Sequence[Sample], algorithm: str) -> float:
     ("changes", "losses"),
     [
         ({"algorithm": "reinforce++-baseline"}, {"ppo"}),
-        ({"algorithm": "gspo", "old_logprobs": "auto"}, {"cross_entropy"}),
+        pytest.param({"algorithm": "gspo", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
         pytest.param({"algorithm": "dr-grpo", "weight_decay": 0.1, "schedule": "linear"}, {"ppo"}, marks=SLOW),
         pytest.param({"algorithm": "cispo"}, {"cispo"}, marks=SLOW),
         pytest.param({"correction": "truncate", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
@@ -89,11 +89,13 @@ def test_another_reduction_stops_before_anything_is_trained(said: str, does: str
     assert trainer.step == 0 and not service.saved and service.open_adapters == 0
 
 
+@SLOW
 def test_a_server_without_norms_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer_of(TinkerDouble(model, says_norm=False), num_epochs=1).reinforce(make_samples(2))
     assert "does not say the norm" in caplog.text
 
 
+@SLOW
 def test_a_version_goes_on_where_its_checkpoint_is(model: Path, tmp_path: Path) -> None:
     service, store = TinkerDouble(model), AdapterStore(tmp_path)
     whole = trainer_of(service)
