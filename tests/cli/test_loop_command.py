@@ -17,6 +17,8 @@ import httpx
 import pytest
 import torch
 from counted_reward import ASKED, CountedReward
+from scripted_model import says as answer
+from scripted_model import serve
 from shopper_model import SHOP
 from shopping_loop import MODEL, write_talker
 
@@ -317,6 +319,34 @@ def test_a_second_process_is_kept_from_a_run(
         first.communicate()
     with held(directory):
         pass  # a killed process holds nothing
+
+
+@pytest.mark.parametrize("field", ["return_token_ids", "logprobs"])
+def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_episode(
+    field: str, served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serve() as deaf:
+
+        def ignores(body: dict[str, object]) -> dict[str, object]:
+            del body[field]
+            return answer("click[Back to Search]")
+
+        deaf.context, deaf.policies[MODEL] = 4096, ignores
+        deaf.script(MODEL, [])
+        config = write_config(tmp_path, shop=served[0], server=deaf.url.removesuffix("/v1"), more='server = "vllm"')
+        config.write_text(config.read_text().replace("max_workers = 6", "max_workers = 1"))
+        command = words(config, "--model", str(talker), "--held-out", "4", "--iterations", "0")
+        assert cli.main(command) == 1
+        assert len(stored(tmp_path)) == 1, "what comes after it would be wasted, too"
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        what = "token ids" if field == "return_token_ids" else "logprobs"
+        assert f"{deaf.url} answers: no {what}: the model server ignores {field}; serve the model with" in line
+    if field == "logprobs":
+        return
+    # With a server that sends them the same command goes on, and keeps what was played.
+    config.write_text(config.read_text().replace(deaf.url, f"{served[1]}/v1").replace('server = "vllm"', ""))
+    assert cli.main(command) == 0
+    assert len([each for each, _ in stored(tmp_path) if each.run_id.endswith("/evaluate-base")]) == 4
 
 
 def test_servers_that_are_not_there_end_it_before_it_begins(

@@ -12,6 +12,7 @@ from openhands_rl_plugin.apps.loop.checks import check_trainable, needs_scaled, 
 from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
+from openhands_rl_plugin.apps.loop.recorded import RecordedRunner
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
@@ -248,7 +249,7 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
         remove_tree(job.directory / CHECKOUTS)  # left by a killed process
     with rollout_settings(job.settings, adapters) as sampled:
         async with open_player(job, sampled, storage) as runner:
-            yield runner
+            yield RecordedRunner(runner, job.settings.serving.base_url or "the model in this process")
 
 
 @asynccontextmanager

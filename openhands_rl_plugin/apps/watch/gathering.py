@@ -16,7 +16,13 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset, build_dataset, load_episodes
+from openhands_rl_plugin.training.data.dataset import (
+    Episodes,
+    ExcludedEpisodes,
+    TrainingDataset,
+    build_dataset,
+    load_episodes,
+)
 from openhands_rl_plugin.training.loop.lineage import PolicyLineage
 
 _ALGORITHM: TypeAdapter[AlgorithmName] = TypeAdapter(AlgorithmName)
@@ -105,8 +111,14 @@ async def _compared(
     fresh = {each.id: values[each.id] for each in episodes.trajectories if not policies.is_too_stale(each, most)}
     dataset = await dataset_of(storage, settings, settings.training, fresh)
     if dataset.used < settings.watch.min_used:
-        return None, f"{dataset.used} episodes can be compared with others of their task"
+        return None, f"{dataset.used} episodes can be compared with others of their task{_without_ids(dataset)}"
     return Material(settings.training, fresh, f"{dataset.used} episodes that can be compared"), ""
+
+
+def _without_ids(dataset: TrainingDataset) -> str:
+    """What keeps all algorithms that compare from learning, whatever the rewards are."""
+    found = ExcludedEpisodes(no_tokens=dataset.excluded.no_tokens)
+    return f"; left out: {found.in_words()}" if found.no_tokens else ""
 
 
 async def _preferred(

@@ -37,6 +37,12 @@ def wanted_fields(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in _FIELDS if name not in own) if _knows_token_ids(given) else ()
 
 
+def asks_for_tokens(given: Mapping[str, Any]) -> bool:
+    """Whether token ids and logprobs are asked for, by us or in the call: what a user turned off is not missing."""
+    own = {**(given.get("extra_body") or {}), **given}
+    return _knows_token_ids(given) and all(own.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
+
+
 def token_request(given: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     """The parameters of litellm that request token ids, logprobs and neutral sampling."""
     own = given.get("extra_body") or {}

@@ -80,11 +80,10 @@ def controller_config(
 
 
 def _completion_kwargs(settings: RLSettings, options: HostOptions, sampling: SamplingParams) -> dict[str, Any] | None:
-    """What OpenHands sends with every call: it drops an ``extra_body`` that a call has of its own."""
+    """What OpenHands sends with every call: it drops an ``extra_body`` that a call has of its own. Token ids and
+    logprobs are the recorder's to ask for, which knows what a server refuses."""
     chosen = overlay(settings.sampling_params(), sampling)
     extra = altering_parameters({name: getattr(chosen, name) for name in NEUTRAL_PARAMETERS})
-    if options.token_ids:
-        return {"logprobs": True, "extra_body": {"return_token_ids": True, **extra}}
     return {"extra_body": extra} if extra else None
 
 

@@ -35,6 +35,7 @@ from openhands_rl_plugin.core.types import (
     Tokens,
 )
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
+    asks_for_tokens,
     base_url_of,
     extensions_of,
     recorded_parameters,
@@ -163,12 +164,8 @@ class RecordedCompletion:
             asking.succeeded()
             latency = time.perf_counter() - started
             completion = _completion(asked, response, log.base_model, interceptor)
-            # What the user turned off himself is not missing.
-            if (
-                completion
-                and {TOKEN_IDS, LOGPROBS} <= {*wanted}
-                and (missing := missing_parts(asking, completion.tokens))
-            ):
+            asked_for = log.ask_tokens and asks_for_tokens(given)
+            if completion and asked_for and (missing := missing_parts(asking, completion.tokens)):
                 completion.metadata[MISSING] = missing
             error = None if completion else "the server answered without a choice"
             log.attempts.append(_attempt(asked, latency, self._kind, completion, error))

@@ -26,6 +26,7 @@ from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Poli
 from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
+    asks_for_tokens,
     extensions_of,
     split_provider,
     take_message,
@@ -39,7 +40,6 @@ from openhands_rl_plugin.hosts.v1.text_calls import TextExchange, TextLLM, is_te
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
 from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM, WrittenTool
 from openhands_rl_plugin.models.engines.extensions import (
-    LOGPROBS,
     TOKEN_IDS,
     ExtensionAttempt,
     extension_values,
@@ -190,7 +190,8 @@ class ConversationEngine:
             completion = self._read(call, response, asking, exchange.answer)
             if self._exact and exchange.answer is not None:
                 self.said.add(call.path, completion)
-            if {TOKEN_IDS, LOGPROBS} <= {*wanted} and (missing := missing_parts(asking, completion.tokens)):
+            asked_for = self._episode.token_ids and asks_for_tokens(route)
+            if asked_for and (missing := missing_parts(asking, completion.tokens)):
                 completion.metadata[MISSING] = missing
             return self._answered(call, completion, response, time.perf_counter() - started)
 

@@ -116,9 +116,10 @@ class ExtensionAttempt:
 
     def why_missing(self, name: str) -> str:
         """Why an answer came without what the field asks for."""
-        if name in self.fields:
+        state = self._state.of(name)
+        if name in self.fields or state.until is None:  # a user's own value is not in the fields
             return f"the model server ignores {name}"
-        status = self._state.of(name).status
+        status = state.status
         return f"the model server refuses {name}" + (f" with status {status}" if status else "")
 
     def is_refused(self, status: int, body: bytes) -> bool:
