@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,11 +10,13 @@ from openhands_rl_plugin.core.statistics import Estimate, wilson
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.evals.tasks.repair.rows import RUN_TESTS
 
+_FAILED = re.compile(r"(\d+) failed, \d+ passed")
+
 
 class Habits(NamedTuple):
     """Shares over episodes. ``finished``: of all, those that called finish. ``tested``: of those, the ones that ran the
-    tests after their last edit. ``failed``: of all, those with an edit that was not made, or after which a test failed.
-    ``recovered``: of those, the ones that are resolved."""
+    tests after their last edit. ``failed``: of all, those with a command whose edits were not made, or of which none
+    made the tests pass. ``recovered``: of those, the ones that are resolved."""
 
     finished: Estimate
     tested: Estimate
@@ -59,7 +62,8 @@ def _looked_at(trajectory: Trajectory) -> tuple[bool, bool, bool]:
             continue
         ran = RUN_TESTS in answer and " passed" in text
         tested |= ran
-        erred |= edited and "FAILED" in text if ran else _is_edit(answer) and "has been edited" not in text
+        failed = _FAILED.findall(text)[-1:] not in ([], ["0"])
+        erred |= edited and failed if ran else _is_edit(answer) and "has been edited" not in text
         answer = ""
     return ended, tested, erred
 

@@ -52,16 +52,16 @@ class RepairOptions(Frozen):
     samples_per_task: int = Field(default=8, ge=2)
     concurrency: int = Field(default=12, ge=1)
     processes: int = Field(default=1, ge=0)
-    max_turns: int = 12  # the oracle takes 9 where it errs most; the others are the policy's to try again
+    max_turns: int = 10  # the oracle takes 7 where it errs most; the others are the policy's to try again
     answer_tokens: int = Field(default=192, ge=16)
     """Of an answer at most; the longest edit of the oracle takes 186."""
     warm_start_epochs: int = 1
     warm_start_rate: float = 1e-3
     warm_start_batch_size: int = 12
-    temperature: float = Field(default=0.6, ge=0)
+    temperature: float = Field(default=0.8, ge=0)
     """Of the training tasks' episodes. At 1 so small a model errs somewhere in nearly every command."""
     evaluation_temperature: float = Field(default=0.0, ge=0)
-    reinforcement_rate: float = 3e-4
+    reinforcement_rate: float = 2e-4
     loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> RepairOptions:
@@ -102,7 +102,9 @@ class RepairOptions(Frozen):
                 batch_size=8,
                 correction="truncate" if self.loop.kind == "async" else "none",
                 max_tokens_per_micro_batch=2 * micro_batch_tokens(),
-                batch_order="prefix",
+                # Episodes that fail are long. By the token they would teach not to try again.
+                aggregation="rollout",
+                negative_scale=0.5,
                 seed=self.seed,
             ),
             loop=self._loop(),

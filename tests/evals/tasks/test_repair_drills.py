@@ -23,7 +23,7 @@ from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_o
 from openhands_rl_plugin.testing.samples import sample_episode
 
 V0 = TOOLS["v0"]
-EDIT = re.compile(r"sed -i -f - (\S+) <<'E' && [^\n]*\n((\d+).*)\nE\n</parameter>", re.DOTALL)
+EDIT = re.compile(r"sed -i -f - (\S+) <<'E' && [^\n]*\n((\d+).*)\nE\n</parameter>")
 
 
 def numbered(text: str) -> str:
@@ -73,26 +73,45 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
     )
     assert found == again and len({each.id for each in found}) == 30
     paths: Counter[str] = Counter()
+    retries = ended = 0
     for drill in found:
-        system, told, *seen, edit = (str(node.message.content) for node in drill.nodes)
-        file, script, line = re.findall(EDIT, edit)[0]
-        assert [node.sampled for node in drill.nodes] == [False] * (2 + len(seen)) + [True]
+        learnt = [at for at, node in enumerate(drill.nodes) if node.sampled]
+        system, told, *seen, edit = (str(node.message.content) for node in drill.nodes[: learnt[0] + 1])
+        [[file, script, line]] = re.findall(EDIT, edit)
+        # After it the tests pass and the episode ends, or there is nothing.
+        end = drill.nodes[learnt[0] + 1 :]
+        assert [node.sampled for node in end] in ([], [False, True])
+        assert not end or "<function=finish>" in str(end[-1].message.content)
+        ended += bool(end)
         assert file in told and not any(spec_of(each).path in told for each in at_level)
         paths[file] += 1
         if level == 1:
-            # The line is told, and what changes of it are words: nothing else is needed.
-            assert not seen and f"The bug is in line {line} of {file}:\n" in told and "\n" not in script
+            # The line is told: nothing else is needed. What was tried before is not what is tried now.
+            assert f"The bug is in line {line} of {file}:\n" in told and len(seen) in (0, 2)
+            tried = [found for text in seen[:1] for _, found, _ in re.findall(EDIT, text)]
+            assert len(tried) == len(seen[:1]) and script not in tried
+            retries += bool(seen)
             continue
         view, shown = seen
         wrong = "\n".join(line[7:] for line in shown.split("\n")[1:-1])
         assert system == "tools" and f"<parameter=path>/workspace/repo/{file}<" in view
         (tmp_path / "wrong.py").write_text(wrong)
-        command = ["sed", "-e", script, str(tmp_path / "wrong.py")]
+        command = ["sed", script, str(tmp_path / "wrong.py")]
         right = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         name = [node.name for node in ast.parse(right).body if isinstance(node, ast.FunctionDef)]
         assert any(wrong.rstrip() in (found.rstrip() for _, found in bugs_in(right, each)) for each in name)
         assert f" line {line} of" not in told
-    assert len(paths) > 3
+    assert len(paths) > 3 and 0 < ended < 30 and (level > 1 or retries > 0)
+
+
+def test_drills_have_every_kind_of_bug_about_as_often(instances: tuple[Instance, ...]) -> None:
+    found = lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=150, level=1)[len(instances) :]
+    first = [next(str(node.message.content) for node in each.nodes if node.sampled) for each in found]
+    edits = [edit for text in first for edit in re.findall(EDIT, text)]
+    assert len(edits) == len(found) == 150
+    # Every function can lose its "return": among the twelve kinds it is one.
+    assert sum("/return " in script for _, script, _ in edits) < len(edits) / 6
+    assert len(set(edits)) > 0.9 * len(edits) and all(len(script) <= 48 for _, script, _ in edits)
 
 
 def test_drills_show_no_function_that_is_held_out() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -23,7 +25,13 @@ from openhands_rl_plugin.evals.tasks.repair.oracle import (
     parsed_call,
 )
 from openhands_rl_plugin.evals.tasks.repair.oracle_server import serve_oracle
-from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_of
+from openhands_rl_plugin.evals.tasks.repair.rows import (
+    RUN_TESTS,
+    RepairSpec,
+    repair_instances,
+    repository_files,
+    spec_of,
+)
 
 V0 = TOOLS["v0"]
 
@@ -38,20 +46,23 @@ def test_edits_end_with_the_fix_and_some_err_before(instances: tuple[Instance, .
     for each in instances:
         spec = spec_of(each)
         edits = [call for call in oracle_plan(each, V0, 0) if "sed -i" in call.text]
+        assert len({call.text for call in edits}) == len(edits)
         for call in edits:
-            # The file alone: no tests, and nothing is undone.
-            command = parsed_call(call.text)[1]["command"].replace(" && python3 run_tests.py || git checkout .", "")
-            file = tmp_path / spec.path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(spec.files[spec.path])
-            subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
-            assert (file.read_text().rstrip("\n") == fixed_text(each).rstrip("\n")) != call.errs, each.instance_id
+            script = parsed_call(call.text)[1]["command"].split("\n")[2]
+            assert (repaired(spec, script, tmp_path / "x") == fixed_text(each).rstrip()) != call.errs, each.instance_id
         assert [call.errs for call in edits] == [True] * (len(edits) - 1) + [False]
         wrong += len(edits) > 1
     assert wrong >= len(instances) // 5
 
 
+def repaired(spec: RepairSpec, script: str, file: Path) -> str:
+    file.write_text(spec.files[spec.path])
+    subprocess.run(["sed", "-i", script, str(file)], check=True)
+    return file.read_text().rstrip()
+
+
 def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...], tmp_path: Path):
+    exactly = 0
     for at, each in enumerate(instances[:12]):
         spec = spec_of(each)
         folder = tmp_path / str(at)
@@ -63,10 +74,22 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
                 done = subprocess.run(
                     ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
                 )
-                assert call.errs or done.stdout.endswith("0 failed, " + done.stdout.rpartition(", ")[2])
-                undone = "FAILED" in done.stdout
-                assert ((folder / spec.path).read_text() == spec.files[spec.path]) == undone, done.stdout
-        assert (folder / spec.path).read_text().rstrip("\n") == fixed_text(each).rstrip("\n")
+                passed = done.stdout.startswith("0 failed, ")
+                assert (passed or call.errs) and "FAILED" not in done.stdout
+                assert ((folder / spec.path).read_text() == spec.files[spec.path]) != passed, done.stdout
+        exactly += (folder / spec.path).read_text().rstrip("\n") == fixed_text(each).rstrip("\n")
+    assert exactly >= 10  # another edit may repair, too
+
+
+def test_a_loop_that_does_not_end_fails(instances: tuple[Instance, ...], tmp_path: Path):
+    spec = spec_of(instances[0])
+    for name, text in repository_files(spec).items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("alarm(20)", "alarm(1)"))
+    (tmp_path / spec.path).write_text("while True: pass\n")
+    done = subprocess.run([sys.executable, RUN_TESTS, "-q"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGALRM
 
 
 def test_who_is_told_the_line_tries_first_and_looks_when_that_does_not_help():
@@ -75,7 +98,7 @@ def test_who_is_told_the_line_tries_first_and_looks_when_that_does_not_help():
         assert all(first in plan[0].text for plan in plans)
         looks = [next((at for at, call in enumerate(plan) if ">view<" in call.text), None) for plan in plans]
         if level == 1:
-            assert [at for at in looks] == [1 if plan[0].errs else None for plan in plans]
+            assert looks == [2 if [call.errs for call in plan[:2]] == [True, True] else None for plan in plans]
         else:
             assert all(at == level - 1 for at in looks)
 

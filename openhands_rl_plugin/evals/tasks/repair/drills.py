@@ -1,8 +1,9 @@
 """Drills: one edit of a function of Python's standard library with a bug, in the form of a demonstration.
 
 A demonstration teaches how to work, at the price of a whole episode; which edit repairs which bug takes many more
-examples than there are tasks. A drill has what is told and the edit only, of which the edit is imitated, and before it
-the look at the file where the line is not told; nothing is run.
+examples than there are tasks. A drill has what is told and the edit only, which is imitated. Before it stands the look
+at the file where the line is not told, or now and then an edit that does not help, and after it now and then the end of
+an episode; nothing is run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import random
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,14 +19,20 @@ from openhands_rl_plugin.config.host import ToolNames
 from openhands_rl_plugin.core.types import Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.positions import parse
-from openhands_rl_plugin.evals.tasks.repair.edits import line_edit
+from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, sed_script
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
-from openhands_rl_plugin.evals.tasks.repair.oracle import edit_call, oracle_plan
+from openhands_rl_plugin.evals.tasks.repair.oracle import edit_call, oracle_plan, other_edits
 from openhands_rl_plugin.evals.tasks.repair.rows import Level, spec_of, statement
 from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
 
 _LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site-packages/", "dist-packages/")
-_MOST_OF_A_FUNCTION = 5
+_MOST_OF_A_FUNCTION = 8
+_LONGEST = 48
+"""Characters of an edit, where the line is all that is known: what nobody can guess is not to be learnt."""
+_TRIED = 0.5
+"""Share of drills with an edit before that does not help, of those in the form of an episode that has one."""
+_ENDED = 0.5
+"""Share of drills that go on to the end of the episode: what follows tests that pass is not what follows others."""
 
 
 def lessons(
@@ -44,7 +52,8 @@ def lessons(
     by_id = {each.instance_id: each for each in instances}
     known = [(each, by_id[each.task.id]) for each in demonstrations]
     right = [_without_errors(each, instance, tools, seed) for each, instance in known]
-    return [*right, *_drills(known, tools, seed, drills, level, strange)]
+    forms = [(each, instance) for each, (_, instance) in zip(right, known, strict=True)]
+    return [*right, *_drills(forms, tools, seed, drills, level, strange)]
 
 
 def _without_errors(episode: Trajectory, instance: Instance, tools: ToolNames, seed: int) -> Trajectory:
@@ -70,6 +79,8 @@ def _drills(
         return
     source = random.Random(f"{seed} drills")
     functions: list[SlicedFunction] = []
+    kinds: Counter[str] = Counter()
+    used: set[str] = set()
     made = 0
     for turn in range(_MOST_OF_A_FUNCTION):
         for function in functions if turn else library_functions(source):
@@ -81,12 +92,17 @@ def _drills(
                 functions.append(function)
             bugs: dict[str, list[str]] = {}
             for kind, text in bugs_in(function.text, function.name):
-                bugs.setdefault(kind, []).append(text)
+                if text not in used:
+                    bugs.setdefault(kind, []).append(text)
             if not bugs:
                 continue
-            wrong = source.choice(bugs[source.choice(sorted(bugs))])
+            # Every function can lose its "return", few have an index: the kind that was least often is next.
+            kind = min(sorted(bugs), key=kinds.__getitem__)
+            kinds[kind] += 1
+            wrong = source.choice(bugs[kind])
+            used.add(wrong)
             episode, instance = known[made % len(known)]
-            drill = _drill(episode, tools, instance, function, wrong, level)
+            drill = _drill(episode, tools, instance, function, wrong, level, source)
             if drill is not None:
                 made += 1
                 yield drill.model_copy(update={"id": f"drill-{seed}-{turn}-{made}"})
@@ -117,7 +133,13 @@ def _functions(text: str) -> Iterator[str]:
 
 
 def _drill(
-    episode: Trajectory, tools: ToolNames, instance: Instance, function: SlicedFunction, wrong: str, level: Level
+    episode: Trajectory,
+    tools: ToolNames,
+    instance: Instance,
+    function: SlicedFunction,
+    wrong: str,
+    level: Level,
+    choice: random.Random,
 ) -> Trajectory | None:
     """``None`` where the line that is told is not enough, or the episode does not show the file as ``cat -n`` does."""
     spec = spec_of(instance)
@@ -132,23 +154,36 @@ def _drill(
         spec.path: function.path,
     }
     path = [episode.nodes[at] for at in episode.path()]
-    asked = next((at for at, node in enumerate(path) if node.sampled), 0)
-    text = edit_call(tools, function.path, wrong, function.text)
-    answer = path[asked].message.model_copy(update={"content": text})
+    asked = next((at for at, node in enumerate(path) if node.message.role == "assistant"), 0)
+    others = other_edits(wrong, function.text, function.name)
+    kept = path[:asked]
     if level == 1:
-        if not edit.is_of_words:
+        if not edit.is_of_words or len(sed_script(wrong, function.text)) > _LONGEST:
             return None
-        kept = path[:asked]
+        # Where the episode's first edit did not help, this one does not either: the tests only say how many failed.
+        if others and not path[asked].sampled and choice.random() < _TRIED:
+            tried = edit_call(tools, function.path, wrong, choice.choice(others))
+            kept += [_saying(path[asked], tried), path[asked + 1]]
     else:
         shown = _numbered(spec.files[spec.path])
         seen = next((at for at in range(asked + 1, len(path)) if shown in str(path[at].message.content)), 0)
         if not seen or not path[seen - 1].sampled:
             return None
         # To look at the file before the tests were run is not to be imitated.
-        kept = [*path[:asked], path[seen - 1].model_copy(update={"sampled": False}), path[seen]]
+        kept += [path[seen - 1].model_copy(update={"sampled": False}), path[seen]]
+    answer = _saying(path[asked], edit_call(tools, function.path, wrong, function.text))
+    end = next((at for at in reversed(range(len(path))) if path[at].sampled), 0)
+    kept += [
+        answer.model_copy(update={"sampled": True}),
+        *(path[end - 1 : end + 1] if choice.random() < _ENDED else []),
+    ]
     nodes = [_like(node, changed, at) for at, node in enumerate(kept)]
-    nodes.append(path[asked].model_copy(update={"parent": len(nodes) - 1, "message": answer}))
     return episode.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})
+
+
+def _saying(node: Node, text: str) -> Node:
+    """The same answer in other words, which are context."""
+    return node.model_copy(update={"message": node.message.model_copy(update={"content": text}), "sampled": False})
 
 
 def _like(node: Node, changed: Mapping[str, str], at: int) -> Node:

@@ -41,16 +41,16 @@ def line_edit(old: str, new: str) -> LineEdit:
 
 
 def sed_script(old: str, new: str) -> str:
-    """A script of ``sed`` that makes the text ``new`` of the text ``old``: of one line the words that differ, of more
-    the lines."""
+    """A script of ``sed``, in one line, that makes the text ``new`` of the text ``old``: of one line the words that
+    differ, of more the lines."""
     edit = line_edit(old, new)
     place = f"{edit.first}" if edit.first == edit.last else f"{edit.first},{edit.last}"
     if edit.is_of_words:
         found = _substitution(old.splitlines()[edit.first - 1], edit.lines[0])
         if found is not None:
             return f"{place}{found}"
-    text = "\\\n".join(line.replace("\\", "\\\\") for line in edit.lines)
-    return f"{place}c\\\n{text}"
+    text = "\\n".join(line.replace("\\", "\\\\") for line in edit.lines)
+    return f"{place}c\\{text}"
 
 
 def _substitution(old: str, new: str) -> str | None:

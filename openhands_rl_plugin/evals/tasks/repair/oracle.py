@@ -17,12 +17,14 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, sed_script
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
-from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, RUN_TESTS, RepairSpec, spec_of
+from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, RUN_TESTS, spec_of
 
 ORACLE = "repair-oracle"
 WRONG_FIX = 0.6
 """Share of edits that do not repair, where there are others to make."""
 MOST_ERRORS = 4
+_TRIES = 2
+"""Edits that fail before the file is looked at, where the line is told."""
 _TESTS = {"command": f"python3 {RUN_TESTS}", "security_risk": "LOW"}
 _END = "E"
 _NAME = re.compile(r"\A<function=(\w+)>\n")
@@ -82,14 +84,14 @@ def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleC
     told = f" line {spec.line} of {spec.path}:" in instance.problem_statement
     if not told:
         plan += [*map(OracleCall, (*_search(instance, tools), _call(tools.shell, **_TESTS))), look]
-    others = _other_edits(spec, wrong, right)
+    others = other_edits(wrong, right, spec.function)
     choice.shuffle(others)
-    for at, other in enumerate(others[:MOST_ERRORS]):
+    for at, other in enumerate(others[:MOST_ERRORS], start=1):
         if choice.random() >= WRONG_FIX:
             break
         plan.append(OracleCall(edit_call(tools, spec.path, wrong, other), errs=True))
         # Who was told the line tries first, which is cheap, and looks at what is around it when that does not help.
-        plan += [look] if told and not at else []
+        plan += [look] if told and at == _TRIES else []
     return [
         *plan,
         OracleCall(edit_call(tools, spec.path, wrong, right)),
@@ -129,22 +131,23 @@ def _search(instance: Instance, tools: ToolNames) -> Iterator[str]:
         yield _call(tools.shell, command=f"cat {instance.fail_to_pass[0].partition('::')[0]}", security_risk="LOW")
 
 
-def _other_edits(spec: RepairSpec, wrong: str, right: str) -> list[str]:
+def other_edits(wrong: str, right: str, function: str) -> list[str]:
     """Texts that differ from ``wrong`` in one place of the lines in which ``right`` does, and are not ``right``."""
     place = line_edit(wrong, right)
-    found: list[str] = []
-    for _, text in bugs_in(wrong, spec.function):
+    found: dict[str, None] = {}
+    for _, text in bugs_in(wrong, function):
         edit = line_edit(wrong, text)
         if place.first <= edit.first and edit.last <= place.last and text.rstrip("\n") != right.rstrip("\n"):
-            found.append(text)
-    return found
+            found[text] = None
+    return list(found)
 
 
 def edit_call(tools: ToolNames, path: str, old: str, new: str) -> str:
     """The edit that makes the text ``new`` of the text ``old`` of a file of the repository and the tests after it,
     which is undone where they fail: the next one begins from the text that is known."""
-    # The script has a here-document of its own: nothing in it needs quotes for the shell.
-    ran = f"{_TESTS['command']} || git checkout ."
+    # The script has a here-document of its own: nothing in it needs quotes for the shell. Of the tests only the counts
+    # are shown: a small model loses the line that it was told behind what they say.
+    ran = f"{_TESTS['command']} -q || git checkout ."
     command = f"sed -i -f - {path} <<'{_END}' && {ran}\n{sed_script(old, new)}\n{_END}"
     # OpenHands writes a value of several lines on lines of its own.
     return _call(tools.shell, command=f"\n{command}\n", security_risk="MEDIUM")
