@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
@@ -55,6 +56,15 @@ def test_the_configuration_to_start_from_is_in_the_wheel(wheel: zipfile.ZipFile)
     written = wheel.read("openhands_rl_plugin/config/example.toml").decode()
     assert written == (ROOT / "config.toml.example").read_text(encoding="utf-8")
     assert b"openhands_rl_plugin.hosts.v0.autoload" in wheel.read("openhands_rl_autoload.pth")
+
+
+def test_the_wheel_has_the_module_that_verifiers_looks_for(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """At the top level, where a plugin's id is looked up; without verifiers it says what to do."""
+    wheel.extractall(tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import openhands_rl_verifiers"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert f'{tmp_path}/openhands_rl_verifiers.py", line' in done.stderr
+    assert "verifiers is not installed in this Python: pip install" in done.stderr.splitlines()[-1]
 
 
 def test_the_studios_pages_are_in_the_wheel_with_the_licences_of_what_others_made(wheel: zipfile.ZipFile) -> None:

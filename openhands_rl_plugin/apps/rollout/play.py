@@ -38,7 +38,7 @@ from openhands_rl_plugin.evals.runs.stages import Stages
 from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, graded_by
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
-from openhands_rl_plugin.models.engines.preflight import check_model_server
+from openhands_rl_plugin.models.engines.preflight import check_answers, check_model_server
 from openhands_rl_plugin.models.engines.server_models import listed_models
 from openhands_rl_plugin.rollout.scoring import judge, refuse_labels, refuse_without_workspace
 from openhands_rl_plugin.training.data.batch import samples_of
@@ -100,7 +100,10 @@ def _prepared(found: FoundTask, options: PlayOptions) -> _Job:
     """Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server."""
     settings, serving = found.settings, found.settings.serving
     host_of(settings)
-    check_model_server(serving.base_url, serving.model, serving.api_key())
+    if options.token_ids:
+        check_model_server(serving.base_url, serving.model, serving.api_key())
+    else:  # it would record the question for an unlisted model, too
+        check_answers(serving.base_url)
     if found.suite.name == ENVIRONMENT:
         check_environment_server(settings)
     base = serving.model_copy(update={"model": options.base_model or _base_of(serving)})

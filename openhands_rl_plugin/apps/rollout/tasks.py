@@ -59,6 +59,15 @@ def find_task(source: GivenTask, options: PlayOptions, settings: RLSettings) -> 
     return _of_id(text, options.suite, settings)
 
 
+def tasks_of_file(file: Path) -> tuple[EvalTask, ...]:
+    """The tasks of a file whose rows say themselves where they are played. Raises ``ConfigError``."""
+    rows = tuple(read_rows(file))
+    for number, row in enumerate(rows, start=1):
+        if not all(column in row for column in _COLUMNS) and not {"id", "environment"} <= row.keys():
+            raise ConfigError(f"{file}: row {number} has neither {' and '.join(_COLUMNS)} nor id and environment")
+    return tuple(each.entry for each in _each(rows, RLSettings()))
+
+
 def _of_rows(rows: Sequence[JsonObject], wanted: str, file: str, settings: RLSettings) -> FoundTask:
     """The row with the id, or the only one."""
     found = _each(rows, settings)

@@ -14,6 +14,7 @@ from scripted_model import ScriptedModel, says, serve, with_prompt_ids
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin import FileTrajectoryStorage, PlayOptions, PolicyRef, Task, cli, play
 from openhands_rl_plugin.apps.rollout.tasks import find_task
+from openhands_rl_plugin.apps.rollout.verifiers.program import SECRET, facts_of, read_episode, rollout_command
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import FailureKind, StopReason
@@ -103,6 +104,28 @@ async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
     assert played.failure is None, played.failure
     assert (played.reward, played.reward_version, played.resolved) == (1.0, "tests-1", True)
     assert played.stop is StopReason.TERMINATED and len(played.segments) == 1 and sum(played.segments[0].mask) > 0
+
+
+def test_what_the_harness_of_verifiers_starts(
+    model: ScriptedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Its command, against an endpoint that says no ids, and that would record whatever it is asked."""
+    monkeypatch.setenv(SECRET, "the rollout's")
+    name, made = "policy-v000007", {"max_turns": 2, "native_tool_calling": False}
+    model.policies[name] = lambda _: with_prompt_ids(says(SEARCH), None)
+    command = rollout_command("PY", ("--task", "webshop-3"), model.url, name, made, tmp_path / "store")
+    assert command[:5] == ["PY", "-P", "-m", "openhands_rl_plugin", "rollout"]
+    assert cli.main(command[4:]) == 0
+    asked = model.requests[name]
+    assert len(asked) == 2 and all("return_token_ids" not in each for each in asked)
+    played = read_episode(0, *capsys.readouterr())
+    assert not isinstance(played, str)
+    facts = facts_of(played)
+    assert {**facts, "trajectory_id": "", "seconds": 0} == {
+        **{"trajectory_id": "", "task_id": "webshop-3", "environment": "webshop", "stop": "max_turns"},
+        **{"reward": 0.0, "reward_version": "return-1", "resolved": False, "cut_short": True},
+        **{"off_policy": "", "turns": 2, "seconds": 0},
+    }
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
