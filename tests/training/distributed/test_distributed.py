@@ -113,6 +113,7 @@ def check_same_model(model: Path, together: Path, alone: Path, kind: str, *, par
         assert (weight.float() - theirs[name].float()).norm() <= moved * (0.5 if low else 0.01), name
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_whole_model_as_one_does(model: Path, tmp_path: Path) -> None:
     assert run_both(model, tmp_path / "two", "layers", 0, "full") == [0, 0]
     check_same_model(model, tmp_path / "two", tmp_path / "one", "full", parts=0.5)
