@@ -284,11 +284,22 @@ TORCH_ROOMS = (
         ),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
         ({"ray"}, ("hosts/pool/ray",)),
+        ({"verifiers"}, ("environments/verifiers/bridge.py", "apps/rollout/verifiers/plugin.py")),
         ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ()),
         # Code that this process compiled, for its own child, which would execute the text as well.
         ({"marshal"}, ("environments/workspace/inside.py",)),
     ],
-    ids=["torch and its kin", "openhands", "litellm", "aiohttp", "pymongo", "ray", "pickle and its kin", "marshal"],
+    ids=[
+        "torch and its kin",
+        "openhands",
+        "litellm",
+        "aiohttp",
+        "pymongo",
+        "ray",
+        "verifiers",
+        "pickle and its kin",
+        "marshal",
+    ],
 )
 def test_libraries_stay_in_their_places(libraries: set[str], places: tuple[str, ...]) -> None:
     wrong = [

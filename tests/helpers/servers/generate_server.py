@@ -40,8 +40,8 @@ def write_qwen_tokenizer(path: Path) -> Path:
 
 
 def logprob_of(token: int) -> float:
-    """Exact in any number of decimals that somebody rounds to."""
-    return -(1 + token % 64) / 64
+    """Two decimals: verifiers rounds what it saves to four."""
+    return -(1 + token % 64) / 100
 
 
 class GenerateServer:
@@ -50,16 +50,16 @@ class GenerateServer:
     def __init__(self, url: str, tokenizer: Path, policy: Policy) -> None:
         self.url = url
         self.requests: list[dict[str, Any]] = []
-        self._policy = policy
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.policy = policy
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 
     async def generate(self, request: Request) -> JSONResponse:
         """The route."""
         body = await request.json()
         self.requests.append(body)
-        text = self._tokenizer.decode(body["token_ids"])
-        said = self._policy(text, text.count(ASSISTANT) - 1) + END
-        ids = self._tokenizer.encode(said, add_special_tokens=False)
+        text = self.tokenizer.decode(body["token_ids"])
+        said = self.policy(text, text.count(ASSISTANT) - 1) + END
+        ids = self.tokenizer.encode(said, add_special_tokens=False)
         content = [{"token": f"token_id:{each}", "logprob": logprob_of(each)} for each in ids]
         choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop"}
         return JSONResponse({"request_id": str(len(self.requests)), "choices": [choice]})
