@@ -39,7 +39,7 @@ class EnvironmentSessions:
         self._spec = self._options.strategy_spec(settings)
         self._make_strategy()
         self._gate = asyncio.Semaphore(self._options.sessions or settings.max_workers)
-        self._engines = ServedEngines(settings)
+        self._engines = ServedEngines(settings, token_ids=self._options.token_ids)
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""

@@ -33,7 +33,6 @@ from openhands_rl_plugin.models.engines.seeded import merge_sampling
 _RETRIED = frozenset({408, 409, 425, 429})
 _LONGEST_PAUSE = 20.0
 _MAX_RESPONSE_BYTES = 256 * 1024 * 1024
-_EXTENSIONS = (TOKEN_IDS, LOGPROBS, SAMPLING)
 
 
 class OpenAIEngine:
@@ -51,6 +50,7 @@ class OpenAIEngine:
         sampling: defaults for parameters that a call does not set. Those beyond temperature and ``top_p`` that nobody
             sets are sent with their neutral values (``core.messages.NEUTRAL_PARAMETERS``), unless the server refuses.
         clock: seconds, for when a refused field is requested again.
+        token_ids: whether to ask for token ids and logprobs; ``False`` for an endpoint that records them itself.
 
     Bound to the event loop of its first request; close it with ``aclose``.
     """
@@ -68,6 +68,7 @@ class OpenAIEngine:
         backoff: float = 0.5,
         sampling: SamplingParams | None = None,
         clock: Clock = time.monotonic,
+        token_ids: bool = True,
     ) -> None:
         self.model = model
         self.base_model = base_model or model
@@ -77,6 +78,7 @@ class OpenAIEngine:
         self._backoff = Backoff(backoff, _LONGEST_PAUSE)
         self._sampling = sampling or SamplingParams()
         self._extensions = ExtensionTable(clock)
+        self._tokens: tuple[str, ...] = (TOKEN_IDS, LOGPROBS) if token_ids else ()
         self._key = _api_key(api_key, api_key_env)
         self._client: httpx.AsyncClient | None = None
 
@@ -98,7 +100,7 @@ class OpenAIEngine:
             # Some servers ignore n and return one choice; the missing ones are requested with other seeds.
             asked = _with_seed_offset(wanted, len(completions))
             body = request_body(self.model, messages, tools=tools, n=n - len(completions), sampling=asked)
-            asking = self._extensions.attempt(self.model, _EXTENSIONS)
+            asking = self._extensions.attempt(self.model, (*self._tokens, SAMPLING))
             answer, attempts = await self._post(body, asking)
             completions += self._read(answer, asked, attempts, asking)
         return completions[:n]
@@ -113,7 +115,7 @@ class OpenAIEngine:
         wanted = merge_sampling(sampling, self._sampling)
         body = request_body(self.model, messages, tools=tools, n=1, sampling=wanted)
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        asking = self._extensions.attempt(self.model, _EXTENSIONS)
+        asking = self._extensions.attempt(self.model, (*self._tokens, SAMPLING))
         async with self._opened(streamed, asking) as (response, attempts):
             try:
                 if "event-stream" not in response.headers.get("content-type", ""):
@@ -143,7 +145,7 @@ class OpenAIEngine:
         found = completions_from(content, self.base_model, self.model, sent, attempts=attempts)
         return [
             each.model_copy(update={"metadata": {**each.metadata, MISSING: missing}})
-            if (missing := missing_parts(asking, each.tokens))
+            if self._tokens and (missing := missing_parts(asking, each.tokens))
             else each
             for each in found
         ]

@@ -11,10 +11,14 @@ from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 
 
 class ServedEngines:
-    """``engines(served)`` is the engine of that served model; its connections are kept until ``close``."""
+    """``engines(served)`` is the engine of that served model; its connections are kept until ``close``.
 
-    def __init__(self, settings: RLSettings) -> None:
-        self._settings = settings.model_copy(update={"engine": "openai"})
+    ``token_ids``: whether token ids and logprobs are requested, unless ``[rl.engine_options]`` says so.
+    """
+
+    def __init__(self, settings: RLSettings, *, token_ids: bool = True) -> None:
+        options = {"token_ids": token_ids, **settings.engine_options}
+        self._settings = settings.model_copy(update={"engine": "openai", "engine_options": options})
         self._engines: dict[str, LLMEngine] = {}
         self._open = AsyncExitStack()
 
