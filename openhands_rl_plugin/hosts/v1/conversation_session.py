@@ -129,6 +129,8 @@ class ConversationSession:
             self._failure = caught.failure
         except RLError as error:
             self._error = error
+        except asyncio.CancelledError:
+            pass  # the episode was ended at its limit, or closed, while a request was under way
         finally:
             self._loop.call_soon_threadsafe(self._ended.set)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -80,6 +81,23 @@ async def test_limits_of_the_task(server: ScriptedModel) -> None:
     finally:
         server.delay = 0.0
     assert (episode.stop, episode.failure) == (StopReason.TIMEOUT, None) and 0 < len(episode.acted()) < 10
+
+
+async def test_a_request_under_way_ends_with_its_episode_without_a_word(
+    server: ScriptedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    server.policies["slow"] = lambda body: finish()
+    server.delay = 8.0
+    try:
+        episode = await play(server, "slow", request(timeout=5.0))
+    finally:
+        server.delay = 0.0
+    for thread in threading.enumerate():
+        if thread.name == "rl-conversation":
+            thread.join()
+    assert (episode.stop, episode.failure, said) == (StopReason.TIMEOUT, None, [])
 
 
 async def test_an_agent_that_only_talks_is_answered(server: ScriptedModel) -> None:
