@@ -23,7 +23,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "evaluation/README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCKS = [each for page in PAGES for each in blocks(page)]
 DOCUMENTED = [each for each in BLOCKS if "evaluation" not in Path(each.path).parent.name]
-KNOWN = {"console", "python", "toml", "json", "sh", "text", "dockerfile"}
+KNOWN = {"console", "python", "toml", "yaml", "json", "sh", "text", "dockerfile"}
 PROGRAMS = r"(\w+=\S+ )*(openhands-rl|python -m openhands|pip|make|vllm|torchrun) "
 # Commands that no test runs as they stand, and why. They are parsed by the real parsers.
 NOT_RUN = {

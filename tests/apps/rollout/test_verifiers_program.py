@@ -11,16 +11,13 @@ import pytest
 
 import openhands_rl_plugin
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.apps.rollout.verifiers.program import (
-    SECRET,
-    VARIABLE,
+from openhands_rl_plugin.apps.rollout.program import SECRET, VARIABLE, read_episode, rollout_command
+from openhands_rl_plugin.apps.rollout.verifiers.pythons import (
     UnfitVerifiersError,
     check_probe,
     check_verifiers,
     interpreter,
     probe,
-    read_episode,
-    rollout_command,
 )
 from openhands_rl_plugin.apps.rollout.verifiers.suite_tasks import suite_tasks
 from openhands_rl_plugin.core.errors import ConfigError

@@ -9,16 +9,8 @@ from typing import Any
 
 from pydantic import Field, create_model, model_validator
 
-from openhands_rl_plugin.apps.rollout.verifiers.program import (
-    SECRET,
-    check_probe,
-    check_verifiers,
-    facts_of,
-    interpreter,
-    probe,
-    read_episode,
-    rollout_command,
-)
+from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of, read_episode, rollout_command
+from openhands_rl_plugin.apps.rollout.verifiers.pythons import check_probe, check_verifiers, interpreter, probe
 from openhands_rl_plugin.apps.rollout.verifiers.suite_tasks import SuiteTask, suite_tasks
 from openhands_rl_plugin.config.rollout import PlaySettings
 from openhands_rl_plugin.core.errors import RLError
