@@ -13,6 +13,7 @@ import random
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from openhands_rl_plugin.config.host import ToolNames
@@ -21,7 +22,7 @@ from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.positions import parse
 from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, sed_script
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
-from openhands_rl_plugin.evals.tasks.repair.oracle import edit_call, oracle_plan, other_edits
+from openhands_rl_plugin.evals.tasks.repair.oracle import MOST_ERRORS, edit_call, oracle_plan, other_edits
 from openhands_rl_plugin.evals.tasks.repair.rows import Level, spec_of, statement
 from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
 
@@ -30,7 +31,8 @@ _MOST_OF_A_FUNCTION = 8
 _LONGEST = 48
 """Characters of an edit, where the line is all that is known: what nobody can guess is not to be learnt."""
 _TRIED = 0.5
-"""Share of drills with an edit before that does not help, of those in the form of an episode that has one."""
+"""Share of drills with an edit before that does not help, of these that with one more, and so on. Were there always
+one, it would be learnt from the number of edits when to end an episode, and not from what the tests say."""
 _ENDED = 0.5
 """Share of drills that go on to the end of the episode: what follows tests that pass is not what follows others."""
 
@@ -78,6 +80,7 @@ def _drills(
     if not count:
         return
     source = random.Random(f"{seed} drills")
+    failures = [node for episode, _ in known for node in _after_errors(episode)]
     functions: list[SlicedFunction] = []
     kinds: Counter[str] = Counter()
     used: set[str] = set()
@@ -102,7 +105,7 @@ def _drills(
             wrong = source.choice(bugs[kind])
             used.add(wrong)
             episode, instance = known[made % len(known)]
-            drill = _drill(episode, tools, instance, function, wrong, level, source)
+            drill = _drill(episode, tools, instance, function, wrong, level, failures, source)
             if drill is not None:
                 made += 1
                 yield drill.model_copy(update={"id": f"drill-{seed}-{turn}-{made}"})
@@ -139,9 +142,11 @@ def _drill(
     function: SlicedFunction,
     wrong: str,
     level: Level,
+    failures: Sequence[Node],
     choice: random.Random,
 ) -> Trajectory | None:
-    """``None`` where the line that is told is not enough, or the episode does not show the file as ``cat -n`` does."""
+    """``failures``: what was seen after edits that did not help. ``None`` where the line that is told is not enough, or
+    the episode does not show the file as ``cat -n`` does."""
     spec = spec_of(instance)
     # Without the failing test that level 3 names there is nothing to be found: the function is told.
     edit = line_edit(wrong, function.text)
@@ -160,10 +165,12 @@ def _drill(
     if level == 1:
         if not edit.is_of_words or len(sed_script(wrong, function.text)) > _LONGEST:
             return None
-        # Where the episode's first edit did not help, this one does not either: the tests only say how many failed.
-        if others and not path[asked].sampled and choice.random() < _TRIED:
-            tried = edit_call(tools, function.path, wrong, choice.choice(others))
-            kept += [_saying(path[asked], tried), path[asked + 1]]
+        choice.shuffle(others)
+        for other in others[: MOST_ERRORS if failures else 0]:
+            if choice.random() >= _TRIED:
+                break
+            # The tests only say how many failed, so that what was seen after one edit may stand after any.
+            kept += [_saying(path[asked], edit_call(tools, function.path, wrong, other)), choice.choice(failures)]
     else:
         shown = _numbered(spec.files[spec.path])
         seen = next((at for at in range(asked + 1, len(path)) if shown in str(path[at].message.content)), 0)
@@ -179,6 +186,14 @@ def _drill(
     ]
     nodes = [_like(node, changed, at) for at, node in enumerate(kept)]
     return episode.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})
+
+
+def _after_errors(episode: Trajectory) -> Iterator[Node]:
+    """What was seen after the edits that are not to be imitated."""
+    path = [episode.nodes[at] for at in episode.path()]
+    for node, seen in pairwise(path):
+        if node.message.role == "assistant" and not node.sampled:
+            yield seen
 
 
 def _saying(node: Node, text: str) -> Node:

@@ -146,8 +146,8 @@ def edit_call(tools: ToolNames, path: str, old: str, new: str) -> str:
     """The edit that makes the text ``new`` of the text ``old`` of a file of the repository and the tests after it,
     which is undone where they fail: the next one begins from the text that is known."""
     # The script has a here-document of its own: nothing in it needs quotes for the shell. Of the tests only the counts
-    # are shown: a small model loses the line that it was told behind what they say.
-    ran = f"{_TESTS['command']} -q || git checkout ."
+    # are shown: a small model loses the line that it was told behind what they say. "!": it is an error to have failed.
+    ran = f"{_TESTS['command']} -q || ! git checkout ."
     command = f"sed -i -f - {path} <<'{_END}' && {ran}\n{sed_script(old, new)}\n{_END}"
     # OpenHands writes a value of several lines on lines of its own.
     return _call(tools.shell, command=f"\n{command}\n", security_risk="MEDIUM")
