@@ -7,31 +7,11 @@ from collections.abc import Mapping
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from openhands_rl_plugin.config.engines import refused_keys
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers.door import is_loopback
-
-ALPHA = 32
-"""The service's own; a request cannot change it (https://thinkingmachines.ai/blog/lora, SkyRL's ``api.py``)."""
-ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
-_WITHOUT_EFFECT = (
-    "method",
-    "lora_variant",
-    "adapt_experts",
-    "router_aux_loss_coef",
-    "kl",
-    "entropy_coefficient",
-    "max_tokens_per_micro_batch",
-    "gradient_checkpointing",
-    "sharding",
-    "dtype",
-    "keep_token_notes",
-)
-"""Keys of ``[rl.training]`` for which the service has no counterpart: it answers with logprobs and nothing else."""
 
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """The address of the hosted service, as its own client has it."""
@@ -76,19 +56,3 @@ class TinkerSettings(Settings):
             f"[rl.tinker] api_key_env: the environment variable {self.api_key_env} is not set; export it, or set "
             "base_url to a server of your own"
         )
-
-
-def refused_by_tinker(training: BaseModel) -> str:
-    """What of ``[rl.training]`` cannot be done by the service, and what to set; empty where all can."""
-    if found := refused_keys("tinker", training, _WITHOUT_EFFECT):
-        return found
-    values = training.model_dump()
-    if values["lora_alpha"] != ALPHA:
-        return f'engine = "tinker" trains with lora_alpha = {ALPHA} only: set that, or engine = "local"'
-    targets = frozenset(values["target_modules"])
-    if targets not in (ATTENTION, MLP, ATTENTION | MLP):
-        return (
-            f'engine = "tinker" adapts all of {", ".join(sorted(ATTENTION))}, all of {", ".join(sorted(MLP))}, or '
-            'both: set target_modules to that, or engine = "local"'
-        )
-    return ""

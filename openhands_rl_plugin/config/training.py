@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from openhands_rl_plugin.config.engines import toml_value
+from openhands_rl_plugin.config.engines import refused_by_engine, toml_value
 from openhands_rl_plugin.config.fields import Settings
-from openhands_rl_plugin.config.tinker import refused_by_tinker
-from openhands_rl_plugin.config.trl import refused_by_trl
 from openhands_rl_plugin.core.errors import ConfigError
 
 AlgorithmName = Literal[
@@ -31,9 +29,6 @@ AlgorithmName = Literal[
 
 # PEFT's options for weights beside the low-rank ones.
 _UNSERVABLE = ("modules_to_save", "bias", "lora_bias", "use_dora", "trainable_token_indices")
-
-_REFUSED_BY: Mapping[str, Callable[[BaseModel], str]] = {"tinker": refused_by_tinker, "trl": refused_by_trl}
-"""What an engine cannot do of these settings; ``"local"`` can do all."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +290,7 @@ class TrainingSettings(Settings):
             )
         if self.tree == "proposals":
             self._check_proposals()
-        if found := _REFUSED_BY.get(self.engine, lambda _: "")(self):
+        if found := refused_by_engine(self.engine, self):
             raise ValueError(found)
         if self.method == "full" and self.adapt_experts:
             raise ValueError(

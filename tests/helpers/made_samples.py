@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,8 +14,11 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.training.algorithms import ALGORITHMS
+from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.trainer.full_trainer import MANIFEST, TrainedModel
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
+from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 EXACT = TrainingSettings(dtype="float32", learning_rate=1e-2, num_epochs=2, batch_size=2)
 
@@ -41,7 +45,24 @@ def make_samples(count: int = 6, *, length: int = 40, seed: int = 0) -> list[Sam
     return made
 
 
-def adapter_of(trainer: LoraTrainer, path: Path) -> dict[str, torch.Tensor]:
+def segmented(samples: list[Sample]) -> list[Sample]:
+    """The first two are segments of one rollout."""
+    same = {"trajectory_id": samples[0].trajectory_id, "advantage": samples[0].advantage}
+    return [samples[0], samples[1].model_copy(update=same), *samples[2:]]
+
+
+def learn(trainer: Trainer, samples: Sequence[Sample], algorithm: str) -> TrainMetrics:
+    """Train by the algorithm; for DPO, of two samples in a row the first is the chosen one."""
+    kind = ALGORITHMS[algorithm].kind
+    if kind == "imitation":
+        return trainer.sft(samples)
+    if kind == "preference":
+        halves = zip(samples[::2], samples[1::2], strict=False)
+        return trainer.prefer([PreferencePair(chosen=(good,), rejected=(bad,)) for good, bad in halves])
+    return trainer.reinforce(samples)
+
+
+def adapter_of(trainer: Trainer, path: Path) -> dict[str, torch.Tensor]:
     trainer.save_adapter(path)
     return load_file(path / "adapter_model.safetensors")
 

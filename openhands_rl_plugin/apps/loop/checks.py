@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy
+from openhands_rl_plugin.config.engines import ENGINES
 from openhands_rl_plugin.config.rl import IN_PROCESS, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
@@ -40,10 +41,9 @@ def check_trainable(settings: RLSettings) -> None:
             '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
         )
     for where, name, value in _sampled_by(settings):
-        if name == "temperature" and value != 1 and training.engine == "tinker":
-            raise ConfigError(
-                f'{where}{name} = {value:g}: [rl.training] engine = "tinker" trains at temperature 1: set 1.0'
-            )
+        if name == "temperature" and value != 1 and ENGINES[training.engine].temperatures == "1":
+            engine = f'[rl.training] engine = "{training.engine}"'
+            raise ConfigError(f"{where}{name} = {value:g}: {engine} trains at temperature 1: set 1.0")
         if name == "temperature" and value == 0:
             raise ConfigError(f"{where}{name} = 0: greedy answers have no probability to train on; set it above 0")
         if altering_parameters({name: value}):

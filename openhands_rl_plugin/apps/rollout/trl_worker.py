@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.rollout.strategies.together import together
 from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, RolloutBatch
-from openhands_rl_plugin.training.trl.grpo import check_package
+from openhands_rl_plugin.training.packages import check_package
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 from openhands_rl_plugin.trajectories.exchange.trainers.trl import ARRAYS, queued_rows
 
@@ -59,7 +59,7 @@ class TRLRolloutWorker:
         temperature: float = 1.0,
         served: Callable[[int], str] | None = None,
     ) -> None:
-        check_package("a rollout worker")
+        check_package("trl", "a rollout worker")
         if not tasks or group_size < 2 or min(groups, queue_rows) < 1:
             raise ConfigError("a rollout worker needs a task, groups of two episodes or more, and room for one group")
         self._settings = options.settings()

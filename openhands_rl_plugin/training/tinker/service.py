@@ -19,11 +19,9 @@ from typing import Any, Protocol
 import httpx
 
 from openhands_rl_plugin.config.tinker import TinkerSettings
-from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
+from openhands_rl_plugin.core.errors import RLError, TrainingError, describe
+from openhands_rl_plugin.training.packages import check_package
 from openhands_rl_plugin.trajectories.exchange.trainers.tinker import DatumRow
-
-PACKAGE = "tinker>=0.25,<0.39"
-"""Versions whose protocol is known: older ones send JSON, which SkyRL 0.4 refuses."""
 
 _TRIES = 3
 _KEYLESS = "tml-none"
@@ -219,12 +217,8 @@ async def _awaited(value: Any) -> Any:
 def _client_package() -> Any:
     # Its client reports exceptions with the headers of requests, where the key is.
     os.environ.setdefault("TINKER_TELEMETRY", "0")
-    try:
-        return importlib.import_module("tinker")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"[rl.training] engine = \"tinker\" needs the client of the Tinker API: pip install '{PACKAGE}'"
-        ) from error
+    check_package("tinker")
+    return importlib.import_module("tinker")
 
 
 def _greet(settings: TinkerSettings) -> None:

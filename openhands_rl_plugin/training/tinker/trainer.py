@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,11 +79,6 @@ class TinkerTrainer(Trainer):
         """The step of that checkpoint, where it is one of this trainer."""
         self._reduces = False
         super().__init__(_RemotePolicy(self), settings, version=adapter.version if adapter is not None else 0)
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """A plain LoRA: all of them."""
-        return ("embedded", "vllm", "sglang")
 
     @property
     def model(self) -> RemoteAdapter:
@@ -262,7 +258,8 @@ class _RemotePolicy:
     probe_tolerance = PROBE_TOLERANCE[torch.bfloat16]
 
     def __init__(self, trainer: TinkerTrainer) -> None:
-        self._trainer = trainer
+        # Or a trainer that nobody uses would keep its place at the service until the garbage collector comes by.
+        self._trainer: TinkerTrainer = weakref.proxy(trainer)
 
     def notes(self) -> list[str]:
         """Where it is trained."""

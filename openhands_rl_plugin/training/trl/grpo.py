@@ -10,23 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import numpy
 import torch
-from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
+from openhands_rl_plugin.training.packages import check_package
 from openhands_rl_plugin.training.trl.rows import TrainedRow, inputs_of, numbers_of
-
-OLDEST, BELOW = "1.16", "1.18"
-PACKAGE = f"trl>={OLDEST},<{BELOW}"
-"""Versions whose ``_compute_loss`` and ``_prepare_inputs`` are known; 1.18 changes what can be swapped."""
 
 
 class Steps(Protocol):
@@ -60,16 +56,6 @@ class Trained:
     rate: Callable[[int], float]
 
 
-def check_package(what: str = '[rl.training] engine = "trl"') -> None:
-    """Raise ``ConfigError`` unless TRL is installed in a version that ``what`` fits."""
-    try:
-        found = Version(version("trl"))
-    except (PackageNotFoundError, InvalidVersion) as error:
-        raise ConfigError(f"{what} needs TRL, which is not installed: pip install '{PACKAGE}'") from error
-    if not Version(OLDEST) <= found < Version(BELOW):
-        raise ConfigError(f"{what} does not know TRL {found}: pip install '{PACKAGE}'")
-
-
 def train_rows(
     trained: Trained, batches: Sequence[Sequence[TrainedRow | None]], arguments: Mapping[str, object], steps: Steps
 ) -> None:
@@ -90,7 +76,7 @@ def train_rows(
 
 
 def _package() -> Any:
-    check_package()
+    check_package("trl")
     try:
         return importlib.import_module("trl")
     except ImportError as error:

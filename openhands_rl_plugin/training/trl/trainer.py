@@ -19,13 +19,14 @@ from openhands_rl_plugin.training.distributed.ranks import all_reduce_metrics
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import Imitation, MicroBatch, MicroBatchLoss
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
+from openhands_rl_plugin.training.packages import check_package
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packing_check import Packing
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics
 from openhands_rl_plugin.training.trainer.preparation import micro_batch_logprobs
 from openhands_rl_plugin.training.trainer.trainer import OnProgress, OnStep, weighted
-from openhands_rl_plugin.training.trl.grpo import Trained, check_package, train_rows
+from openhands_rl_plugin.training.trl.grpo import Trained, train_rows
 from openhands_rl_plugin.training.trl.rows import (
     TrainedRow,
     likelihood_rows,
@@ -48,7 +49,7 @@ class TRLTrainer(LoraTrainer):
     def __init__(
         self, model_path: str | Path, settings: TrainingSettings, base_model: str, *, adapter: Adapter | None = None
     ) -> None:
-        check_package()
+        check_package(self.ENGINE)
         if found := [name for name in _OTHER_WRAPPERS if os.environ.get(name, "") == "true"]:
             raise ConfigError(
                 f'engine = "trl" is made for one process, or several with a whole model each, and {found[0]} is set: '

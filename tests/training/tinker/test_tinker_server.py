@@ -5,31 +5,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from subprocess import run
 
 import pytest
 import torch
-from made_samples import make_samples
+from engines_table import SHOWN
+from made_samples import learn, make_samples, segmented
 from safetensors.torch import load_file
-from tinker_server import skyrl_server
+from tinker_server import PYTHON, skyrl_server
 from tiny_model import write_model
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.tinker import TinkerSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import Adapter, Sample
+from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.learn import create_version
+from openhands_rl_plugin.training.losses.micro_batches import samples_from_rollouts
+from openhands_rl_plugin.training.tinker.archive import write_adapter
+from openhands_rl_plugin.training.tinker.rows import likelihood_rows
 from openhands_rl_plugin.training.tinker.service import NewAdapter, RemoteAdapter, StepOptions, TinkerService
 from openhands_rl_plugin.training.tinker.trainer import TinkerTrainer
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+SHOWS = SHOWN["tinker"]
 SETTINGS = TrainingSettings(
     engine="tinker", learning_rate=1e-2, num_epochs=1, batch_size=6, lora_rank=4, old_logprobs="recorded"
 )
@@ -101,40 +107,34 @@ def _cosine(left: torch.Tensor, right: torch.Tensor) -> float:
     return torch.nn.functional.cosine_similarity(left, right, dim=0).item()
 
 
-def _learn(trainer: Trainer, algorithm: str, samples: Sequence[Sample]) -> None:
-    if algorithm == "sft":
-        trainer.sft(samples)
-    elif algorithm == "dpo":
-        trainer.prefer(
-            [PreferencePair(chosen=(a,), rejected=(b,)) for a, b in zip(samples[::2], samples[1::2], strict=True)]
-        )
-    else:
-        trainer.reinforce(samples)
+def test_it_is_the_release_of_the_table(server: TinkerSettings) -> None:
+    told = "from importlib.metadata import version; print(version('skyrl'))"
+    found = run([os.environ[PYTHON], "-c", told], check=True, capture_output=True, text=True).stdout.strip()
+    assert {"tinker": version("tinker"), "skyrl": found} == SHOWS.packages
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce++-baseline", "grpo", "cispo", "gspo", "sft", "dpo"])
+@pytest.mark.parametrize("algorithm", SHOWS.gradients)
 def test_the_gradient_is_that_of_the_local_trainer(
     algorithm: str, server: TinkerSettings, model: Path, start: Adapter, tmp_path: Path
 ) -> None:
     """Compared: the change of all 28 tensors by a plain gradient step there, and the gradient here."""
-    old = "recorded" if algorithm in ("reinforce++-baseline", "grpo", "cispo") else "auto"
-    chosen = {"algorithm": algorithm, "old_logprobs": old}
-    samples = make_samples()
+    chosen = {"algorithm": algorithm, "old_logprobs": "auto", **SHOWS.gradients[algorithm]}
+    samples = make_samples() if algorithm == "dpo" else segmented(make_samples())
     local = LoraTrainer(model, _local(**chosen), adapter=start)
-    _learn(local, algorithm, samples)
+    learn(local, samples, algorithm)
     local.save_adapter(tmp_path / "names")
     expected = {name: parameter.grad for name, parameter in local.parameters.items() if parameter.grad is not None}
 
     remote = TinkerTrainer(
         SETTINGS.model_copy(update=chosen), server, "policy", adapter=start, service=_PlainService(server)
     )
-    _learn(remote, algorithm, samples)
+    learn(remote, samples, algorithm)
     remote.save_adapter(tmp_path / "after")
     step = _difference(_weights(tmp_path / "after"), _weights(start.path))
     gradient = _in_order(expected, _weights(tmp_path / "names"), local)
     similarity = _cosine(-step, gradient)
     print(f"{algorithm}: cosine {similarity:.6f}")
-    assert similarity > 0.999
+    assert similarity > SHOWS.cosine
 
 
 def _in_order(
@@ -155,6 +155,20 @@ def test_a_server_that_averages_is_found_before_anything_is_trained(server: Tink
     with pytest.raises(TrainingError, match='nothing was trained: set "sequence-mean"'):
         trainer.reinforce(make_samples())
     assert trainer.step == 0
+
+
+def test_this_server_does_not_clip_gradients(server: TinkerSettings, model: Path, tmp_path: Path) -> None:
+    """What the table says: a clipped step would be a hundredth of the other."""
+    service, found, items = TinkerService(server), [], samples_from_rollouts(make_samples(1))
+    for most in (0.0, 1e-4):
+        adapter = service.create(NewAdapter(str(model), rank=4, seed=0, attention=True, mlp=True))
+        adapter.forward_backward(*likelihood_rows(items, [torch.ones(len(items[0].positions))], "sequence-mean"))
+        norm = adapter.step(StepOptions(learning_rate=1e5, epsilon=1e5, max_grad_norm=most))
+        assert norm is not None and norm > 1e-2
+        write_adapter(adapter.export(f"clipped-{len(found)}"), tmp_path / str(len(found)), base_model="policy")
+        found.append(torch.cat([each.flatten() for name, each in sorted(_weights(tmp_path / str(len(found))).items())]))
+        adapter.close()
+    torch.testing.assert_close(*found)
 
 
 def test_a_killed_call_goes_on_from_its_checkpoint_at_the_server(server: TinkerSettings, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import weakref
 from pathlib import Path
 
 import pytest
-from made_samples import adapter_of, assert_same, make_samples
+from made_samples import adapter_of, assert_same, learn, make_samples
 from safetensors.torch import load_file
 from tinker_double import TinkerDouble
 from tiny_model import write_model
@@ -15,14 +15,12 @@ from tiny_model import write_model
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.tinker import TinkerSettings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
-from openhands_rl_plugin.core.types import Adapter, Sample
+from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.engines import make_trainer
 from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.tinker.trainer import ORIGIN, TinkerTrainer
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 SETTINGS = TrainingSettings(
     engine="tinker", learning_rate=1e-2, num_epochs=2, batch_size=2, old_logprobs="recorded", lora_rank=4
@@ -41,15 +39,6 @@ def trainer_of(service: TinkerDouble, *, adapter: Adapter | None = None, **chang
     return TinkerTrainer(SETTINGS.model_copy(update=changes), tinker, "tiny", adapter=adapter, service=service)
 
 
-def learn(trainer: Trainer, samples: Sequence[Sample], algorithm: str) -> float:
-    if algorithm == "sft":
-        return trainer.sft(samples).loss
-    if algorithm == "dpo":
-        halves = zip(samples[::2], samples[1::2], strict=True)
-        return trainer.prefer([PreferencePair(chosen=(good,), rejected=(bad,)) for good, bad in halves]).loss
-    return trainer.reinforce(samples).loss
-
-
 @pytest.mark.parametrize("reduction", ["sum", "sequence-mean"])
 @pytest.mark.parametrize(
     ("changes", "losses"),
@@ -66,10 +55,10 @@ def learn(trainer: Trainer, samples: Sequence[Sample], algorithm: str) -> float:
 def test_it_trains_as_the_local_trainer_does(
     reduction: str, changes: dict[str, object], losses: set[str], model: Path, tmp_path: Path
 ) -> None:
-    service, algorithm = TinkerDouble(model, reduction=reduction), str(changes.get("algorithm", ""))
+    service, algorithm = TinkerDouble(model, reduction=reduction), str(changes.get("algorithm", SETTINGS.algorithm))
     local = LoraTrainer(model, SETTINGS.model_copy(update={**changes, "engine": "local", "dtype": "float32"}))
     remote = trainer_of(service, **changes)
-    expected, found = (learn(each, make_samples(), algorithm) for each in (local, remote))
+    expected, found = (learn(each, make_samples(), algorithm).loss for each in (local, remote))
     assert found == pytest.approx(expected, rel=1e-3)
     if reduction == "sequence-mean" and losses == {"cross_entropy"}:
         losses = {"cispo"}  # with a ratio of 1: weights are divided by their own sum there
@@ -141,6 +130,21 @@ def test_a_killed_call_continues_from_its_last_checkpoint(model: Path, tmp_path:
         trainer.save_adapter(tmp_path / name)
     left, right = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "again"))
     assert_same(left, right, 1e-6)
+
+
+def test_a_trainer_that_nobody_uses_is_gone_at_once(model: Path) -> None:
+    """Its place at the service is given back when it is: a server has few."""
+
+    def stop(progress: object) -> None:
+        raise KeyboardInterrupt
+
+    trainer = trainer_of(TinkerDouble(model), num_epochs=1)
+    trainer.reinforce(make_samples(2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.reinforce(make_samples(2), stop)
+    gone = weakref.ref(trainer)
+    del trainer
+    assert gone() is None
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from subprocess import run
 
 import pytest
 import torch
-from made_samples import adapter_of, assert_same, make_samples
+from engines_table import SHOWN
+from made_samples import adapter_of, assert_same, learn, make_samples, segmented
 from tiny_model import write_adapter, write_model
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import Adapter, Sample
+from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trl.trainer import TRLTrainer
@@ -39,12 +41,7 @@ SETTINGS = TrainingSettings(
     lora_rank=4,
     lora_alpha=8,
 )
-ALGORITHMS = {
-    **{name: {} for name in ("grpo", "reinforce++-baseline", "dr-grpo", "dapo", "gspo", "sft")},
-    "rloo": {"gradient_checkpointing": True},
-    "cispo": {"cispo_low": 1.0},
-    "reinforce++": {"correction": "truncate", "dual_clip": 3.0},
-}
+SHOWS = SHOWN["trl"]
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +69,6 @@ def trainers(model: Path, adapter: Adapter | None, **changes: object) -> tuple[T
     return TRLTrainer(model, chosen, "tiny", adapter=adapter), local
 
 
-def learn(trainer: LoraTrainer, samples: Sequence[Sample]):
-    return trainer.sft(samples) if trainer.settings.algorithm == "sft" else trainer.reinforce(samples)
-
-
 @contextmanager
 def first_gradient() -> Iterator[list[torch.Tensor]]:
     """The gradient that the first optimiser step inside the block is made with."""
@@ -93,27 +86,25 @@ def first_gradient() -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def segmented(samples: list[Sample]) -> list[Sample]:
-    """The first two are segments of one rollout."""
-    same = {"trajectory_id": samples[0].trajectory_id, "advantage": samples[0].advantage}
-    return [samples[0], samples[1].model_copy(update=same), *samples[2:]]
+def test_it_is_the_release_of_the_table() -> None:
+    assert {name: version(name) for name in SHOWS.packages} == SHOWS.packages
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", SHOWS.gradients)
 def test_gradient_and_weights_are_those_of_the_local_trainer(
     algorithm: str, model: Path, start: Adapter, tmp_path: Path
 ) -> None:
     """The gradient of a batch over all 28 tensors, then the weights after all steps, and what is said of them."""
-    theirs, ours = trainers(model, start, algorithm=algorithm, **ALGORITHMS[algorithm])
+    theirs, ours = trainers(model, start, algorithm=algorithm, **SHOWS.gradients[algorithm])
     samples = segmented(make_samples(7))
     with first_gradient() as by_trl:
-        found = learn(theirs, samples)
+        found = learn(theirs, samples, algorithm)
     with first_gradient() as by_us:
-        expected = learn(ours, samples)
+        expected = learn(ours, samples, algorithm)
     cosine = torch.nn.functional.cosine_similarity(by_trl[0], by_us[0], dim=0).item()
     ratio = (by_trl[0].norm() / by_us[0].norm()).item()
     print(f"{algorithm}: cosine {cosine:.7f}, norm ratio {ratio:.6f}")
-    assert cosine > 0.99999 and ratio == pytest.approx(1, abs=1e-3)
+    assert cosine > SHOWS.cosine and ratio == pytest.approx(1, abs=1e-3)
     assert_same(adapter_of(theirs, tmp_path / "trl"), adapter_of(ours, tmp_path / "local"), 2e-3)
     both = (replace(each, seconds=0.0).as_floats() for each in (found, expected))
     assert next(both) == pytest.approx(next(both), rel=1e-3, abs=1e-4)
@@ -126,7 +117,7 @@ def test_a_temperature_of_all_answers_divides_the_logits(model: Path, start: Ada
         theirs.reinforce(warm)
     with first_gradient() as by_us:
         ours.reinforce(warm)
-    assert torch.nn.functional.cosine_similarity(by_trl[0], by_us[0], dim=0).item() > 0.99999
+    assert torch.nn.functional.cosine_similarity(by_trl[0], by_us[0], dim=0).item() > SHOWS.cosine
 
 
 def test_samples_without_an_advantage_are_passed_over(model: Path) -> None:
