@@ -63,7 +63,7 @@ def test_errors_are_context_and_what_follows_is_learnt(instances: tuple[Instance
     assert left > 0
 
 
-@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))])
 def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...], level: int, tmp_path: Path) -> None:
     at_level = repair_instances(level, "train")[: len(instances)]  # type: ignore[arg-type]
     episodes = [played(each, 3) for each in at_level]

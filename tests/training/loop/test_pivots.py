@@ -92,6 +92,7 @@ class Kills(LoopListener):
             raise Killed
 
 
+@pytest.mark.slow
 async def test_a_loop_trains_single_decisions_between_its_iterations(world: ShopWorld, parts: LoopParts) -> None:
     """Killed three times. Of the three turns only the second one decides: which product is looked at."""
     for kill in (("0", "answers", 7), ("0", "answers valued", 2), ("1", "answers", 2)):

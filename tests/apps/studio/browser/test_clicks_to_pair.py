@@ -37,8 +37,8 @@ def test_clicks_become_a_trained_pair(model: Path, tmp_path: Path, capsys: pytes
     with pages_of(store, author="ann") as pages:
         click_verdict(pages, 0, "Good")
         click_verdict(pages, 1, "Bad")
-        page = pages.open("/q?query=id:attempt-1&pairs=1", wait=".two .item.assistant")
-        page.wait_for_function("() => document.querySelectorAll('.two section')[1].querySelector('.item.assistant')")
+        page = pages.open("/q?query=id:attempt-1&pairs=1", wait=".two")
+        page.wait_for_selector(".verdicts button:not([disabled]) >> text=Left is better")
         left = page.locator(".two section").first.inner_text()
         page.get_by_role("button", name="Left is better" if "way 1" in left else "Right is better").click()
         page.wait_for_selector(".empty")

@@ -45,8 +45,10 @@ def test_keys_of_the_queue_make_labels(pages: Pages, seeded: Path) -> None:
 
 
 def test_a_pair_becomes_a_preference(pages: Pages, seeded: Path) -> None:
-    page = pages.open("/q?query=id:fix-parser-v2-2&pairs=1", wait=".two .item.assistant")
-    page.wait_for_function("() => document.querySelectorAll('.two section')[1].querySelector('.item.assistant')")
+    page = pages.open("/q?query=id:fix-parser-v2-2&pairs=1", wait=".two")
+    # Nobody judges what is not there yet: the keys and the buttons wait for both sides.
+    page.wait_for_selector(".verdicts button:not([disabled]) >> text=Left is better")
+    assert page.locator(".two section:has(.item.assistant)").count() == 2
     left = page.locator(".two section").first.locator(".text.said").all_inner_texts()
     pages.keys("1")
     page.wait_for_selector(".empty")

@@ -118,11 +118,12 @@ function Two({id, store, next}) {
   const group = first.data?.group;
   useEffect(() => { if (group) partner(id, group, store).then(found, () => found(null)); }, [id, group, store]);
   const swapped = hash(`${id} ${other}`) % 2 === 1;
-  const say = (side) => other && second.data && send(() => label(id, {kind: 'preference', other, value: side === 0 ? 0.5 : (side === 1) !== swapped ? 1 : 0}, store).then(next));
+  const ready = Boolean(first.data && second.data);
+  const say = (side) => ready && send(() => label(id, {kind: 'preference', other, value: side === 0 ? 0.5 : (side === 1) !== swapped ? 1 : 0}, store).then(next));
   useKeys('Judge', {1: ['the left one is better', () => say(1)], 2: ['the right one is better', () => say(2)], 0: ['neither', () => say(0)]});
   if (other === null) return html`<${Empty} title="Only one sample">This task has no other sample to compare with. <button onClick=${next}>Next</button></${Empty}>`;
   const sides = swapped ? [second, first] : [first, second];
   return html`<div class="two">${sides.map((each, side) => html`<section key=${side} class="view" tabindex="0" aria-label=${side ? 'Right' : 'Left'}><${Answer} answer=${each}>${(data) => html`<${Reading} header=${data} store=${store} />`}</${Answer}></section>`)}</div>
     ${error && html`<${Problem} error=${error} />`}
-    <footer class="verdicts"><button onClick=${() => say(1)}><kbd>1</kbd> Left is better</button><button onClick=${() => say(2)}><kbd>2</kbd> Right is better</button><button onClick=${() => say(0)}><kbd>0</kbd> Neither</button><button onClick=${next}><kbd>j</kbd> Skip</button></footer>`;
+    <footer class="verdicts"><button disabled=${!ready} onClick=${() => say(1)}><kbd>1</kbd> Left is better</button><button disabled=${!ready} onClick=${() => say(2)}><kbd>2</kbd> Right is better</button><button disabled=${!ready} onClick=${() => say(0)}><kbd>0</kbd> Neither</button><button onClick=${next}><kbd>j</kbd> Skip</button></footer>`;
 }
