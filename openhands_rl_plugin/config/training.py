@@ -204,6 +204,11 @@ class TrainingSettings(Settings):
         ge=0,
         description="weight of the advantage among the group's turns in the same state (GiGPO); 0: off",
     )
+    repeat_penalty: Annotated[float, _Only(_RL)] = Field(
+        default=0.0,
+        ge=0,
+        description="taken off the advantage of a turn that repeats an earlier one and sees the same again; 0: off",
+    )
     tree: Annotated[Literal["path", "branches", "proposals"], _Only((*_RL, "dpo"))] = Field(
         default="path",
         description="what of a search tree is trained on: the acted path, also its branches, or each state's proposals",
@@ -316,10 +321,10 @@ class TrainingSettings(Settings):
     def _check_proposals(self) -> None:
         if self.algorithm == "dpo":
             raise ValueError('tree = "proposals" is a policy gradient: for dpo set tree = "branches", which pairs them')
-        if self.step_rewards != "episode" or self.state_weight or self.condensations:
+        if self.step_rewards != "episode" or self.state_weight or self.repeat_penalty or self.condensations:
             raise ValueError(
                 'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
-                '"episode", state_weight = 0.0 and condensations = false'
+                '"episode", state_weight = 0.0, repeat_penalty = 0.0 and condensations = false'
             )
 
     def as_fine_tuning(self) -> Self:

@@ -155,6 +155,7 @@ WRONG = [
     ),
     ('[rl.training]\nalgorithm = "dpo"\nstep_rewards = "environment"', '[rl] training: step_rewards = "environment" '),
     ('[rl.training]\nalgorithm = "dpo"\nstate_weight = 1', "[rl] training: state_weight = 1 has no effect on"),
+    ('[rl.training]\nalgorithm = "sft"\nrepeat_penalty = 1', "[rl] training: repeat_penalty = 1 has no effect on"),
     ('[rl.training]\nalgorithm = "sft"\nstate_weight = 0.5', "[rl] training: state_weight = 0.5 has no effect on"),
     ('[rl.training]\nkl = "k4"', "[rl.training] kl: must be 'none', 'k1', 'k2' or 'k3', got 'k4'"),
     ("[rl.training]\nlearning_rate = nan", "[rl.training] learning_rate: "),

@@ -1,8 +1,9 @@
 """From scored episodes to training sequences: the advantage of every sampled token.
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
-go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``tree`` also trains the branches
-of search trees, or all that was proposed in them, whatever was chosen.
+go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``repeat_penalty`` takes something
+off where a turn repeats another, ``tree`` also trains the branches of search trees, or all that was proposed in them,
+whatever was chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.advantages import GroupAdvantages, group_advantages, valid_groups
 from openhands_rl_plugin.training.credit.estimators import whiten
 from openhands_rl_plugin.training.credit.proposals import proposal_advantages
-from openhands_rl_plugin.training.credit.tree_advantages import NodeAdvantages, sibling_advantages, times_sampled
+from openhands_rl_plugin.training.credit.tree_advantages import (
+    NodeAdvantages,
+    repeated_turns,
+    sibling_advantages,
+    times_sampled,
+)
 from openhands_rl_plugin.training.credit.turns import sampled_tokens, state_advantages, turn_advantages
 from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree, trained_nodes
 
@@ -43,7 +49,8 @@ def credited_samples(
     """
     late = settings.kl != "none" and settings.kl_in == "reward"
     baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
-    if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
+    of_turns = settings.step_rewards != "episode" or settings.state_weight or settings.repeat_penalty
+    if settings.tree == "path" and not of_turns:
         weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
         summaries = settings.condensations
         return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a, condensations=summaries)])
@@ -51,6 +58,8 @@ def credited_samples(
     times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
     if algorithm_of(settings).estimator.whitened and not late:
         first, again = _whitened(trajectories, first, again, times, settings)
+    if settings.repeat_penalty:
+        _take_off_repeats(trajectories, rewards, first, settings)
     samples: list[Sample] = []
     for index, of_nodes in first.items():
         more = {at: (times[index][at] - 1, value) for at, value in again.get(index, {}).items()}
@@ -86,6 +95,23 @@ def _node_advantages(
             proposed[index] = {at: settings.tree_weight * value for at, value in advantages.items()}
         _add(nodes, proposed, 1.0)
     return _filled(nodes), _sampled_again(trajectories, proposed)
+
+
+def _take_off_repeats(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    nodes: dict[int, NodeAdvantages],
+    settings: TrainingSettings,
+) -> None:
+    """The penalty of invalid actions in verl-agent (GiGPO's code), for actions that repeat others.
+
+    After whitening, which would take its sign from it where all repeat. Groups of equal rewards have repeats, too.
+    """
+    for index in valid_groups(trajectories, rewards, settings).valid:
+        trained = set(trained_nodes(trajectories[index]))
+        repeats = {at: 1.0 for at in repeated_turns(trajectories[index]) if at in trained}
+        if repeats:
+            _add(nodes, {index: repeats}, -settings.repeat_penalty)
 
 
 def _filled(nodes: Mapping[int, NodeAdvantages]) -> dict[int, NodeAdvantages]:

@@ -7,6 +7,7 @@ Comparing an action with its siblings gives credit per turn, where a whole rollo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.rollout.strategies.annotations import notes, times_merged
@@ -68,6 +69,24 @@ def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
         said.append(trajectory.nodes[before].message.content or "")
         before = trajectory.nodes[before].parent
     return tuple(reversed(said))
+
+
+def repeated_turns(trajectory: Trajectory) -> tuple[int, ...]:
+    """The acted turns that do what an earlier turn of the episode did and see what it saw: nothing is learnt from them.
+
+    To run the tests again after an edit is no repeat, as long as their output is another one.
+    """
+    path = trajectory.acted()
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    found: list[int] = []
+    for at, after in pairwise(path):
+        message = trajectory.nodes[at].message
+        calls = [(call.name, call.arguments) for call in message.tool_calls]
+        turn = (f"{message.content or ''}{calls}", state_before(trajectory, after))
+        if turn in seen:
+            found.append(at)
+        seen.add(turn)
+    return tuple(found)
 
 
 def search_rewards(trajectory: Trajectory) -> dict[int, float]:

@@ -48,8 +48,8 @@ def policy_rows(
         factors = item.advantages * weight * correction_of(settings, tokens, item.recorded)
         if algorithm_of(settings).objective == "gspo" and bool((factors != factors[0]).any()):
             raise TrainingError(
-                'engine = "trl" has one advantage a sequence with algorithm = "gspo": leave step_rewards, tree and '
-                'correction at their defaults, or set engine = "local"'
+                'engine = "trl" has one advantage a sequence with algorithm = "gspo": leave step_rewards, tree, '
+                'repeat_penalty and correction at their defaults, or set engine = "local"'
             )
         made.append(TrainedRow(item, weight, factors, item.old))
     return made
