@@ -283,7 +283,8 @@ TORCH_ROOMS = (
             ("models/gateway/", "environments/openenv/websocket.py", "environments/verifiers/bridge.py"),
         ),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
-        ({"ray"}, ("hosts/pool/ray",)),
+        ({"ray"}, ("hosts/pool/ray", "apps/rollout/skyrl/entrypoint.py")),
+        ({"skyrl"}, ("apps/rollout/skyrl/",)),
         ({"verifiers"}, ("environments/verifiers/bridge.py", "apps/rollout/verifiers/plugin.py")),
         ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ()),
         # Code that this process compiled, for its own child, which would execute the text as well.
@@ -296,6 +297,7 @@ TORCH_ROOMS = (
         "aiohttp",
         "pymongo",
         "ray",
+        "skyrl",
         "verifiers",
         "pickle and its kin",
         "marshal",

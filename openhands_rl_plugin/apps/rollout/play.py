@@ -178,10 +178,11 @@ def _plan(job: _Job, folder: Path) -> EvaluationPlan:
 
 
 def _request(job: _Job, plan: EvaluationPlan) -> EpisodeRequest:
-    """A new episode, unless its names are given. Its seed follows from them, so that no two are sampled alike."""
+    """A new episode, unless its names are given. Its seed follows from them, so that no two are sampled alike: a
+    trainer plays a task again in another group."""
     options, task = job.options, job.found.entry.task
     run_id = options.run_id or f"rollout-{uuid.uuid4().hex}"
-    seed = (run_id if options.seed is None else str(options.seed), task.id, str(options.sample))
+    seed = (run_id if options.seed is None else str(options.seed), options.group_id, task.id, str(options.sample))
     return EpisodeRequest(
         task=task.model_copy(update={"limits": task.limits or plan.limits()}),
         run_id=run_id,

@@ -69,6 +69,9 @@ async def test_an_episode_with_a_name_is_played_once(model: ScriptedModel, store
     assert again == first and other.trajectory_id != first.trajectory_id and other.group_id == first.group_id
     played = model.requests["base"][before:]
     assert len(played) == 4 and played[0]["seed"] != played[2]["seed"]
+    await play("webshop-3", options(model, **named | {"group_id": "webshop-3 again"}), storage=store)
+    seeds = [each["seed"] for each in model.requests["base"][before:]]
+    assert len(seeds) == len(set(seeds)) == 6, "a trainer's next epoch is not sampled like this one"
 
 
 async def test_no_token_ids(model: ScriptedModel, store: FileTrajectoryStorage):

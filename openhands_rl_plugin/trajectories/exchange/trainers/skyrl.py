@@ -8,7 +8,8 @@ carried: advantages (SkyRL has its own), the policy's version, the temperature (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from itertools import groupby
+from typing import TypedDict, cast
 
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
@@ -68,6 +69,62 @@ def generator_columns(
     turns = sum(played.turns for played in rollouts) / max(1, len(rollouts))
     own["rollout_metrics"] = {"openhands/turns": turns}
     return own
+
+
+def batch_columns(
+    rollouts: Sequence[PlayedRollout | None],
+    trajectory_ids: Sequence[object],
+    groups: Sequence[str],
+    *,
+    temperature: float = 1.0,
+    evaluation: bool = False,
+) -> GeneratorColumns:
+    """The step-wise rows of a batch in which episodes failed (``None``): they are left out, and in no baseline.
+
+    ``groups`` names the prompt of each, which stand together. SkyRL counts the prompts, so that one without a valid
+    episode has a row of which nothing is trained, at the mean reward of the others. Where one episode is left to
+    compare, nothing of it is trained either: its advantage would be its reward. ``evaluation``: neither is needed.
+    Raises ``ExchangeError``, also where no episode is valid.
+    """
+    given = list(zip(rollouts, trajectory_ids, groups, strict=True))
+    valid = [played for played in rollouts if played is not None]
+    if not valid:
+        raise ExchangeError("no episode of the batch is valid")
+    mean = sum(map(outcome, valid)) / len(valid)
+    own = generator_columns((), (), step_wise=True)
+    empty = lone = 0
+    for _, members in groupby(given, key=lambda each: each[2]):
+        group = list(members)
+        kept = [(played, identity) for played, identity, _ in group if played is not None]
+        rows = generator_columns(*zip(*kept, strict=True), step_wise=True, temperature=temperature) if kept else None
+        if rows is None and not evaluation:
+            rows, empty = _untrained(group[0][1], valid[0].segments[0].input_ids[0], mean), empty + 1
+        elif rows is not None and len(kept) == 1 < len(group) and not evaluation:
+            rows["loss_masks"], lone = [[0] * len(mask) for mask in rows["loss_masks"]], lone + 1
+        for name, column in (rows or {}).items():
+            if isinstance(column, list):
+                cast("dict[str, list[object]]", own)[name].extend(column)
+    own["rollout_metrics"] = {
+        "openhands/turns": sum(each.turns for each in valid) / len(valid),
+        "openhands/failed": float(len(rollouts) - len(valid)),
+        "openhands/groups_without_episode": float(empty),
+        "openhands/groups_of_one": float(lone),
+    }
+    return own
+
+
+def _untrained(identity: object, token: int, reward: float) -> GeneratorColumns:
+    return GeneratorColumns(
+        prompt_token_ids=[[token]],
+        response_ids=[[token]],
+        rewards=[reward],
+        loss_masks=[[0]],
+        stop_reasons=["abort"],
+        rollout_metrics={},
+        rollout_logprobs=[[0.0]],
+        trajectory_ids=[identity],
+        is_last_step=[True],
+    )
 
 
 def _add(own: GeneratorColumns, sample: Sample, identity: object, reward: float) -> None:

@@ -111,6 +111,26 @@ def test_skyrl(sent: list[Sample]):
     assert same(skyrl.samples_of_columns(as_json(columns)), [*sent, ONE])
 
 
+def test_skyrl_has_no_row_of_an_episode_that_failed():
+    """Prompt a: two valid episodes and a failed one; b: one is left; c: none."""
+    rollouts = [played(ONE, ONE), None, played(ONE), None, played(ONE), None]
+    names = ["a", "a", "a", "b", "b", "c"]
+    columns = skyrl.batch_columns(rollouts, range(6), names)
+    assert columns["trajectory_ids"] == [0, 0, 2, 4, 5] and columns["is_last_step"] == [False, True, True, True, True]
+    assert [any(mask) for mask in columns["loss_masks"]] == [True, True, True, False, False]
+    assert columns["rewards"] == [0.0, 1.0, 1.0, 1.0, 1.0], "what stands for a prompt has the mean of the others"
+    assert columns["rollout_metrics"] == {
+        "openhands/turns": pytest.approx(sum(each.turns for each in rollouts if each) / 3),
+        "openhands/failed": 3.0,
+        "openhands/groups_without_episode": 1.0,
+        "openhands/groups_of_one": 1.0,
+    }
+    judged = skyrl.batch_columns(rollouts, range(6), names, evaluation=True)
+    assert judged["trajectory_ids"] == [0, 0, 2, 4] and all(any(mask) for mask in judged["loss_masks"])
+    with pytest.raises(ExchangeError, match="no episode of the batch is valid"):
+        skyrl.batch_columns([None, None], range(2), ["a", "a"])
+
+
 @given(SEGMENTS)
 def test_verl(sent: list[Sample]):
     rows = verl.agent_loop_rows(played(*sent), longest_prompt=99, longest_response=99)
