@@ -285,6 +285,7 @@ TORCH_ROOMS = (
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
         ({"ray"}, ("hosts/pool/ray", "apps/rollout/skyrl/entrypoint.py")),
         ({"skyrl"}, ("apps/rollout/skyrl/",)),
+        ({"verl"}, ("apps/rollout/verl/agent_loop.py",)),
         ({"verifiers"}, ("environments/verifiers/bridge.py", "apps/rollout/verifiers/plugin.py")),
         ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ()),
         # Code that this process compiled, for its own child, which would execute the text as well.
@@ -298,6 +299,7 @@ TORCH_ROOMS = (
         "pymongo",
         "ray",
         "skyrl",
+        "verl",
         "verifiers",
         "pickle and its kin",
         "marshal",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.config.rl import RLSettings
@@ -83,3 +85,21 @@ class PlayOptions(PlaySettings):
         # Validated anew: the names of strategies are.
         kept = {name: getattr(settings, name) for name in settings.model_fields_set if name not in given}
         return RLSettings.model_validate({**kept, **given})
+
+
+def options_from_trainer(given: Mapping[str, object], where: str, trainer: str, said: Collection[str]) -> PlayOptions:
+    """The options below ``where`` in a trainer's configuration, which says those named ``said`` itself.
+
+    Raises ``ConfigError``.
+    """
+    known = PlaySettings.model_fields.keys() - {"base_url", "model", "base_model", "api_key_env", *said}
+    if wrong := sorted(given.keys() - known):
+        own = wrong[0] in PlaySettings.model_fields
+        why = f"is said by {trainer}" if own else f"is none of {', '.join(sorted(known))}"
+        raise ConfigError(f"{where}.{wrong[0]} {why}")
+    try:
+        # A path is text there.
+        return PlayOptions.model_validate_json(json.dumps(dict(given)))
+    except (ValidationError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ("",), "msg": str(error)}
+        raise ConfigError(f"{where}.{first['loc'][0]}: {first['msg']}") from error

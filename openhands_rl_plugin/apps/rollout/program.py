@@ -26,13 +26,15 @@ def rollout_command(
     model: str,
     options: Mapping[str, object],
     store: Path | None = None,
+    *,
+    token_ids: bool = False,
 ) -> list[str]:
     """``openhands-rl rollout`` of the task that the options ``task`` choose, against an endpoint that records it.
 
     ``options``: fields of ``PlaySettings``. Paths are those of this process; the program has another working folder.
-    The endpoint's key is in the variable ``SECRET``.
+    The endpoint's key is in the variable ``SECRET``. ``token_ids``: ask for them, where the endpoint keeps none itself.
     """
-    words = [python, "-P", "-m", "openhands_rl_plugin", "rollout", *task, "--json", "--token-ids", "false"]
+    words = [python, "-P", "-m", "openhands_rl_plugin", "rollout", *task, "--json", "--token-ids", _word(token_ids)]
     words += ["--base-url", base_url, "--model", model, "--base-model", model, "--api-key-env", SECRET]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", _word(value)]

@@ -149,6 +149,14 @@ def test_rows_of_a_data_set_keep_their_task(tmp_path: Path):
     assert asked["env_extras"] == {"task": INSTANCE.instance_id} and asked["uid"] == "0"
 
 
+def test_options_name_files_as_text(tmp_path: Path):
+    from openhands_rl_plugin.apps.rollout.skyrl.entrypoint import make_generator
+
+    (tmp_path / "config.toml").write_text("[rl]\nmax_turns = 3\n", encoding="utf-8")
+    words = (*STEPWISE, f"openhands.options.config={tmp_path / 'config.toml'}")
+    assert make_generator(configured(*words), "http://127.0.0.1:1")._settings.max_turns == 3
+
+
 async def test_what_cannot_be_played_stops_the_batch(model: ScriptedModel, tmp_path: Path):
     cfg = configured(*STEPWISE, "openhands.options.native_tool_calling=false", "openhands.options.max_turns=1")
     model.policies["base"] = lambda body: with_prompt_ids(says(SEARCH), None)

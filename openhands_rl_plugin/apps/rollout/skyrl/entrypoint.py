@@ -5,10 +5,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from openhands_rl_plugin.apps.rollout.skyrl.generator import OpenHandsGenerator
-from openhands_rl_plugin.config.rollout import PlayOptions, PlaySettings
+from openhands_rl_plugin.config.rollout import PlayOptions, options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 
 # isort: split
@@ -21,8 +19,6 @@ from skyrl.train.config.config import BaseConfig  # pyright: ignore[reportMissin
 from skyrl.train.entrypoints.main_base import BasePPOExp  # pyright: ignore[reportMissingImports]
 from skyrl.train.utils import initialize_ray, validate_cfg  # pyright: ignore[reportMissingImports]
 
-# Of the endpoint and the sampling, which SkyRL says.
-_OWN = {"base_url", "model", "base_model", "api_key_env", "temperature", "max_response_length"}
 # Of SkyRL's own generators: here they would be overlooked.
 _THEIRS = ("zero_reward_on_non_stop", "apply_overlong_filtering", "vision_language_generator", "batched")
 
@@ -87,15 +83,7 @@ def check_config(cfg: Any) -> None:
 
 
 def _options(given: dict[str, Any]) -> PlayOptions:
-    known = PlaySettings.model_fields.keys() - _OWN
-    if wrong := sorted(given.keys() - known):
-        why = "is said by SkyRL" if wrong[0] in _OWN else f"is none of {', '.join(sorted(known))}"
-        raise ConfigError(f"openhands.options.{wrong[0]} {why}")
-    try:
-        return PlayOptions.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"openhands.options.{first['loc'][0]}: {first['msg']}") from error
+    return options_from_trainer(given, "openhands.options", "SkyRL", {"temperature", "max_response_length"})
 
 
 @ray.remote(num_cpus=1)
