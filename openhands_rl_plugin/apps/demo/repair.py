@@ -62,8 +62,6 @@ class RepairOptions(Frozen):
     """Of the training tasks' episodes. At 1 so small a model errs somewhere in nearly every command."""
     evaluation_temperature: float = Field(default=0.0, ge=0)
     reinforcement_rate: float = 2e-4
-    repeat_penalty: float = 1.0
-    """What it learns last, and earns most by: after an edit that failed, another one."""
     loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> RepairOptions:
@@ -107,7 +105,6 @@ class RepairOptions(Frozen):
                 # Episodes that fail are long. By the token they would teach not to try again.
                 aggregation="rollout",
                 negative_scale=0.5,
-                repeat_penalty=self.repeat_penalty,
                 seed=self.seed,
             ),
             loop=self._loop(),
