@@ -119,8 +119,10 @@ class TestRealAgentLoop:
         config.write_text("[rl]\nmax_workers = 2\n", encoding="utf-8")
         (own,) = OmegaConf.create(LOOP.replace("CONFIG", str(config)))
 
-        async def run(row: dict[str, Any], *, temperature: float = 1.0, use_v1: bool = True, **changes: Any) -> Any:
-            rollout = {"prompt_length": 6144, "response_length": 2048, "max_model_len": CONTEXT}
+        async def run(
+            row: dict[str, Any], *, temperature: float = 1.0, use_v1: bool = True, top_p: float = 1.0, **changes: Any
+        ) -> Any:
+            rollout = {"prompt_length": 6144, "response_length": 2048, "max_model_len": CONTEXT, "top_p": top_p}
             trainer = {"trainer": {"use_v1": use_v1}, "actor_rollout_ref": {"rollout": rollout}, "data": {}}
             loop = hydra.utils.instantiate(
                 OmegaConf.merge(own, changes),
@@ -165,6 +167,7 @@ class TestRealAgentLoop:
         [
             ({}, {}, "needs a column 'task'"),
             ({"task": "webshop-3"}, {"use_v1": False}, "set trainer.use_v1=True"),
+            ({"task": "webshop-3"}, {"top_p": 0.9}, "rollout.top_p=0.9: logprobs are then not the policy's"),
             ({"task": "webshop-3"}, {"options": {"turns": 3}}, "options.turns is none of"),
             ({"task": "webshop-3"}, {"options": {"model": "x"}}, "options.model is said by verl"),
             ({"task": "webshop-3"}, {"options": {"max_turns": "none"}}, "options.max_turns: "),

@@ -53,6 +53,11 @@ class OpenHandsAgentLoop(AgentLoopBase):
             raise ConfigError("tries has to be 1 or more")
         if not self.config.trainer.get("use_v1", False):
             raise ConfigError("set trainer.use_v1=True: the other trainer has no place for an episode that failed")
+        for name, neutral in (("top_p", (1,)), ("top_k", (-1, 0))):
+            if (said := self.rollout_config.get(name, neutral[0])) not in neutral:
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.{name}={said}: logprobs are then not the policy's; leave it out"
+                )
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """One ``AgentLoopOutput`` a segment. Raises ``InfrastructureError`` for a failed episode: verl then drops the
