@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward
-from openhands_rl_plugin.core.records import Label, WorkspaceCommand
+from openhands_rl_plugin.core.records import CommandEvidence, Label, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, Frozen, Score, Trajectory
 
 
@@ -55,6 +55,15 @@ class JudgesWorkspace(Protocol):
     @property
     def workspace_command(self) -> WorkspaceCommand:
         """What to run."""
+        ...
+
+
+@runtime_checkable
+class RunsCommands(Protocol):
+    """An environment with a workspace, in which a command can be run beside the agent's. A capability, not a flag."""
+
+    async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run it over the workspace as it stands, in a fresh sandbox."""
         ...
 
 

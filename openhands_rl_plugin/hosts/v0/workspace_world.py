@@ -47,6 +47,7 @@ from openhands.events.serialization.event import event_from_dict, event_to_dict
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ModelError, describe
 from openhands_rl_plugin.core.messages import WireMessage, to_message
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task
 from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostOutcome, HostTurn
@@ -87,6 +88,10 @@ class ForkableRuntime(Protocol):
 
     def changes(self) -> JsonObject:
         """The changes to the workspace since the session began. Blocks."""
+        ...
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a command over the workspace as it stands, in a fresh sandbox. Blocks."""
         ...
 
     def run_action(self, action: Action) -> HostObservation:
@@ -185,6 +190,10 @@ class WorkspaceBranch:
     async def evidence(self) -> JsonObject:
         """The changes to the workspace since the session began."""
         return await background().blocking(self._runtime.changes)
+
+    async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """As in ``RunsCommands``."""
+        return await background().blocking(partial(self._runtime.check, asked))
 
     async def close(self) -> None:
         """End the branch's processes and remove its files."""

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.records import CHECKED, WorkspaceCommand
 from openhands_rl_plugin.core.types import (
     Completion,
     Failure,
@@ -26,6 +27,7 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
+from openhands_rl_plugin.rollout.scoring import JudgesWorkspace, RunsCommands
 from openhands_rl_plugin.rollout.strategies.annotations import ended, note, notes
 from openhands_rl_plugin.rollout.strategies.budget import Least, SpentError, StrictOptions
 from openhands_rl_plugin.rollout.strategies.options import checked
@@ -213,6 +215,7 @@ class RewardValueOptions(StrictOptions):
 class RewardValue:
     """A reward function's score (a verifier's, say) of the episode up to the state, with the fork's evidence.
 
+    A reward by a command (``pytest -q``) has it run in the fork, where that has a workspace.
     Raises ``ConfigError`` for the reward ``tests``: what it reads is there only when an episode was graded.
     """
 
@@ -223,7 +226,7 @@ class RewardValue:
 
     def __init__(self, options: RewardValueOptions | None = None, *, reward: Reward) -> None:
         name = reward.version.partition("-")[0]
-        if name in ("tests", "command", "localization"):
+        if name in ("tests", "localization"):
             raise ConfigError(
                 f"value 'reward' cannot judge by reward = {name!r}, because a task is graded only after its episode: "
                 'use another reward, or value = "model" or "verifier"'
@@ -232,7 +235,8 @@ class RewardValue:
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """Judge once; ``None`` if it cannot be judged. Rewards that were paid are not counted twice."""
-        score = await judged_in_time(search, self._reward, _so_far(search, state))
+        asked = self._reward.workspace_command if isinstance(self._reward, JudgesWorkspace) else None
+        score = await judged_in_time(search, self._reward, _so_far(search, state, asked))
         return None if score is None else ValueEstimate(score - earned(search, state))
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
@@ -277,9 +281,18 @@ def built_in(name: str, options: JsonObject) -> ValueFunction:
     )
 
 
-async def _so_far(search: Search, state: int) -> Trajectory:
+async def _so_far(search: Search, state: int, asked: WorkspaceCommand | None) -> Trajectory:
     async with search.world_at(state) as world:
-        return episode_so_far(search, state, await world.evidence())
+        evidence = await world.evidence()
+        if asked is not None:
+            if not isinstance(world, RunsCommands):
+                raise ConfigError(
+                    f"value 'reward': `{asked.command}` judges a workspace, and this environment has none: choose "
+                    "another reward"
+                )
+            # After the evidence: what it writes is no part of the patch.
+            evidence = {**evidence, CHECKED: (await world.check(asked)).model_dump(mode="json")}
+        return episode_so_far(search, state, evidence)
 
 
 def episode_so_far(search: Search, state: int, evidence: JsonObject) -> Trajectory:

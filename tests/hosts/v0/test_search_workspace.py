@@ -123,6 +123,22 @@ async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel):
     assert leftovers() == before, "no fork leaves files behind"
 
 
+async def test_a_command_in_the_forks_says_what_is_right(server: ScriptedModel):
+    """The project's tests as the value: each candidate is executed in a fork, and judged by the command there."""
+    tests = "test ! -e answer.txt || grep -qx right answer.txt && touch ran"
+    value = {"reward": "command", "reward_options": {"command": tests}}
+    for strategy in ({"rollout_strategy": "BestOfN", "strategy": {"n": 6}}, mcts(num_simulations=10)):
+        strategy["strategy"] |= {"value": "reward", "value_options": value}
+        before = leftovers()
+        trajectory = await play(server, "tested", writer, **strategy)
+        assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
+        assert "+right" in trajectory.evidence["git_patch"]
+        assert trajectory.evidence["changed_files"] == {"answer.txt": "added"}, "what it writes is no part of the work"
+        found = {node.value for node in trajectory.nodes if node.sampled and node.value is not None}
+        assert {0.0, 1.0} <= found
+        assert leftovers() == before
+
+
 async def test_a_branch_is_told_that_a_command_has_timed_out(server: ScriptedModel):
     def sleeper(body: dict[str, Any]) -> dict[str, Any]:
         if depth(body) > 0:

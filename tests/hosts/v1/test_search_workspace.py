@@ -109,6 +109,17 @@ async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel, work
     assert counted == episode.usage.prompt_tokens > 0
 
 
+async def test_a_command_in_the_forks_says_what_is_right(server: ScriptedModel, workspace: Path) -> None:
+    tests = "test ! -e answer.txt || grep -qx right answer.txt && touch ran"
+    value = {"value": "reward", "value_options": {"reward": "command", "reward_options": {"command": tests}}}
+    episode, _ = await play(
+        server, "tested-in-forks", workspace, writer, rollout_strategy="BestOfN", strategy={"n": 6, **value}
+    )
+    assert episode.failure is None and (workspace / "answer.txt").read_text() == "right\n"
+    assert episode.evidence["changed_files"] == {"answer.txt": "added"}, "what it writes is no part of the work"
+    assert {0.0, 1.0} <= {node.value for node in episode.nodes if node.sampled and node.value is not None}
+
+
 async def test_best_of_n_acts_on_the_best_of_its_candidates(server: ScriptedModel, workspace: Path) -> None:
     seeds = itertools.count()
 

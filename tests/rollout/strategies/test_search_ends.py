@@ -198,6 +198,13 @@ def test_tests_are_no_value_because_they_run_after_the_episode():
         registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "tests"}})
 
 
+async def test_a_command_is_no_value_where_there_is_no_workspace():
+    value = registry.build("values", "reward", {"reward": "command", "reward_options": {"command": "make check"}})
+    world, engine = Desk(), Worker("look")
+    with pytest.raises(ConfigError, match="`make check` judges a workspace, and this environment has none"):
+        await BestOfNStrategy(value=value).decide(await opened(world), engine, world)
+
+
 @EVERY
 async def test_a_session_hands_on_that_its_world_pays_nothing(make: Make):
     session = AgentSession(

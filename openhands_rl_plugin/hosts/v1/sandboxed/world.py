@@ -36,6 +36,7 @@ from pydantic import PrivateAttr
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime
@@ -172,6 +173,10 @@ class ConversationBranch:
     async def evidence(self) -> JsonObject:
         """The changes to the workspace since the episode began."""
         return await background().blocking(self._workspace.changes)
+
+    async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """As in ``RunsCommands``."""
+        return await background().blocking(partial(self._workspace.check, asked))
 
     async def close(self) -> None:
         """End the branch's processes and remove its files."""
