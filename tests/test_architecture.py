@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "openhands_rl_plugin"
 
+TOP = {"LICENSE", "Makefile", "README.md", "config.toml.example", "docs", "evaluation", "pyproject.toml", "tests"} | {
+    "uv.lock",
+    PACKAGE,
+}
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 70
 
@@ -183,6 +188,14 @@ def test_the_house_stays_small_enough_to_remember() -> None:
     folders = {file.parent for file in [*sources(), *sources("tests"), *sources("evaluation")]}
     crowded = {str(each.relative_to(ROOT)): len(list(each.glob("*.py"))) for each in folders}
     assert {name: count for name, count in crowded.items() if count > MOST_FILES} == {}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")
+def test_nothing_lies_at_the_door_that_belongs_nowhere() -> None:
+    """What a program left in the working folder is added with everything else, once, and then stays."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {name.split("/")[0] for name in listed.splitlines()}
+    assert {each for each in top if not each.startswith(".")} == TOP
 
 
 def test_every_folder_says_what_it_is_for() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 
 import httpx
 
-from openhands_rl_plugin.apps.rollout.program import SECRET, VARIABLE, read_episode, rollout_command
+from openhands_rl_plugin.apps.rollout.program import SECRET, read_episode, rollout_command
+from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
+from openhands_rl_plugin.core.errors import ConfigError
 
 TASK = "OPENHANDS_RL_TASK"
 """The environment variable with the task, by ``env_map``: an id, or a row as JSON."""
@@ -35,7 +36,7 @@ class OpenHandsAgent:
         """Raises ``SystemExit`` where there is no episode that may be trained on."""
         endpoint, task = _given("AGL_OPENAI_BASE_URL"), _given(TASK)
         row = task.lstrip().startswith("{")
-        python = os.environ.get(VARIABLE) or sys.executable
+        python = _python()
         with tempfile.TemporaryDirectory() as folder:
             command = rollout_command(python, ("--task", "-" if row else task), endpoint, _MODEL, {})
             # No key is a key like another to an endpoint that wants none.
@@ -52,6 +53,13 @@ class OpenHandsAgent:
         if played.off_policy and "/mode/train/" in endpoint:
             raise SystemExit(f"configuration: this episode is not to be trained on: {played.off_policy}")
         _tell(_given("AGL_EVENT_URL"), played.reward)
+
+
+def _python() -> str:
+    try:
+        return checked_interpreter()
+    except ConfigError as error:
+        raise SystemExit(f"configuration: {error}") from error
 
 
 def _tell(url: str, reward: float) -> None:

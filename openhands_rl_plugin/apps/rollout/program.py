@@ -27,15 +27,17 @@ def rollout_command(
     options: Mapping[str, object],
     store: Path | None = None,
     *,
+    base_model: str = "",
     token_ids: bool = False,
 ) -> list[str]:
     """``openhands-rl rollout`` of the task that the options ``task`` choose, against an endpoint that records it.
 
-    ``options``: fields of ``PlaySettings``. Paths are those of this process; the program has another working folder.
-    The endpoint's key is in the variable ``SECRET``. ``token_ids``: ask for them, where the endpoint keeps none itself.
+    ``options``: fields of ``PlayOptions``. Paths are those of this process; the program has another working folder.
+    The endpoint's key is in the variable ``SECRET``. ``base_model``: where it is not ``model`` itself. ``token_ids``:
+    ask for them, where the endpoint keeps none itself.
     """
     words = [python, "-P", "-m", "openhands_rl_plugin", "rollout", *task, "--json", "--token-ids", _word(token_ids)]
-    words += ["--base-url", base_url, "--model", model, "--base-model", model, "--api-key-env", SECRET]
+    words += ["--base-url", base_url, "--model", model, "--base-model", base_model or model, "--api-key-env", SECRET]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", _word(value)]
     return [*words, "--store", STORE if store is None else _word(store)]

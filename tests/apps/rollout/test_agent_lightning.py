@@ -73,8 +73,9 @@ def test_the_configurations_name_what_is_there() -> None:
 
 
 @contextmanager
-def started(*words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(words, env={**os.environ, **variables}, start_new_session=True)
+def started(where: Path, *words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """In a folder of the test: the server keeps its configuration and log below where it runs."""
+    process = subprocess.Popen(words, env={**os.environ, **variables}, cwd=where, start_new_session=True)
     try:
         yield process
     finally:
@@ -107,16 +108,17 @@ def _text_of(content: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[httpx.Client]:
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """agent-lightning's own API, with its server, its controller and a model."""
     folder, port = Path(PYTHON).parent, free_port()
+    where = tmp_path_factory.mktemp("agent-lightning")
     url, key = f"http://127.0.0.1:{port}", "of-the-test"
     words = [f"port={port}", "host=127.0.0.1", f"key={key}", "default_proxy.model_name=model"]
     runner = ["runner_type=local", f"agl_server.url={url}", f"agl_server.key={key}", "local_runner.poll_interval=0.5"]
     with (
         serve() as model,
-        started(str(folder / "agl-server"), *words),
-        started(str(folder / "agl-controller"), *runner, **{VARIABLE: sys.executable}),
+        started(where, str(folder / "agl-server"), *words),
+        started(where, str(folder / "agl-controller"), *runner, **{VARIABLE: sys.executable}),
         httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60) as client,
     ):
         model.policies["model"] = play

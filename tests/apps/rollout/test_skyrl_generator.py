@@ -87,16 +87,14 @@ def without_ids(body: dict[str, Any]) -> Any:
     return with_prompt_ids(gives_up(body), None)
 
 
-def generator(cfg: Any, model: ScriptedModel, tmp_path: Path) -> Any:
+def generator(cfg: Any, model: ScriptedModel) -> Any:
     from openhands_rl_plugin.apps.rollout.skyrl.entrypoint import make_generator
 
-    made = make_generator(cfg, model.url.removesuffix("/v1"))
-    made._storage = FileTrajectoryStorage(tmp_path / "store", durable=False)
-    return made
+    return make_generator(cfg, model.url.removesuffix("/v1"))
 
 
 @needs_bubblewrap
-async def test_a_batch_has_the_advantages_of_its_valid_episodes(model: ScriptedModel, tmp_path: Path):
+async def test_a_batch_has_the_advantages_of_its_valid_episodes(model: ScriptedModel):
     """By SkyRL's own validation, tensors and GRPO: who failed is in no baseline, and who is alone teaches nothing."""
     from skyrl.train.trainer import RayPPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -117,7 +115,7 @@ async def test_a_batch_has_the_advantages_of_its_valid_episodes(model: ScriptedM
     trainer = object.__new__(RayPPOTrainer)  # its workers are what needs a GPU
     trainer.cfg, trainer.all_metrics = cfg, {}
     trainer.tokenizer, trainer.dispatch = SimpleNamespace(pad_token_id=0), SimpleNamespace(get_lcm_dp_size=lambda: 1)
-    trainer.generator = generator(cfg, model, tmp_path)
+    trainer.generator = generator(cfg, model)
     output = await trainer.generate(batch(cfg, [INSTANCE.instance_id] * 3, 3))
     names = [each.instance_id for each in output["trajectory_ids"]]
     assert names == ["0", "0", "1", "2"] and output["is_last_step"] == [True] * 4
@@ -149,26 +147,20 @@ def test_rows_of_a_data_set_keep_their_task(tmp_path: Path):
     assert asked["env_extras"] == {"task": INSTANCE.instance_id} and asked["uid"] == "0"
 
 
-def test_options_name_files_as_text(tmp_path: Path):
-    from openhands_rl_plugin.apps.rollout.skyrl.entrypoint import make_generator
-
-    (tmp_path / "config.toml").write_text("[rl]\nmax_turns = 3\n", encoding="utf-8")
-    words = (*STEPWISE, f"openhands.options.config={tmp_path / 'config.toml'}")
-    assert make_generator(configured(*words), "http://127.0.0.1:1")._settings.max_turns == 3
-
-
-async def test_what_cannot_be_played_stops_the_batch(model: ScriptedModel, tmp_path: Path):
+async def test_what_cannot_be_played_stops_the_batch(model: ScriptedModel):
     cfg = configured(*STEPWISE, "openhands.options.native_tool_calling=false", "openhands.options.max_turns=1")
     model.policies["base"] = lambda body: with_prompt_ids(says(SEARCH), None)
     with pytest.raises(TrainingError, match="no episode of 2 in the batch is valid"):
-        await generator(cfg, model, tmp_path).generate(batch(cfg, ["webshop-3"], 2))
+        await generator(cfg, model).generate(batch(cfg, ["webshop-3"], 2))
 
 
 async def test_a_batch_of_the_shop_by_rows(model: ScriptedModel, tmp_path: Path):
-    cfg = configured(*STEPWISE, "openhands.options.native_tool_calling=false", "openhands.options.max_turns=2")
+    (tmp_path / "config.toml").write_text("[rl]\nmax_turns = 2\n", encoding="utf-8")
+    options = (f"openhands.options.config={tmp_path / 'config.toml'}", "openhands.options.native_tool_calling=false")
+    cfg = configured(*STEPWISE, *options, f"openhands.store={tmp_path / 'kept'}")
     model.policies["base"] = lambda body: says(SEARCH)
     row = json.dumps({"id": "mine", "environment": "webshop", "data": {"idx": 5}})
-    own = generator(cfg, model, tmp_path)
+    own = generator(cfg, model)
     output = await own.generate(batch(cfg, ["webshop-3", row], 2))
     assert len(output["response_ids"]) == 4 and output["rewards"] == [0.0] * 4
     sampled = [*SEARCH.encode(), 260]
@@ -181,6 +173,9 @@ async def test_a_batch_of_the_shop_by_rows(model: ScriptedModel, tmp_path: Path)
     assert len(seeds) == 8, "every sample of every turn is another one"
     await own.generate(batch(cfg, ["webshop-3", row], 2))
     assert len({each["seed"] for each in model.requests["base"]}) == 16, "and of every step"
+    async with FileTrajectoryStorage(tmp_path / "kept") as storage:
+        kept = [each async for each, _ in storage.find()]
+    assert len(kept) == 8 and len({each.group_id for each in kept}) == 4
 
 
 @pytest.mark.parametrize(
@@ -191,7 +186,8 @@ async def test_a_batch_of_the_shop_by_rows(model: ScriptedModel, tmp_path: Path)
         ((*STEPWISE, "openhands.options.model=x"), "openhands.options.model is said by SkyRL"),
         ((*STEPWISE, "openhands.options.max_turns=none"), "openhands.options.max_turns: "),
         ((*STEPWISE, "generator.sampling_params.temperature=0.7"), "vLLM gives logprobs at temperature 1"),
-        ((*STEPWISE, "openhands.concurrency=0"), "openhands.concurrency and openhands.tries have to be 1 or more"),
+        ((*STEPWISE, "openhands.concurrency=0"), "openhands.concurrency has to be 1 or more"),
+        ((*STEPWISE, "openhands.tries=0"), "openhands.tries has to be 1 or more"),
     ],
 )
 def test_what_would_be_trained_wrongly_is_refused(words: tuple[str, ...], said: str):
@@ -201,7 +197,7 @@ def test_what_would_be_trained_wrongly_is_refused(words: tuple[str, ...], said: 
         make_generator(configured(*words), "http://127.0.0.1:1")
 
 
-async def test_sampling_that_an_episode_has_not_is_refused(model: ScriptedModel, tmp_path: Path):
+async def test_sampling_that_an_episode_has_not_is_refused(model: ScriptedModel):
     cfg = configured(*STEPWISE, "generator.sampling_params.top_k=5")
     with pytest.raises(ConfigError, match="top_k = 5 cannot be honoured"):
-        await generator(cfg, model, tmp_path).generate(batch(cfg, ["webshop-3"], 1))
+        await generator(cfg, model).generate(batch(cfg, ["webshop-3"], 1))

@@ -12,10 +12,10 @@ import pytest
 import openhands_rl_plugin
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.rollout.program import SECRET, VARIABLE, read_episode, rollout_command
-from openhands_rl_plugin.apps.rollout.verifiers.pythons import (
-    UnfitVerifiersError,
+from openhands_rl_plugin.apps.rollout.pythons import (
+    UnfitReleaseError,
     check_probe,
-    check_verifiers,
+    check_release,
     interpreter,
     probe,
 )
@@ -75,16 +75,16 @@ def test_rows_that_name_no_environment_are_refused(tmp_path: Path) -> None:
 def test_other_releases_of_verifiers_are_named_with_the_one_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UnfitVerifiersError, match=r"is not installed in this Python: pip install 'verifiers==0\.4"):
-        check_verifiers()
+    with pytest.raises(UnfitReleaseError, match=r"is not installed in this Python: pip install 'verifiers==0\.4"):
+        check_release("verifiers", "0.4")
     about = tmp_path / "verifiers-0.1.14.dist-info/METADATA"
     about.parent.mkdir()
     about.write_text("Metadata-Version: 2.1\nName: verifiers\nVersion: 0.1.14\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UnfitVerifiersError, match=r"needs verifiers 0\.4, and this Python has 0\.1\.14: pip install"):
-        check_verifiers()
+    with pytest.raises(UnfitReleaseError, match=r"needs verifiers 0\.4 for this, and this Python has 0\.1\.14"):
+        check_release("verifiers", "0.4")
     about.write_text("Metadata-Version: 2.1\nName: verifiers\nVersion: 0.4.3\n")
-    check_verifiers()
+    check_release("verifiers", "0.4")
 
 
 def test_the_python_that_plays_is_named_or_in_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_python_is_asked_what_it_has() -> None:
     for found, said in (
         ([None, "1.58.0", None], "has no openhands_rl_plugin: make one with"),
         ([ours, None, None], "has no OpenHands: make one with"),
-        (["0.0.1", "1.58.0", None], f"has openhands_rl_plugin 0.0.1, and the Python of verifiers {ours}"),
+        (["0.0.1", "1.58.0", None], f"has openhands_rl_plugin 0.0.1, and this Python {ours}: install the same in both"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_probe("PY", 0, json.dumps(found), "")

@@ -5,8 +5,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram
 from openhands_rl_plugin.apps.rollout.skyrl.generator import OpenHandsGenerator
-from openhands_rl_plugin.config.rollout import PlayOptions, options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 
 # isort: split
@@ -33,6 +33,8 @@ class OpenHandsConfig(BaseConfig):
     """Episodes at the same time."""
     tries: int = 2
     """How often an episode that fails of the infrastructure is played."""
+    store: str = ""
+    """The folder that the episodes are kept in; else they are not."""
 
 
 @dataclass
@@ -52,19 +54,23 @@ class OpenHandsExp(BasePPOExp):
 
 def make_generator(cfg: Any, endpoint: str) -> OpenHandsGenerator:
     """The generator of a whole configuration. Raises ``ConfigError``."""
-    check_config(cfg)
-    served = {
-        "base_url": f"{endpoint.rstrip('/')}/v1",
-        "model": resolve_policy_model_name(cfg),
-        "base_model": cfg.generator.inference_engine.served_model_name or cfg.trainer.policy.model.path,
-    }
-    options = _options(cfg.openhands.options).model_copy(update=served)
-    return OpenHandsGenerator(options, concurrency=cfg.openhands.concurrency, tries=cfg.openhands.tries)
+    program = check_config(cfg)
+    base = cfg.generator.inference_engine.served_model_name or cfg.trainer.policy.model.path
+    url, model = f"{endpoint.rstrip('/')}/v1", resolve_policy_model_name(cfg)
+    return OpenHandsGenerator(program, url, model, base, concurrency=cfg.openhands.concurrency)
 
 
-def check_config(cfg: Any) -> None:
-    """Raise ``ConfigError`` for what episodes of OpenHands would be trained wrongly with."""
-    _options(cfg.openhands.options)
+def check_config(cfg: Any) -> EpisodeProgram:
+    """What episodes are played by. Raises ``ConfigError`` for what would be trained wrongly."""
+    own = cfg.openhands
+    program = EpisodeProgram(
+        own.options,
+        where="openhands.options",
+        trainer="SkyRL",
+        said=frozenset({"temperature", "max_response_length"}),
+        tries=own.tries,
+        store=own.store,
+    )
     if not cfg.generator.step_wise_trajectories:
         raise ConfigError(
             "set generator.step_wise_trajectories=true: without it an episode has to be one sequence, and a failed one "
@@ -80,10 +86,7 @@ def check_config(cfg: Any) -> None:
             f"generator.sampling_params.temperature={temperature:g}: vLLM gives logprobs at temperature 1; set "
             "generator.inference_engine.engine_init_kwargs.logprobs_mode=processed_logprobs, or temperature=1"
         )
-
-
-def _options(given: dict[str, Any]) -> PlayOptions:
-    return options_from_trainer(given, "openhands.options", "SkyRL", {"temperature", "max_response_length"})
+    return program
 
 
 @ray.remote(num_cpus=1)

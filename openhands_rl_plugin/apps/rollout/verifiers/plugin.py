@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, create_model, model_validator
 
 from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of, read_episode, rollout_command
-from openhands_rl_plugin.apps.rollout.verifiers.pythons import check_probe, check_verifiers, interpreter, probe
+from openhands_rl_plugin.apps.rollout.pythons import check_probe, check_release, interpreter, probe
 from openhands_rl_plugin.apps.rollout.verifiers.suite_tasks import SuiteTask, suite_tasks
 from openhands_rl_plugin.config.rollout import PlaySettings
 from openhands_rl_plugin.core.errors import RLError
@@ -18,9 +18,9 @@ from openhands_rl_plugin.core.errors import RLError
 try:
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  (pins another openai than OpenHands)
 except ModuleNotFoundError:
-    check_verifiers()
+    check_release("verifiers", "0.4")
     raise
-check_verifiers()
+check_release("verifiers", "0.4")
 
 FACTS = "openhands_rl"
 """Where a trace's ``info`` has what the episode came to."""

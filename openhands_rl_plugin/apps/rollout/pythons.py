@@ -1,23 +1,23 @@
-"""The Python that has OpenHands, which verifiers' has not, and the release of verifiers that fits."""
+"""The Python that has OpenHands, which a trainer's has not, and the release of the trainer that fits."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 
 import openhands_rl_plugin
 from openhands_rl_plugin.apps.rollout.program import VARIABLE, last_line
 from openhands_rl_plugin.core.errors import ConfigError
 
-FITS = "0.4"
-"""The release of verifiers that the classes are written for."""
-
 _HOW = (
-    "make one with `uv venv OPENHANDS && uv pip install --python OPENHANDS 'openhands_rl_plugin[sdk]'`, then give "
-    f"--env.agent.harness.python OPENHANDS/bin/python, or export {VARIABLE}=OPENHANDS/bin/python"
+    "make one with `uv venv OPENHANDS && uv pip install --python OPENHANDS 'openhands_rl_plugin[sdk]'`, then export "
+    f"{VARIABLE}=OPENHANDS/bin/python"
 )
+_SECONDS = 60.0
 _DISTRIBUTIONS = ("openhands_rl_plugin", "openhands-sdk", "openhands-ai")
 _PROBE = (
     "import importlib.metadata as m, json\n"
@@ -28,19 +28,21 @@ _PROBE = (
 )
 
 
-class UnfitVerifiersError(ConfigError, ValueError):
-    """Another release of verifiers, or none. A ``ValueError`` too: verifiers' commands show those in one line."""
+class UnfitReleaseError(ConfigError, ValueError):
+    """Another release of a trainer, or none. A ``ValueError`` too: verifiers' commands show those in one line."""
 
 
-def check_verifiers() -> None:
-    """Raise ``UnfitVerifiersError`` for what the classes were not written for."""
-    how = f"pip install 'verifiers=={FITS}.*' openhands_rl_plugin, in a Python without OpenHands"
+def check_release(package: str, fits: str) -> None:
+    """Raise ``UnfitReleaseError`` unless this Python has a release ``fits`` of ``package``."""
+    how = f"pip install '{package}=={fits}.*' openhands_rl_plugin, in a Python without OpenHands"
     try:
-        found = metadata.version("verifiers")
+        found = metadata.version(package)
     except metadata.PackageNotFoundError as error:
-        raise UnfitVerifiersError(f"verifiers is not installed in this Python: {how}") from error
-    if not f"{found}.".startswith(f"{FITS}."):
-        raise UnfitVerifiersError(f"openhands_rl_verifiers needs verifiers {FITS}, and this Python has {found}: {how}")
+        raise UnfitReleaseError(f"{package} is not installed in this Python: {how}") from error
+    if not f"{found}.".startswith(f"{fits}."):
+        raise UnfitReleaseError(
+            f"openhands_rl_plugin needs {package} {fits} for this, and this Python has {found}: {how}"
+        )
 
 
 def interpreter(named: str = "") -> str:
@@ -68,6 +70,13 @@ def check_probe(python: str, exit_code: int, stdout: str, stderr: str) -> None:
     if ours is None or not any(hosts):
         raise ConfigError(f"{python} has no {'openhands_rl_plugin' if ours is None else 'OpenHands'}: {_HOW}")
     if ours != here:
-        raise ConfigError(
-            f"{python} has openhands_rl_plugin {ours}, and the Python of verifiers {here}: install the same in both"
-        )
+        raise ConfigError(f"{python} has openhands_rl_plugin {ours}, and this Python {here}: install the same in both")
+
+
+@cache
+def checked_interpreter() -> str:
+    """``interpreter()``, asked once for what it has. Raises ``ConfigError``. Blocks."""
+    python = interpreter()
+    ran = subprocess.run(probe(python), capture_output=True, text=True, check=False, timeout=_SECONDS)
+    check_probe(python, ran.returncode, ran.stdout, ran.stderr)
+    return python
