@@ -57,6 +57,17 @@ class Engine:
         return self.requires.partition(">")[0]
 
 
+_OURS_ALONE = (
+    "method",
+    "lora_variant",
+    "adapt_experts",
+    "router_aux_loss_coef",
+    "kl",
+    "entropy_coefficient",
+    "max_tokens_per_micro_batch",
+    "sharding",
+)
+
 ENGINES: Mapping[str, Engine] = {
     "local": Engine(),
     "trl": Engine(
@@ -64,16 +75,7 @@ ENGINES: Mapping[str, Engine] = {
         requires="trl>=1.16,<1.18",
         title="TRL",
         # TRL's own terms are not weighted as a batch of ours is.
-        lacks=(
-            "method",
-            "lora_variant",
-            "adapt_experts",
-            "router_aux_loss_coef",
-            "kl",
-            "entropy_coefficient",
-            "max_tokens_per_micro_batch",
-            "sharding",
-        ),
+        lacks=_OURS_ALONE,
         without=("dpo",),
         only=(
             Only(
@@ -90,19 +92,7 @@ ENGINES: Mapping[str, Engine] = {
         requires="tinker>=0.25,<0.39",
         title="the client of the Tinker API",
         # The service answers with logprobs and nothing else.
-        lacks=(
-            "method",
-            "lora_variant",
-            "adapt_experts",
-            "router_aux_loss_coef",
-            "kl",
-            "entropy_coefficient",
-            "max_tokens_per_micro_batch",
-            "gradient_checkpointing",
-            "sharding",
-            "dtype",
-            "keep_token_notes",
-        ),
+        lacks=(*_OURS_ALONE, "gradient_checkpointing", "dtype", "keep_token_notes"),
         only=(
             # The service's own; a request cannot change it (thinkingmachines.ai/blog/lora, SkyRL's ``api.py``).
             Only("lora_alpha", (32,), 'trains with lora_alpha = 32 only: set that, or engine = "local"'),

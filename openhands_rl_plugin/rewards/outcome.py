@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason
 _CUT_OFF = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
 
 
-class _OfReturn:
+class _OfReturn(ABC):
     """A reward that is a function of the return."""
 
     version: str
@@ -37,9 +38,9 @@ class _OfReturn:
         reward, more = self._judge(total, trajectory)
         return Score(trajectory_id=trajectory.id, reward=reward, detail={**more, **detail}, reward_version=self.version)
 
+    @abstractmethod
     def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
         """The reward of the episode's return, and details."""
-        raise NotImplementedError
 
 
 class ReturnOptions(Frozen):
