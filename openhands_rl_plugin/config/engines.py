@@ -66,6 +66,7 @@ _OURS_ALONE = (
     "entropy_coefficient",
     "max_tokens_per_micro_batch",
     "sharding",
+    "nproc_per_node",
 )
 
 ENGINES: Mapping[str, Engine] = {

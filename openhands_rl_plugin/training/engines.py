@@ -6,14 +6,15 @@ from pathlib import Path
 
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.training.launched.trainer import LaunchedTrainer
+from openhands_rl_plugin.training.learn import PolicyTrainer
 from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 
 def make_trainer(
     model: Path, training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None
-) -> Trainer:
+) -> PolicyTrainer:
     """A trainer by ``training``, which ``adapter`` starts, or the base model.
 
     ``model``: the folder of its weights, for an engine of this machine; ``base_model``: its name at the server of the
@@ -27,4 +28,6 @@ def make_trainer(
         from openhands_rl_plugin.training.trl.trainer import TRLTrainer
 
         return TRLTrainer(model, training, base_model, adapter=adapter)
+    if training.nproc_per_node > 1:
+        return LaunchedTrainer(model, training, adapter=adapter)
     return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)

@@ -4,23 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.training.data.imitation import PreferencePair
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-    from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
+    from openhands_rl_plugin.training.trainer.trainer import OnProgress
 
 PROBE_TOKENS = 128
 """Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""
 
 
-def tell_notes(trainer: Trainer, say: Callable[[str], None]) -> tuple[str, ...]:
+class PolicyTrainer(Protocol):
+    """What `train` and a loop ask of a trainer; ``trainer.Trainer`` says what each method does."""
+
+    @property
+    def notes(self) -> list[str]: ...
+
+    @property
+    def is_main_process(self) -> bool: ...
+
+    def sft(
+        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics: ...
+
+    def reinforce(
+        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics: ...
+
+    def prefer(
+        self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
+    ) -> TrainMetrics: ...
+
+    def probe(
+        self, token_ids: Sequence[int], max_difference: float | None = None, *, shares: bool = False
+    ) -> Probe: ...
+
+    def save_adapter(self, directory: Path) -> None: ...
+
+    def became(self, adapter: Adapter | None) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def save_state(self, directory: Path) -> None: ...
+
+    def load_state(self, directory: Path) -> None: ...
+
+
+def tell_notes(trainer: PolicyTrainer, say: Callable[[str], None]) -> tuple[str, ...]:
     """Pass on, line by line, what a user should know before training begins: how the model is computed, what of it is
     trained, who can serve that. Rank 0 says it. Returns the lines."""
     lines = tuple(trainer.notes) if trainer.is_main_process else ()
@@ -30,7 +67,7 @@ def tell_notes(trainer: Trainer, say: Callable[[str], None]) -> tuple[str, ...]:
 
 
 def fit(
-    trainer: Trainer, dataset: TrainingDataset, on_progress: OnProgress | None = None, *, run: Path | None = None
+    trainer: PolicyTrainer, dataset: TrainingDataset, on_progress: OnProgress | None = None, *, run: Path | None = None
 ) -> TrainMetrics:
     """Train on the dataset by its algorithm.
 
@@ -52,7 +89,7 @@ def fit(
 
 
 def create_version(
-    trainer: Trainer,
+    trainer: PolicyTrainer,
     store: AdapterStore,
     name: str,
     *,
@@ -96,7 +133,7 @@ def create_version(
 
 
 def learn(
-    trainer: Trainer,
+    trainer: PolicyTrainer,
     dataset: TrainingDataset,
     store: AdapterStore,
     name: str,

@@ -47,6 +47,7 @@ with held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
+SLOW = pytest.mark.slow
 STAGES = ["evaluate-base", "iteration-000", "iteration-001", "evaluate-final"]
 
 
@@ -132,11 +133,15 @@ def interrupt_after(stage: str, state_file: Path) -> threading.Thread:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "processes"), [("sync", 1), pytest.param("async", 1, marks=SLOW), pytest.param("sync", 2, marks=SLOW)]
+)
 def test_an_interrupted_run_goes_on_where_it_was(
-    kind: str, served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, processes: int, served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
+    text = config.read_text().replace("[rl.training]", f"[rl.training]\nnproc_per_node = {processes}")
+    config.write_text(text)
     command, state_file = words(config, "--kind", kind), tmp_path / "run" / "state.json"
     watching = interrupt_after("iteration-000", state_file)
     assert cli.main(command) == 130
@@ -144,6 +149,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     said = capsys.readouterr()
     assert "interrupted; finished stages are kept" in said.err
     assert said.out.index("the adapter touches ") < said.out.index("evaluate-base"), "what is trained is said first"
+    assert ("trained in 2 processes of this machine" in said.out) == (processes == 2)
     finished = LoopState.load(state_file).records
     assert [record.name for record in finished][:2] == STAGES[:2] and len(finished) < len(STAGES)
 
@@ -263,7 +269,7 @@ WRONG = [
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "sft"', '"sft" is not an RL algorithm'),
     (["--model", "MODEL", "--kind", "async"], '[rl.training]\nmethod = "full"', 'set [rl.loop] kind = "sync", or'),
     (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
-    (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "and a loop trains in one: leave"),
+    (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "several processes: set nproc_per_node"),
     (["--model", "MODEL"], '[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),
 ]
 

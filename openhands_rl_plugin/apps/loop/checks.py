@@ -35,10 +35,10 @@ def check_trainable(settings: RLSettings) -> None:
             f'[rl.training] algorithm = "{training.algorithm}" is not an RL algorithm: choose '
             '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
         )
-    if training.sharding == "layers":
+    if training.sharding == "layers" and training.nproc_per_node == 1:
         raise ConfigError(
-            '[rl.training] sharding = "layers" splits a model among several processes, and a loop trains in one: leave '
-            '"auto", or train on stored episodes with torchrun and `openhands-rl train`'
+            '[rl.training] sharding = "layers" splits a model among several processes: set nproc_per_node to their '
+            'number, or leave "auto"'
         )
     for where, name, value in _sampled_by(settings):
         if name == "temperature" and value != 1 and ENGINES[training.engine].temperatures == "1":

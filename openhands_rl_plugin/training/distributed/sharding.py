@@ -32,7 +32,7 @@ def is_sharded(setting: Literal["auto", "none", "layers"], environ: Mapping[str,
         known = os.environ if environ is None else environ
         return setting == "layers" or (setting == "auto" and known.get("ACCELERATE_USE_FSDP", "") == "true")
     if setting == "layers":
-        raise TrainingError('sharding = "layers" needs several processes: start with torchrun or accelerate launch')
+        raise TrainingError('sharding = "layers" needs several processes: set nproc_per_node, or start with torchrun')
     return False
 
 

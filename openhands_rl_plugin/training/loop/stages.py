@@ -27,7 +27,7 @@ from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.training.credit.credit import Credit, credited_samples
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
-from openhands_rl_plugin.training.learn import create_version, tell_notes
+from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, tell_notes
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
 from openhands_rl_plugin.training.loop.prefixes import PrefixSampler
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
     from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
-    from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 log = redacting_logger(__name__)
 
@@ -100,7 +99,7 @@ class LoopParts:
     adapters: AdapterStore
     publisher: AdapterPublisher
     tokenizer: ChatTokenizer
-    make_trainer: Callable[[TrainingSettings, Adapter | None], Trainer]
+    make_trainer: Callable[[TrainingSettings, Adapter | None], PolicyTrainer]
     state_file: Path
     lessons: Lessons = _as_they_are
     engine: Callable[[str], LLMEngine] | None = None
@@ -114,7 +113,7 @@ class LoopStages:
         self._parts = parts
         self._listener = listener or LoopListener()
         self._state = LoopState.load(parts.state_file)
-        self._trainer: Trainer | None = None
+        self._trainer: PolicyTrainer | None = None
         self._prefixes = PrefixSampler(plan, parts.storage, parts.reward, parts.objective)
 
     async def _stage(self, name: str, play: Callable[[str], Awaitable[StageRecord]]) -> None:
@@ -233,7 +232,7 @@ class LoopStages:
         await rescore(self._parts.storage, reward, where)
         return await stored_rewards(self._parts.storage, reward, played)
 
-    async def _reinforcement_trainer(self) -> Trainer:
+    async def _reinforcement_trainer(self) -> PolicyTrainer:
         if self._trainer is None:
             forget_unused()  # frees the warm start's model before the next one is loaded
             adapter = self._adapter()
@@ -243,7 +242,7 @@ class LoopStages:
             self._trainer = trainer
         return self._trainer
 
-    async def _publish(self, stage: str, trainer: Trainer, steps: int, metrics: dict[str, float]) -> Adapter:
+    async def _publish(self, stage: str, trainer: PolicyTrainer, steps: int, metrics: dict[str, float]) -> Adapter:
         """Publish the weights after ``steps`` optimiser steps as a new version with ``metrics``."""
         adapter, probe = await asyncio.to_thread(
             create_version,
@@ -328,7 +327,7 @@ class LoopStages:
     def _run_directory(self, stage: str) -> Path:
         return self._parts.state_file.parent / "training" / stage
 
-    async def _save_trainer(self, trainer: Trainer, adapter: Adapter) -> None:
+    async def _save_trainer(self, trainer: PolicyTrainer, adapter: Adapter) -> None:
         """Save the optimiser's state for the stage after this one. Of all weights it is so large that only this one and
         that of the last finished stage are kept."""
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))

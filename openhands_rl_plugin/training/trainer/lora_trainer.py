@@ -36,6 +36,11 @@ class LoraTrainer(LocalTrainer):
             raise ConfigError(
                 f'[rl.training] engine = "{settings.engine}": only `train` and `loop` train by it; set "{self.ENGINE}"'
             )
+        if settings.nproc_per_node > 1:
+            raise ConfigError(
+                f"[rl.training] nproc_per_node = {settings.nproc_per_node}: only `train` of a policy and `loop` start "
+                "processes; set 1"
+            )
         if adapter is not None:
             _check_file(adapter)
             check_start(adapter, settings)

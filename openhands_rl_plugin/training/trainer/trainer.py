@@ -58,7 +58,7 @@ OnProgress = Callable[[TrainProgress], None]
 OnStep = Callable[[int, Sequence[TrainingSample], Diagnostics], None]
 """Called after each step of a call: its number, its batch, its diagnostics, which have no tokens if it was skipped."""
 
-WITHOUT_EFFECT = {"checkpoint_steps", "sharding", "tracker", "keep_token_notes"}
+WITHOUT_EFFECT = {"checkpoint_steps", "sharding", "nproc_per_node", "tracker", "keep_token_notes"}
 """Settings that the result of a call does not depend on."""
 
 
