@@ -245,6 +245,9 @@ class TrainingSettings(Settings):
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, slower"
     )
+    activation_offloading: bool = Field(
+        default=False, description="with gradient_checkpointing: keep what it saves outside the GPU, for long contexts"
+    )
     checkpoint_steps: int = Field(
         default=20, ge=0, description="optimiser steps between checkpoints; 0: no checkpoints"
     )
@@ -308,6 +311,10 @@ class TrainingSettings(Settings):
             raise ValueError(
                 f'kl = "{self.kl}" is the divergence from the base model, of which method = "full" keeps no copy: set '
                 'kl = "none", or train an adapter with method = "lora"'
+            )
+        if self.activation_offloading and not self.gradient_checkpointing:
+            raise ValueError(
+                "activation_offloading = true moves what gradient checkpointing saves: set gradient_checkpointing, too"
             )
         if self.method == "full" and self.nproc_per_node > 1:
             raise ValueError(

@@ -32,6 +32,7 @@ NOT_RUN = {
     r"vllm |torchrun ": "a GPU, or several",
     r"openhands-rl evaluate swe-": "hours",
     r"openhands-rl loop ": "hours",
+    r"openhands-rl train --dry-run ": "a model's configuration; tests/evaluation/test_swe_gym_configs.py runs it",
     r"openhands-rl improve --repo ": "a repository of one's own, and hours; tests/apps/improve has what is behind it",
     r"openhands-rl demo --task repair": "hours; CI runs it with --tiny",
     r"openhands-rl rollouts serve ": "a model server and hours; tests/apps/rollout has what is behind it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,42 @@ def test_they_dry_run_without_weights_and_episodes(config: Path, capsys: pytest.
     assert settings.method == ("full" if "full" in config.stem else "lora")
     assert settings.method == "full" or settings.lora_rank == 64
     longest = load_settings(config).verifier.max_length if verifier else 0
-    shares = [estimate_share(model, settings, longest, count).total for count in (2, 8, 16, 32)]
-    assert ", ".join(f"{share / 1e9:.2f}" for share in shares) + " GB each" in printed
-    assert shares == sorted(shares, reverse=True) and shares[1] < estimate_memory(model, settings, longest).total
-    assert shares[2] < 80e9, "16 GPUs of the published runs' size hold it"
+    shares = {count: estimate_share(model, settings, longest, count).total for count in (2, 4, 8, 16, 32)}
+    for count, share in shares.items():
+        (line,) = (each for each in printed.splitlines() if each.startswith(f"    {count:2}: "))
+        assert f"about {share / 1e9:.2f} GB (" in line and line.endswith("; fits 80 GB") == (share <= 80e9)
+    totals = list(shares.values())
+    assert totals == sorted(totals, reverse=True) and shares[8] < estimate_memory(model, settings, longest).total
+    assert shares[16] < 80e9, "16 GPUs of the published runs' size hold it"
+
+
+PAGE = (Path(__file__).parents[2] / "docs/howto/scale-out.md").read_text(encoding="utf-8")
+LONG = ["--lora-rank", "32", "--dtype", "bfloat16", "--max-tokens-per-micro-batch", "65536"]
+LONG += ["--gradient-checkpointing", "true"]
+OFFLOADING = ["--activation-offloading", "true"]
+
+
+def test_an_adapter_for_32b_at_64k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-32b"), *LONG]
+    assert " ".join([*LONG, *OFFLOADING]) in " ".join(PAGE.replace("\\\n", " ").split()), "the page's command"
+    assert cli.main([*words, *OFFLOADING]) == 0
+    alone, *split = (line for line in capsys.readouterr().out.splitlines() if " GB (" in line)
+    assert "memory: about 92.50 GB (weights 65.53, adapter 4.29, activations 15.43, scratch 7.25)" in alone
+    assert "offloaded to the machine: 42.95 GB" in alone  # 64 layers x 65,536 tokens x 5,120 numbers x 2 bytes
+    assert split[2].startswith("     8: about 39.84 GB (weights 12.87, ") and split[2].endswith("fits 80 GB")
+    for part in ("weights", "adapter", "activations", "scratch"):
+        sizes = [re.findall(rf"{part} ([0-9.]+)", line)[0] for line in (alone, split[2])]
+        assert f"| {part} | {' | '.join(sizes)} |" in PAGE
+    assert "| **92.50** | **39.84** |" in PAGE and "82.79 GB for each of eight" in PAGE
+    assert cli.main(words) == 0
+    *_, kept, sixteen, _ = (line for line in capsys.readouterr().out.splitlines() if " GB (" in line)
+    assert kept.startswith("     8: about 82.79 GB") and "offloaded" not in kept and not kept.endswith("fits 80 GB")
+    assert sixteen.endswith("; fits 80 GB")
+    assert cli.main([*words[:-2], "--engine", "tinker", "--gradient-checkpointing", "false", "--dtype", "auto"]) == 1
+    assert 'engine = "tinker" has no max_tokens_per_micro_batch' in capsys.readouterr().err
+    assert cli.main([*words[:4], "--engine", "tinker", "--lora-alpha", "32"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory: none here, the Tinker service trains" in printed and "GB" not in printed
 
 
 def test_a_verifier_has_the_same_defaults_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 
 from openhands_rl_plugin.cli.options.fields import option_of, settings_from
-from openhands_rl_plugin.cli.train.training import memory_line
+from openhands_rl_plugin.cli.train.training import memory_line, memory_parts
+from openhands_rl_plugin.config.engines import ENGINES
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 
-_PROCESSES = (2, 8, 16, 32)
+_PROCESSES = (2, 4, 8, 16, 32)
+_GPU = 80e9
 
 
 def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
@@ -37,12 +39,11 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
     print(f"  a micro-batch: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
     print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
     print(memory_line(args.model, settings, longest))
-    if settings.method != "qlora" and settings.sharding != "none":
-        shares = [estimate_share(args.model, settings, longest, count).total for count in _PROCESSES]
-        each = ", ".join(f"{share / 1e9:.2f}" for share in shares)
-        counts = ", ".join(map(str, _PROCESSES))
-        print(f"  split among {counts} processes (--sharding layers): about {each} GB each")
-        print("  at start, each device holds the whole base model")
+    if ENGINES[settings.engine].here and settings.method != "qlora" and settings.sharding != "none":
+        shares = {count: estimate_share(args.model, settings, longest, count) for count in _PROCESSES}
+        print("  split among processes (--sharding layers), each a GPU; at start, each holds the whole base model:")
+        for count, share in shares.items():
+            print(f"    {count:2}: {memory_parts(share)}{'' if share.total > _GPU else '; fits 80 GB'}")
     return 0
 
 

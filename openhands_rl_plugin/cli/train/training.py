@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
     from openhands_rl_plugin.core.types import Adapter, Probe
     from openhands_rl_plugin.training.distributed.ranks import Ranks
+    from openhands_rl_plugin.training.trainer.memory_estimate import MemoryEstimate
     from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 VERIFIER_TRAINING = TrainingSettings(
@@ -146,6 +147,12 @@ def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: 
     if not ENGINES[settings.engine].here:
         return "  memory: none here, the Tinker service trains"
     memory = estimate_memory(model, settings, longest)
-    parts = ", ".join(f"{name} {part / 1e9:.2f}" for name, part in memory.parts().items())
     here = "" if free is None else f"; free: {free / 1e9:.2f} GB" + (", too little" if memory.total > free else "")
-    return f"  memory: about {memory.total / 1e9:.2f} GB ({parts}){here}"
+    return f"  memory: {memory_parts(memory)}{here}"
+
+
+def memory_parts(memory: MemoryEstimate) -> str:
+    """An estimate in words, in GB (1e9 bytes)."""
+    parts = ", ".join(f"{name} {part / 1e9:.2f}" for name, part in memory.parts().items())
+    host = f"; offloaded to the machine: {memory.host / 1e9:.2f} GB" if memory.host else ""
+    return f"about {memory.total / 1e9:.2f} GB ({parts}){host}"

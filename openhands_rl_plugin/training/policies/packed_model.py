@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -44,6 +45,7 @@ class PackedModel(ABC):
         self.model_path = str(model_path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = _dtype(settings.dtype, self.device)
+        self._offloads_in_vain = settings.activation_offloading and self.device.type == "cpu"
         self._entropy_gradient = settings.entropy_coefficient > 0
         self._base = self._open()
         config = self._base.config.get_text_config()
@@ -64,7 +66,7 @@ class PackedModel(ABC):
         if settings.router_aux_loss_coef:
             self._router = RouterLoss(self._base, _decoder(self._base), settings.router_aux_loss_coef)
         if settings.gradient_checkpointing:
-            _checkpoint_layers(self._base, self.model_path)
+            _checkpoint_layers(self._base, self.model_path, offload=settings.activation_offloading)
         self.parameters = self._trained()
         """The trained parameters, float32, by name."""
 
@@ -75,11 +77,13 @@ class PackedModel(ABC):
 
     def notes(self) -> list[str]:
         """What a user should know before training begins, a line each."""
+        found = ["activation_offloading has no effect without a GPU"] if self._offloads_in_vain else []
         if self.packing.packed:
-            return []
+            return found
         return [
+            *found,
             f"{self.family} trains one sequence a micro-batch and shares no prefixes, because {self.packing.reason}: "
-            "slower, and max_tokens_per_micro_batch has no effect"
+            "slower, and max_tokens_per_micro_batch has no effect",
         ]
 
     @property
@@ -322,8 +326,11 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
     return model.base_model if found is model or found is None else found
 
 
-def _checkpoint_layers(base: PreTrainedModel, path: str) -> None:
-    """Gradient checkpointing: save only each layer's input for the backward pass, and recompute the rest."""
+def _checkpoint_layers(base: PreTrainedModel, path: str, *, offload: bool) -> None:
+    """Gradient checkpointing: save only each layer's input for the backward pass, and recompute the rest.
+
+    ``offload``: the inputs wait in the memory of the processor.
+    """
     if not base.supports_gradient_checkpointing:
         raise TrainingError(
             f"{path}: this architecture has no gradient checkpointing; set gradient_checkpointing = false"
@@ -333,3 +340,11 @@ def _checkpoint_layers(base: PreTrainedModel, path: str) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             # Layers read this flag; their submodules stay in evaluation mode, without dropout.
             module.training = True
+            if offload:
+                module._gradient_checkpointing_func = _offloading_checkpoint  # pyright: ignore[reportArgumentType]
+
+
+def _offloading_checkpoint(layer: Callable[..., Any], *inputs: Any) -> Any:
+    # What the layer itself saves is dropped by ``checkpoint``, so these hooks see its inputs only.
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(layer, *inputs, use_reentrant=False)

@@ -27,6 +27,14 @@ _QUANTISED_BITS = 4.127
 """Bits per weight in NF4 with double quantisation (arXiv 2305.14314, section 3)."""
 
 _LOGIT_ROWS, _LOGIT_COPIES = 128, 3
+_BLOCK = 128
+"""Queries whose attention scores exist at a time: ``packed_attention.BLOCK``."""
+
+_SCORES = 8
+"""Bytes of a score beside its weight in the compute dtype: it and its exponential, both float32."""
+
+_GATE_GRADIENTS = 2
+"""Intermediate-sized gradients that exist at a time in the backward pass of a gated layer."""
 _LARGEST_HEADER = 100 * 1024 * 1024
 _OUTSIDE_LAYERS = ("embed_tokens", "lm_head")
 _KNOWN = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
@@ -34,24 +42,28 @@ _KNOWN = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """In bytes. ``activations``: those of the largest micro-batch.
+    """In bytes. ``activations``: what the largest micro-batch saves for the backward pass.
 
-    ``optimiser``: in full fine-tuning, gradients, moments, and the float32 master copies of bfloat16 weights.
+    ``scratch``: what the backward pass of a layer needs beside that: attention scores of a block of queries, or the
+    gradients within a gated layer. ``optimiser``: in full fine-tuning, gradients, moments, and the float32 master
+    copies of bfloat16 weights. ``host``: of the machine instead of the GPU, by ``activation_offloading``.
     """
 
     weights: int
     adapter: int
     activations: int
+    scratch: int
     optimiser: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """The sum, without the memory of Python and torch themselves."""
-        return self.weights + self.adapter + self.activations + self.optimiser
+        """The sum but for ``host``, without the memory of Python and torch themselves."""
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """The parts other than zero, by name."""
-        return {name: size for name, size in vars(self).items() if size}
+        """The parts of ``total`` other than zero, by name."""
+        return {name: size for name, size in vars(self).items() if size and name != "host"}
 
 
 class ModelShape(BaseModel):
@@ -108,7 +120,7 @@ def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
 
 
 def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> MemoryEstimate:
-    """The memory of training with these settings; ``longest``: tokens of the longest sequence.
+    """The memory of training with these settings; ``longest``: tokens of the longest sequence, 0 for a micro-batch.
 
     Counts the tensors that the trainer saves for the backward pass of a Llama-like model; other architectures need
     about as much. Raises ``TrainingError`` when the model's files cannot be read.
@@ -117,16 +129,21 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> Me
     tensors = [*_tensors(model, shape)]
     parameters = sum(math.prod(dimensions) for _, dimensions in tensors)
     rows = max(settings.max_tokens_per_micro_batch, longest)
-    activations = rows * size * _numbers_a_token(shape, settings) + _LOGIT_ROWS * shape.vocab_size * 4 * _LOGIT_COPIES
+    inputs, saved = (rows * size * numbers for numbers in _numbers_a_token(shape, settings))
+    host = inputs if settings.activation_offloading else 0
+    activations = inputs + saved - host + _LOGIT_ROWS * shape.vocab_size * 4 * _LOGIT_COPIES
+    gate = rows * size * _GATE_GRADIENTS * shape.intermediate_size
+    scratch = max(_attention_scratch(shape, longest or rows, size), gate)
     if settings.method == "full":
         each = _GRADIENT_AND_MOMENTS + (_FLOAT32_COPY if settings.dtype == "bfloat16" else 0)
         head = shape.vocab_size * shape.hidden_size * 4  # the gradient of the output layer while it is summed up
-        return MemoryEstimate(parameters * size, 0, activations + head, parameters * each)
+        return MemoryEstimate(parameters * size, 0, activations + head, scratch, parameters * each, host)
     weights = parameters * size
     if settings.method == "qlora":
         quantised = sum(math.prod(dimensions) for name, dimensions in tensors if _is_quantised(name, dimensions))
         weights = (parameters - quantised) * size + int(quantised * _QUANTISED_BITS / 8)
-    return MemoryEstimate(weights, _adapter_parameters(tensors, settings) * _ADAPTER_BYTES, activations)
+    adapter = _adapter_parameters(tensors, settings) * _ADAPTER_BYTES
+    return MemoryEstimate(weights, adapter, activations, scratch, host=host)
 
 
 def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int | None) -> None:
@@ -176,14 +193,25 @@ def _is_quantised(name: str, dimensions: tuple[int, ...]) -> bool:
     return len(dimensions) == 2 and not any(part in name for part in _OUTSIDE_LAYERS)
 
 
-def _numbers_a_token(shape: ModelShape, settings: TrainingSettings) -> int:
-    """Activations per token saved for the backward pass, in numbers of the compute dtype."""
+def _numbers_a_token(shape: ModelShape, settings: TrainingSettings) -> tuple[int, int]:
+    """Activations per token saved for the backward pass, in numbers of the compute dtype.
+
+    First the layers' inputs that gradient checkpointing keeps, then all others.
+    """
     hidden = shape.hidden_size
     # Inputs and outputs of two normalisations; queries, keys, values and the attention's output; the gated layer.
     layer = 4 * hidden + 2 * shape.num_attention_heads * shape.width + 2 * shape.keys + 3 * shape.intermediate_size
+    if settings.method != "full":
+        layer += settings.lora_rank * len(settings.target_modules)
     if settings.gradient_checkpointing:
-        return shape.num_hidden_layers * hidden + layer
-    return shape.num_hidden_layers * layer
+        return shape.num_hidden_layers * hidden, layer
+    return 0, shape.num_hidden_layers * layer
+
+
+def _attention_scratch(shape: ModelShape, longest: int, size: int) -> int:
+    """Scores of a block of queries over all keys; and the sequence's keys in float32, with the gradients of both."""
+    scores = shape.num_attention_heads * _BLOCK * (_SCORES + size)
+    return longest * (scores + shape.keys * (4 + 4 * size))
 
 
 def _shape(model: Path) -> ModelShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,23 @@ def test_a_text_is_found_where_it_stands(opener: Opener, client: Client, tmp_pat
         assert browser.get("/api/episodes", params={"q": query}).json()["rows"].get("id") == ids, query
     fill(opener, [saying("three", "No such file, too")])
     assert looked_through(browser, 3)["total"] == 2
+
+
+def test_what_is_indexed_while_a_question_is_answered_is_not_said_to_be_in_the_answer(
+    opener: Opener, client: Client, tmp_path: Path
+) -> None:
+    class Hurried(TextIndex):
+        async def having(self, text: str) -> Collection[str]:
+            found = await super().having(text)
+            self.done += 1
+            return found
+
+    fill(opener, [saying("one", "cat: x: No such file")])
+    index = Hurried(tmp_path / "index.sqlite")
+    browser = client(sources=StudioSources({"store": opener()}, indexes={"store": index}))
+    assert browser.get("/api/search", params={"text": "no such"}).json()["indexed"]["done"] == 1
+    index.done = 1
+    assert browser.get("/api/episodes", params={"q": '"no such"'}).json()["indexed"]["done"] == 1
 
 
 def looked_through(browser: TestClient, many: int) -> dict:

@@ -62,12 +62,15 @@ def _defunct(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("sharding", ["none", "layers"])
-def test_a_course_of_calls_ends_where_one_process_ends(model: Path, tmp_path: Path, sharding: str) -> None:
+SPLIT = {"sharding": "layers", "gradient_checkpointing": True, "activation_offloading": True}
+
+
+@pytest.mark.parametrize("changes", [{"sharding": "none"}, SPLIT], ids=["replicated", "sharded"])
+def test_a_course_of_calls_ends_where_one_process_ends(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     """As a loop makes it: train, save, probe, go on from what was saved, in another trainer."""
     samples = make_samples(7)
     found: list[Any] = []
-    for trainer in (LoraTrainer(model, GRPO), launched(model, GRPO, sharding=sharding)):
+    for trainer in (LoraTrainer(model, GRPO), launched(model, GRPO, **changes)):
         steps: list[int] = []
         name = type(trainer).__name__
         first = trainer.reinforce(samples, lambda at, steps=steps: steps.append(at.done), run=tmp_path / name / "run")

@@ -28,6 +28,7 @@ VALUES = {
     "max_tokens_per_micro_batch": 8192,
     "gradient_checkpointing": True,
     "sharding": "layers",
+    "nproc_per_node": 2,
     "dtype": "float32",
     "keep_token_notes": "last",
     "cispo_low": 0.5,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
-from made_samples import EXACT
-from transformers import AutoModelForCausalLM
+import torch
+from made_samples import EXACT, make_samples
+from pydantic import ValidationError
+from tiny_model import write_tokenizer
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
@@ -20,7 +29,7 @@ def test_weights_and_adapter_are_counted_exactly(model: Path) -> None:
     assert found.weights == 4 * sum(parameter.numel() for parameter in loaded.parameters())
     trainer = LoraTrainer(model, EXACT)
     assert found.adapter == 16 * sum(parameter.numel() for parameter in trainer.parameters.values())
-    assert found.total == found.weights + found.adapter + found.activations
+    assert found.total == found.weights + found.adapter + found.activations + found.scratch
 
 
 def test_longer_passes_want_more_and_checkpointing_wants_less(model: Path) -> None:
@@ -29,6 +38,89 @@ def test_longer_passes_want_more_and_checkpointing_wants_less(model: Path) -> No
     assert estimate_memory(model, EXACT.model_copy(update={"gradient_checkpointing": True}), 100).activations < plain
     half = EXACT.model_copy(update={"dtype": "bfloat16"})
     assert estimate_memory(model, half, 100).weights * 2 == estimate_memory(model, EXACT, 100).weights
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({}, id="heads"),
+        pytest.param({"intermediate_size": 2048}, id="wide", marks=pytest.mark.slow),
+        pytest.param(
+            {"hidden_size": 512, "num_hidden_layers": 12, "num_key_value_heads": 8}, id="deep", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_training_step_allocates_what_was_estimated(
+    shape: dict[str, int], dtype: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    """At 2,048 tokens the attention's scratch is as much as a tenth to a half of all."""
+    length, model = 2048, write_wide(tmp_path, shape)
+    changes = {"dtype": dtype, "gradient_checkpointing": checkpointing, "batch_size": 1, "num_epochs": 1}
+    settings = EXACT.model_copy(update={**changes, "algorithm": "grpo", "max_tokens_per_micro_batch": length})
+    trainer, samples = LoraTrainer(model, settings), make_samples(1, length=length)
+    trainer.reinforce(samples)
+    estimate = estimate_memory(model, settings, length)
+    assert allocated(lambda: trainer.reinforce(samples)) == pytest.approx(
+        estimate.activations + estimate.scratch, rel=0.15
+    )
+
+
+def write_wide(folder: Path, changes: dict[str, int]) -> Path:
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
+    LlamaForCausalLM(LlamaConfig(**{**shape, **heads, **changes})).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def allocated(work: Callable[[], object]) -> int:
+    """The most bytes of tensors that existed at a time beside those before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+    return max(accumulate(size for _, size in changes))
+
+
+def test_offloaded_activations_are_on_the_machine_and_teach_the_same(model: Path) -> None:
+    kept = EXACT.model_copy(update={"gradient_checkpointing": True})
+    moved = kept.model_copy(update={"activation_offloading": True})
+    plain, offloaded = estimate_memory(model, kept, 100), estimate_memory(model, moved, 100)
+    assert plain.host == 0 < offloaded.host == plain.activations - offloaded.activations
+    trainers = LoraTrainer(model, kept), LoraTrainer(model, moved)
+    copied: list[torch.Tensor] = []
+    with watched_copies(copied):
+        ended = [trainer.sft(make_samples(2)) for trainer in trainers]
+    assert ended[0].loss == ended[1].loss and ended[0].grad_norm == ended[1].grad_norm
+    weights = [trainer.parameters for trainer in trainers]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    # Two steps of two layers: their inputs, and nothing else.
+    assert len(copied) == 4 and {each.shape[-1] for each in copied} == {64} and {each.dim() for each in copied} == {3}
+    assert any("no effect without a GPU" in note for note in trainers[1].notes) == (not torch.cuda.is_available())
+    assert not any("GPU" in note for note in trainers[0].notes)
+
+
+@contextmanager
+def watched_copies(copied: list[torch.Tensor]) -> Iterator[None]:
+    """What is saved while ``torch.autograd.graph.save_on_cpu`` is on."""
+    original = torch.autograd.graph.save_on_cpu.__init__
+
+    def watched(self: torch.autograd.graph.save_on_cpu, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        pack = self.pack_hook
+        self.pack_hook = lambda tensor: (copied.append(tensor), pack(tensor))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd.graph.save_on_cpu, "__init__", watched)
+        yield
+
+
+def test_offloading_is_of_what_checkpointing_saves() -> None:
+    with pytest.raises(ValidationError, match="set gradient_checkpointing, too"):
+        TrainingSettings(activation_offloading=True)
 
 
 def test_what_does_not_fit_is_said_before_anything_is_loaded(model: Path) -> None:

@@ -51,6 +51,7 @@ class ListResource:
         page["after"] = request.query_params.get("after") or None
         revision = await _revision(storage)
         index = await self._indexes.of(storage, query)
+        searched = progress_of(index)  # before the question: what is indexed meanwhile is not in the answer
         where = (await resolved(query, storage, index)).model_copy(update=page)
         total = await storage.count(where)
         found = [each async for each in storage.summaries(where)]
@@ -62,7 +63,7 @@ class ListResource:
             "total": total,
             "offset": offset,
             "next": found[-1].id if found and more else None,
-            "indexed": progress_of(index),
+            "indexed": searched,
             "rows": dict(rows_of(found, labels, said)),
         }
         settled = f"{revision} {request.url.query}" if revision and index is None else None

@@ -37,13 +37,14 @@ class SearchResource:
         index = await self._indexes.of(storage)
         if index is None:
             raise HTTPException(400, "the texts of this store are not searched")
+        searched = progress_of(index)  # before the question: what is indexed meanwhile is not in the answer
         ids = list(await index.having(text))
         hits: list[JsonValue] = []
         pattern = _pattern(text)
         shown = TrajectoryFilter(ids=tuple(ids[:limit]), descending=True)
         async for trajectory, _ in storage.find(shown):
             hits.append(await asyncio.to_thread(_hit, trajectory, pattern))
-        return reply(request, {"total": len(ids), "indexed": progress_of(index), "hits": hits})
+        return reply(request, {"total": len(ids), "indexed": searched, "hits": hits})
 
 
 def _pattern(text: str) -> re.Pattern[str]:
