@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.distributed.sharding import local_shard, shard_all
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy
-from openhands_rl_plugin.training.policies.packed_attention import PackedRows
+from openhands_rl_plugin.training.policies.packed_rows import PackedRows
 
 
 class ShardedFullPolicy(FullPolicy):

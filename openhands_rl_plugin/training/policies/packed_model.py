@@ -20,7 +20,8 @@ from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, token_logprobs
 from openhands_rl_plugin.training.policies.output_layer import measure_scale, scaled_token_logprobs
-from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME, PackedRows
+from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME
+from openhands_rl_plugin.training.policies.packed_rows import PackedRows
 from openhands_rl_plugin.training.policies.packing_check import (
     PACKED,
     Packing,

@@ -28,7 +28,7 @@ _QUANTISED_BITS = 4.127
 
 _LOGIT_ROWS, _LOGIT_COPIES = 128, 3
 _BLOCK = 128
-"""Queries whose attention scores exist at a time: ``packed_attention.BLOCK``."""
+"""Queries whose attention scores exist at a time: ``attention_in_blocks.BLOCK``."""
 
 _SCORES = 8
 """Bytes of a score beside its weight in the compute dtype: it and its exponential, both float32."""
