@@ -14,10 +14,11 @@ from openhands_rl_plugin.models.balancing.choice import ModelServer, ServerChoic
 
 
 def test_the_choice_is_sticky_and_else_the_fewest_open_calls():
+    """Of servers that nothing is known of."""
     one, two, three = servers = [ModelServer(name) for name in ("one", "two", "three")]
     choice = ServerChoice(servers)
     assert choice.choose("a") is one
-    with choice.calling(one), choice.calling(three):
+    with one.call(), three.call():
         assert choice.choose("b") is two and choice.choose("") is two
         assert choice.choose("a") is one, "its prefix is cached there"
     two.healthy = False
@@ -31,7 +32,7 @@ def test_the_choice_is_sticky_and_else_the_fewest_open_calls():
 
 
 async def test_three_stubs_and_one_is_killed():
-    """No call is lost; an episode moves only where its server died; who comes back is asked again."""
+    """No call is lost; an episode leaves a server that died, and stays elsewhere; who comes back is asked again."""
     metrics = Metrics()
     with ExitStack() as opened:
         stubs = [opened.enter_context(stub(each)) for each in (0.002, 0.004, 0.008)]
@@ -41,8 +42,8 @@ async def test_three_stubs_and_one_is_killed():
         port = address.rpartition(":")[2].removesuffix("/v1")
         done = await played(url, victim, episodes=60, at_once=12)
         assert done.lost == 0 and [len(each) for each in done.answers] == [CALLS_OF_AN_EPISODE] * 60
-        moved = [each for each in done.answers if len(set(each)) > 1]
-        assert all(port in each and port != each[-1] for each in moved)
+        left = [each for each in done.answers if port in each and each[-1] != port]
+        assert 0 < len(left) < 20, "the episodes that it had when it died"
         assert {server.healthy for server in balancer.servers} == {True, False}
         assert len({each for answers in done.answers for each in answers}) == 3
         assert 'model_server_healthy{server="1"} 0' in metrics.text()

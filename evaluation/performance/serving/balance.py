@@ -1,8 +1,8 @@
 """Several model servers behind one address: three stubs of uneven speed, of which one is killed, against the ideal.
 
-A stub answers one call at a time, so its rate is known. The ideal: every stub that is alive is always busy.
+A stub answers one call at a time, so its rate is known. The ideal: every stub that is alive is always busy, to the end.
 
-    python -m evaluation.performance.serving.balance [--calls 300] [--seconds 0.2 0.3 0.6]
+    python -m evaluation.performance.serving.balance [--calls 300] [--seconds 0.2 0.3 0.6] [--at-once 24] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import httpx
@@ -106,31 +108,42 @@ def ideal_seconds(seconds: Sequence[float], victim: int, calls: int, killed_at: 
     return killed_at + max(0.0, calls - sum(rates) * killed_at) / after
 
 
+def measured(seconds: Sequence[float], victim: int, *, calls: int, at_once: int) -> tuple[float, str]:
+    """One run: its rate as a part of the ideal one, and what happened."""
+    with ExitStack() as opened:
+        stubs = [opened.enter_context(stub(each)) for each in seconds]
+        url = opened.enter_context(running_balancer(Balancer([each for _, each in stubs])))
+        episodes = calls // CALLS_OF_AN_EPISODE
+        done = asyncio.run(played(url, stubs[victim][0], episodes=episodes, at_once=at_once))
+    calls = episodes * CALLS_OF_AN_EPISODE
+    ideal = ideal_seconds(seconds, victim, calls, done.killed_at)
+    moved = sum(len(set(each)) > 1 for each in done.answers)
+    shares = Counter(port for each in done.answers for port in each)
+    return ideal / done.seconds, (
+        f"killed after {done.killed_at:.1f} s: {calls} calls in {done.seconds:.1f} s, ideal {ideal:.1f} s, "
+        f"{ideal / done.seconds:.1%} of its rate; lost {done.lost}; {moved} of {episodes} episodes moved; "
+        f"calls by stub {sorted(shares.values(), reverse=True)}; load {os.getloadavg()[0]:.1f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--calls", type=int, default=300, help="calls in all")
     parser.add_argument("--seconds", type=float, nargs=3, default=[0.2, 0.3, 0.6], help="seconds of a call, by stub")
     parser.add_argument("--at-once", type=int, default=24, help="episodes at a time")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind")
     parser.add_argument("--stub", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stub:
         asyncio.run(_stub(float(args.stub[0]), int(args.stub[1])))
         return
     for victim, name in ((1, "the middle one"), (0, "the fastest")):
-        with ExitStack() as opened:
-            stubs = [opened.enter_context(stub(each)) for each in args.seconds]
-            url = opened.enter_context(running_balancer(Balancer([each for _, each in stubs])))
-            episodes = args.calls // CALLS_OF_AN_EPISODE
-            done = asyncio.run(played(url, stubs[victim][0], episodes=episodes, at_once=args.at_once))
-        calls = episodes * CALLS_OF_AN_EPISODE
-        ideal = ideal_seconds(args.seconds, victim, calls, done.killed_at)
-        moved = sum(len(set(each)) > 1 for each in done.answers)
-        shares = Counter(port for each in done.answers for port in each)
-        print(
-            f"{name} killed after {done.killed_at:.1f} s: {calls} calls in {done.seconds:.1f} s, ideal {ideal:.1f} s, "
-            f"{ideal / done.seconds:.1%} of its rate; lost {done.lost}; {moved} of {episodes} episodes moved; "
-            f"calls by stub {sorted(shares.values(), reverse=True)}"
-        )
+        parts: list[float] = []
+        for _ in range(args.repeats):
+            part, said = measured(args.seconds, victim, calls=args.calls, at_once=args.at_once)
+            parts.append(part)
+            print(f"{name} {said}", flush=True)
+        print(f"{name} killed, {args.at_once} at once: median of {args.repeats}: {median(parts):.1%}", flush=True)
 
 
 if __name__ == "__main__":

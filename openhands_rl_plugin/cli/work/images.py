@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   openhands-rl images pull swebench/sweb.eval.x86_64.psf_1776_requests-2931:latest
   openhands-rl images pull ./saved.tar --name swebench/sweb.eval.x86_64.psf_1776_requests-2931
+  openhands-rl images pull ./sweb.eval.x86_64.psf_1776_requests-2931_latest.sif
   openhands-rl images pull debian:12 --images https://mirror.example.org
   openhands-rl images list
   openhands-rl images run --network debian:12 cat /etc/os-release
   openhands-rl images remove debian:12
   openhands-rl images remove --all
 
-A file is an OCI layout or archive, or what `docker save` or `podman save` wrote. Registries get the login of `docker
-login`. Nothing needs privileges; `run` needs bubblewrap, and throws away what the command writes.
+A file is an OCI layout or archive, what `docker save` or `podman save` wrote, or a .sif of Apptainer. Registries get
+the login of `docker login`. Nothing needs privileges; `run` needs bubblewrap, and throws away what the command writes.
 """
 RESUME = "the same command continues where it stopped"
 

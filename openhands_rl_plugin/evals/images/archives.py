@@ -101,10 +101,10 @@ class ImageArchive:
         """A member."""
         if name not in self:
             raise BadEnvironmentError(f"{self._named} has no {name[:200]!r}")
-        return io.BufferedReader(_Part(self._path, *self._places[self._links.get(name, name)]), _CHUNK)
+        return io.BufferedReader(FilePart(self._path, *self._places[self._links.get(name, name)]), _CHUNK)
 
 
-class _Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """``size`` bytes of a file from ``start`` on."""
 
     def __init__(self, path: Path, start: int, size: int) -> None:

@@ -9,6 +9,7 @@ from openhands_rl_plugin.evals.images.archives import OpenedFile
 from openhands_rl_plugin.evals.images.manifests import Platform
 from openhands_rl_plugin.evals.images.references import Reference, find_file
 from openhands_rl_plugin.evals.images.registry import RegistrySource
+from openhands_rl_plugin.evals.images.sif import SifFile, is_sif
 from openhands_rl_plugin.evals.images.store import ImageStore, StoredImage, Telling, in_thread
 
 FILE = "file:"
@@ -54,7 +55,7 @@ class ImageFinder:
         return image
 
     async def from_file(self, path: Path, name: str = "", said: Telling = lambda text: None) -> StoredImage:
-        """The image in a layout or an archive; where it has several, that of ``name``, by which it is known then.
+        """The image in a layout, an archive or a ``.sif``; of several that of ``name``, which finds it then.
 
         Raises as ``find`` does.
         """
@@ -67,6 +68,8 @@ class ImageFinder:
             self.store.give_names(known.id, names)
             return known
         said(f"reading {path.name}")
+        if path.is_file() and is_sif(path):
+            return await self.store.pull(await in_thread(SifFile(path, self._wanted).open), names, said)
         opened = OpenedFile(path, self._wanted, name, scratch=self.store.scratch, limits=self.store.limits)
         try:
             return await self.store.pull(await in_thread(opened.open), names, said)

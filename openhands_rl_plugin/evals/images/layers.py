@@ -22,12 +22,14 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from pydantic import Field
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.images.squashfs import MAGIC as SQUASHFS
+from openhands_rl_plugin.evals.images.squashfs import SquashReader
 from openhands_rl_plugin.evals.images.tars import Readable, TarReader
 
 _GIBIBYTE = 1024**3
@@ -84,26 +86,48 @@ class _Bounded:
 def unpack_layer(
     stream: IO[bytes], into: Path, diff_id: str, limits: ImageLimits, *, what: str, stop: threading.Event
 ) -> LayerFacts:
-    """Unpack a layer (plain, gzip or zstd) to ``into/tree``, and what is known of it to ``into/layer.json``. Blocks.
+    """Unpack a layer to ``into/tree``, and what is known of it to ``into/layer.json``. Blocks.
+
+    ``stream``: an archive (plain, gzip or zstd), or a squashfs; it can go back.
 
     Raises ``ConfigError`` where a limit is reached, ``BadEnvironmentError`` for a damaged or hostile archive or one
     whose content does not have the digest ``diff_id``, ``InfrastructureError`` when ``stop`` is set, and ``OSError``.
     """
-    plain = _Bounded(decompressed(stream, what), limits.size, what)
     (into / TREE).mkdir(mode=0o755)
     unpacking = Unpacking(into / TREE, limits, what, stop)
+    found = _of_squashfs if stream.read(len(SQUASHFS)) == SQUASHFS else _of_archive
+    stream.seek(0)
+    if found(stream, unpacking, limits, what) != diff_id:
+        raise BadEnvironmentError(f"{what} is damaged: its content does not have the digest {diff_id}")
+    facts = unpacking.facts()
+    # Names may be bytes that are no text.
+    (into / FACTS).write_text(json.dumps(facts.model_dump()))
+    return facts
+
+
+def _of_archive(stream: IO[bytes], unpacking: Unpacking, limits: ImageLimits, what: str) -> str:
+    """Its digest."""
+    plain = _Bounded(decompressed(stream, what), limits.size, what)
     reader = TarReader(plain, what)
     for member in reader:
         unpacking.add(member, reader)
     unpacking.finish()
     while plain.read(2**20):
         pass
-    if f"sha256:{plain.hash.hexdigest()}" != diff_id:
-        raise BadEnvironmentError(f"{what} is damaged: its content does not have the digest {diff_id}")
-    facts = unpacking.facts()
-    # Names may be bytes that are no text.
-    (into / FACTS).write_text(json.dumps(facts.model_dump()))
-    return facts
+    return f"sha256:{plain.hash.hexdigest()}"
+
+
+def _of_squashfs(stream: IO[bytes], unpacking: Unpacking, limits: ImageLimits, what: str) -> str:
+    """Its digest."""
+    reader = SquashReader(stream, what)
+    for member in reader:
+        unpacking.add(member, reader)
+    unpacking.finish()
+    stream.seek(0)
+    whole = _Bounded(stream, limits.size, what)
+    while whole.read(2**20):
+        pass
+    return f"sha256:{whole.hash.hexdigest()}"
 
 
 def read_facts(layer: Path) -> LayerFacts:
@@ -135,6 +159,14 @@ def bounded_stream(stream: IO[bytes], most: int, what: str) -> Readable | None:
     return None if plain is stream else _Bounded(plain, most, what)
 
 
+class Contents(Protocol):
+    """What gives the content of the member that came last."""
+
+    def content(self, member: tarfile.TarInfo) -> Iterator[bytes]:
+        """In parts. Raises ``BadEnvironmentError``."""
+        ...
+
+
 class Unpacking:
     """One layer that is being unpacked."""
 
@@ -145,7 +177,7 @@ class Unpacking:
         self._removed: list[str] = []
         self._opaque: list[str] = []
 
-    def add(self, member: tarfile.TarInfo, reader: TarReader) -> None:
+    def add(self, member: tarfile.TarInfo, reader: Contents) -> None:
         """Unpack the next member."""
         if self._stop.is_set():
             raise InfrastructureError(f"{self._what}: unpacking was cancelled")
@@ -160,7 +192,7 @@ class Unpacking:
                 raise self._hostile(member.name, f"has a name that is none here: {error.strerror}") from error
             raise
 
-    def _put(self, path: str, member: tarfile.TarInfo, reader: TarReader) -> None:
+    def _put(self, path: str, member: tarfile.TarInfo, reader: Contents) -> None:
         folder, _, name = path.rpartition("/")
         if name.startswith(_REMOVED):
             self._whiteout(folder, name)
@@ -248,7 +280,7 @@ class Unpacking:
             raise self._hostile(path, f"is a hard link to {target[:100]!r}, which is no file of this layer")
         os.link(self._at(target), self._at(path), follow_symlinks=False)
 
-    def _file(self, path: str, member: tarfile.TarInfo, reader: TarReader) -> None:
+    def _file(self, path: str, member: tarfile.TarInfo, reader: Contents) -> None:
         if member.size > self._limits.file:
             raise too_large(f"{self._what}: {path}")
         at = self._at(path)

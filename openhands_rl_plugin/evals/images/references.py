@@ -58,5 +58,5 @@ def find_file(folder: Path, reference: Reference) -> Path | None:
     return None
 
 
-ENDINGS = ("", ".tar", ".tar.gz", ".tgz", ".tar.zst", ".oci")
+ENDINGS = ("", ".sif", ".tar", ".tar.gz", ".tgz", ".tar.zst", ".oci")
 """Of files and folders that hold images."""

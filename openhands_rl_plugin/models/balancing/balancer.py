@@ -97,7 +97,7 @@ class Balancer:
         self, server: ModelServer, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> Response | None:
         """``None`` where the server is away; it is skipped until it answers again."""
-        with self._choice.calling(server):
+        with server.call() as call:
             try:
                 asked = self._client.build_request(method, f"{server.url}/{path}", content=body, headers=headers)
                 answer = await self._client.send(asked, stream=True)
@@ -105,11 +105,13 @@ class Balancer:
                     await answer.aclose()
                     return self._failed(server, f"status {answer.status_code}")
                 passed = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+                # What is refused, or no completion, comes at once and says nothing of the speed.
+                tells = method == "POST" and answer.is_success
                 if "text/event-stream" in answer.headers.get("content-type", ""):
                     server.calls += 1
-                    server.open += 1  # until the stream ends
-                    return StreamingResponse(_stream(answer, server), answer.status_code, passed)
+                    return StreamingResponse(_stream(answer, server, tells=tells), answer.status_code, passed)
                 content = await _whole(answer)
+                call.tells = tells
             except httpx.TransportError as error:
                 return self._failed(server, describe(error))
         server.calls += 1
@@ -137,6 +139,7 @@ class Balancer:
             if answer.status_code not in _AWAY and answer.status_code != 500:
                 _LOG.warning("the model server %s answers again", server.url)
                 server.healthy = True
+                server.forget()
 
 
 @contextmanager
@@ -168,13 +171,15 @@ async def _whole(answer: httpx.Response) -> bytes:
         await answer.aclose()
 
 
-async def _stream(answer: httpx.Response, server: ModelServer) -> AsyncIterator[bytes]:
-    try:
-        async for part in answer.aiter_bytes():
-            yield part
-    finally:
-        server.open -= 1
-        await answer.aclose()
+async def _stream(answer: httpx.Response, server: ModelServer, *, tells: bool) -> AsyncIterator[bytes]:
+    """It is open until it ends; one that the client leaves says nothing of the speed."""
+    with server.call() as call:
+        try:
+            async for part in answer.aiter_bytes():
+                yield part
+            call.tells = tells
+        finally:
+            await answer.aclose()
 
 
 def _refusal(message: str) -> Response:

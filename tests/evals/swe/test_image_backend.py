@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from made_images import folder, layer, linux_layer, make_image, oci_files, repository_layer, symlink, write_archive
+from made_sif import Described, settings, sif, squashfs, unpacked
 from registry_stub import stub_registry
 from repository_samples import FIX, NOTHING, Sample, git, make_sample, needs_sandbox, with_extra
 
@@ -65,6 +67,21 @@ async def test_a_patch_is_graded_in_its_image(place: Place, tmp_path: Path, patc
     runs = ImageStore(place.cache / "images").runs
     assert not list(runs.iterdir())
     assert not subprocess.run(["pgrep", "-f", str(runs)], capture_output=True).stdout
+
+
+async def test_a_patch_is_graded_in_a_sif(place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    clone = place.images.parent / "clone"
+    members = [*unpacked(linux_layer()), *unpacked(repository_layer(clone))]
+    own = json.dumps({"Env": ["PATH=/usr/bin:/bin", "MARK=of the image"], "WorkingDir": "/testbed", "User": "worker"})
+    (tmp_path / "calc_1.sif").write_bytes(sif(settings(own.encode()), Described(squashfs(members))))
+    finder = ImageFinder(ImageStore(tmp_path / "cache" / "images"), place=tmp_path)
+    backend = ImageBackend(finder, mirror=place.sample.mirror, guard=RewardHackGuard())
+    for patch, kind in ((FIX, VerdictKind.RESOLVED), (NOTHING, VerdictKind.UNRESOLVED)):
+        verdict = await backend.grade(place.row, patch, logs=tmp_path / "logs", timeout=60.0)
+        assert verdict.kind is kind, verdict
+    words = ["images", "run", "--cache", str(tmp_path / "cache"), NAME, "sh", "-c", "echo $MARK $(pwd) $(id -u)"]
+    assert await asyncio.to_thread(cli.main, words) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "of the image /testbed 1234"
 
 
 async def test_each_patch_has_files_of_its_own(place: Place, tmp_path: Path) -> None:
