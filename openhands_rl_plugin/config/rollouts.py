@@ -15,7 +15,7 @@ class ServiceOptions(PlaySettings):
     """The service. A task may name another model, sampling and limits; the rest is the service's."""
 
     base_urls: tuple[HttpUrl, ...] = Field(
-        default=(), description="several endpoints with the same weights behind one name, in place of --base-url"
+        default=(), description="endpoints with the same weights behind one name, in place of --base-url"
     )
     listen: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
     port: int = Field(default=8500, ge=0, le=65535, description="port to listen on; 0 takes a free one")

@@ -45,6 +45,9 @@ class Balancer:
         self._patience = patience
         self._looks: set[asyncio.Task[None]] = set()
         self._probe = probe
+        self._free = asyncio.Event()
+        self._free.set()
+        self._loop: asyncio.AbstractEventLoop | None = None
         secure = any(url.startswith("https:") for url in urls)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self._client = httpx.AsyncClient(
@@ -56,6 +59,7 @@ class Balancer:
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            self._loop = asyncio.get_running_loop()
             looking = asyncio.create_task(self._look_again())
             yield
             looking.cancel()
@@ -72,6 +76,23 @@ class Balancer:
             lifespan=lifespan,
         )
 
+    def hold(self, timeout: float) -> int:
+        """Begin no call until ``release``; how many are open after ``timeout`` seconds. Blocks, in another thread."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._held(timeout), self._loop).result()
+
+    def release(self) -> None:
+        """Let calls begin again. From another thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._free.set)
+
+    async def _held(self, timeout: float) -> int:
+        self._free.clear()
+        until = time.monotonic() + timeout
+        while (left := sum(server.open for server in self.servers)) and time.monotonic() < until:
+            await asyncio.sleep(_PAUSE)
+        return left
+
     async def forward(self, request: Request) -> Response:
         """The answer of a healthy server; 503, which clients try again, where there is none in time."""
         body = await request.body()
@@ -80,6 +101,7 @@ class Balancer:
         tried: set[str] = set()
         until = time.monotonic() + self._patience
         while True:
+            await self._free.wait()
             server = self._choice.choose(episode, tried=tried)
             if server is None:
                 if time.monotonic() > until:

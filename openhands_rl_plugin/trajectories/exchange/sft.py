@@ -169,7 +169,7 @@ def read_text_messages(
             known, newlines = known or prompt.tools, prompt.newlines
             out += [message.model_copy(update={"content": prompt.content})] if prompt.content else []
         elif message.role == "assistant" and not message.tool_calls:
-            read = _read_answer(message, known, newlines, numbered)
+            read = read_answer(message, known, newlines, numbered)
             numbered += len(read.tool_calls)
             out.append(read)
         elif message.role == "user" and (result := _read_result(content, out)) is not None:
@@ -179,7 +179,12 @@ def read_text_messages(
     return out, known
 
 
-def _read_answer(message: Message, tools: Sequence[JsonObject], newlines: Newlines, numbered: int) -> Message:
+def read_answer(
+    message: Message, tools: Sequence[JsonObject] = (), newlines: Newlines = Newlines.WRAPPED, numbered: int = 0
+) -> Message:
+    """The answer with the calls that stand in its text as calls, whose ids have numbers after ``numbered``; as it is
+    where there are none, or one that cannot be read.
+    """
     answer = read_function_text(message.content or "", tools, newlines)
     if answer.problems or not answer.calls:
         return message

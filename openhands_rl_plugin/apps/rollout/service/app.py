@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.apps.rollout.service.events import EventStream
 from openhands_rl_plugin.apps.rollout.service.keeper import Keeper
+from openhands_rl_plugin.apps.rollout.service.node import ServiceNode
 from openhands_rl_plugin.apps.rollout.service.queue import ConflictError, FullError, JobQueue
 from openhands_rl_plugin.apps.rollout.service.requests import TaskRequest
 from openhands_rl_plugin.apps.rollout.service.summaries import sessions_of, status_of, tasks_of
@@ -27,6 +28,7 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.servers.bodies import BodyReader
 from openhands_rl_plugin.core.servers.door import HEALTH, Door, Refusal
+from openhands_rl_plugin.models.balancing.balancer import Balancer
 
 _TOKEN = "x-polar-control-token"
 _MOST_TASKS = 1000
@@ -66,7 +68,7 @@ class Tasks:
 
     async def get(self, request: Request) -> Response:
         """``GET /rollout/task/{task_id}``."""
-        return _found(await asyncio.to_thread(self._queue.task, request.path_params["task_id"]))
+        return _found(await asyncio.to_thread(self._queue.collect, request.path_params["task_id"]))
 
     async def delete(self, request: Request) -> Response:
         """``DELETE /rollout/task/{task_id}?register_if_missing=``."""
@@ -102,7 +104,11 @@ class Tasks:
 
 
 def build_app(
-    queue: JobQueue, keeper: Keeper, service: ServiceOptions, started: Callable[[Callable[[], object]], None]
+    queue: JobQueue,
+    keeper: Keeper,
+    service: ServiceOptions,
+    started: Callable[[Callable[[], object]], None],
+    balancer: Balancer | None = None,
 ) -> Starlette:
     """The application. ``started`` is given what ends the streams of events, to be called from any thread."""
     tasks, events = Tasks(queue, service), EventStream(queue.database)
@@ -130,6 +136,7 @@ def build_app(
             Route("/tasks", tasks.tasks),
             Route("/tasks/{task_id}/sessions", tasks.sessions),
             Route("/events", events.stream),
+            *ServiceNode(service, balancer).routes,
         ],
         exception_handlers=_HANDLERS,
         lifespan=lifespan,

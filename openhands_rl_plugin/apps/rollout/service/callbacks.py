@@ -38,6 +38,7 @@ async def _send(queue: JobQueue, client: httpx.AsyncClient, task_id: str, url: s
     try:
         answer = await client.post(url, content=body or "{}", headers={"content-type": "application/json"})
         answer.raise_for_status()
+        await asyncio.to_thread(queue.note_collected, task_id)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         again = time.time() + _DELAYS[tries] if tries < len(_DELAYS) else None
         _LOG.warning("task %s: its callback did not take it (%s)", task_id, describe(error))

@@ -17,7 +17,7 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import StorageError, describe
 
 FILE = "rollouts.sqlite"
-_VERSION = 1
+_VERSION = 2
 _APPLICATION_ID = 0x4F48524A
 _BUSY_SECONDS = 60.0
 _SCHEMA = f"""
@@ -25,7 +25,8 @@ CREATE TABLE IF NOT EXISTS tasks (
     task_id TEXT PRIMARY KEY, run TEXT NOT NULL, digest TEXT NOT NULL, request TEXT NOT NULL, status TEXT NOT NULL,
     total INTEGER NOT NULL, policy_version INTEGER, created REAL NOT NULL, updated REAL NOT NULL,
     callback_at REAL, -- when it is to be sent next; NULL: there is none, or it is done with
-    callback_tries INTEGER NOT NULL DEFAULT 0
+    callback_tries INTEGER NOT NULL DEFAULT 0,
+    collected INTEGER NOT NULL DEFAULT 0 -- whoever submitted it has its results
 );
 CREATE INDEX IF NOT EXISTS tasks_status ON tasks (status, updated);
 CREATE INDEX IF NOT EXISTS tasks_callback ON tasks (callback_at) WHERE callback_at IS NOT NULL;
@@ -41,6 +42,10 @@ CREATE INDEX IF NOT EXISTS sessions_waiting ON sessions (priority DESC, row) WHE
 CREATE INDEX IF NOT EXISTS sessions_owner ON sessions (owner) WHERE owner IS NOT NULL;
 CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, body TEXT NOT NULL);
 PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {_VERSION};
+"""
+_SINCE_1 = f"""
+ALTER TABLE tasks ADD COLUMN collected INTEGER NOT NULL DEFAULT 0;
 PRAGMA user_version = {_VERSION};
 """
 
@@ -63,12 +68,14 @@ class Database:
             self._connection.row_factory = sqlite3.Row
             found = self._connection.execute("PRAGMA application_id").fetchone()[0]
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-            if (found, version) not in ((0, 0), (_APPLICATION_ID, _VERSION)):
+            if (found, version) not in ((0, 0), (_APPLICATION_ID, 1), (_APPLICATION_ID, _VERSION)):
                 raise StorageError(f"{self.file} is no queue of rollouts of this version: choose another --store")
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
             if not version:
                 self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+            elif version == 1:
+                self._connection.executescript(f"BEGIN IMMEDIATE; {_SINCE_1} COMMIT;")
 
     def close(self) -> None:
         """Close the file."""

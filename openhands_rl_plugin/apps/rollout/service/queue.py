@@ -65,7 +65,8 @@ class JobQueue:
         self.database.close()
 
     def submit(self, request: TaskRequest) -> str:
-        """Take a task; its status. The same request again is the same task.
+        """Take a task; its status. The same request again is the same task, until its results were collected: then it
+        is played again, as after a trainer's restart with other weights.
 
         Raises ``ConflictError`` for another one under the name of one that runs, and ``FullError``.
         """
@@ -73,7 +74,8 @@ class JobQueue:
         with self.database.writing() as db:
             found = db.execute("SELECT * FROM tasks WHERE task_id = ?", (request.task_id,)).fetchone()
             if found is not None:
-                if found["digest"] == request.digest:
+                over = found["status"] == TaskStatus.CANCELLED or found["collected"]
+                if found["digest"] == request.digest and not over:
                     return str(found["status"])
                 if found["status"] == TaskStatus.RUNNING:
                     raise ConflictError(f"task {request.task_id} is already running, with another request")
@@ -114,6 +116,24 @@ class JobQueue:
         """A ``TaskStatus`` of Polar's as JSON, with the results that are there; ``None`` for an unknown task."""
         with self.database.reading() as db:
             return _task(db, task_id)
+
+    def collect(self, task_id: str) -> str | None:
+        """As ``task``; where it has ended, whoever asked has its results now."""
+        with self.database.reading() as db:
+            found = _task(db, task_id)
+            ended = db.execute(
+                "SELECT 1 FROM tasks WHERE task_id = ? AND status <> ? AND NOT collected", (task_id, TaskStatus.RUNNING)
+            ).fetchone()
+        if ended:
+            self.note_collected(task_id)
+        return found
+
+    def note_collected(self, task_id: str) -> None:
+        """Whoever submitted it has its results."""
+        with self.database.writing() as db:
+            db.execute(
+                "UPDATE tasks SET collected = 1 WHERE task_id = ? AND status <> ?", (task_id, TaskStatus.RUNNING)
+            )
 
     def claim(self, owner: str) -> ClaimedSession | None:
         """The next episode, which is the owner's from now on; ``None`` where nothing waits."""

@@ -23,8 +23,16 @@ TASK, ROW_ID, PLAY_SECONDS, SEED = "task", "instance_id", "agent_timeout", "eval
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "top_p": (None, 1, 1.0),
     "stop": (None, [], ""),
-    "extra_body": (None, {}),
 }
+_NEUTRAL_BODY: dict[str, tuple[JsonValue, ...]] = {
+    "top_k": (None, -1, 0),
+    "stop_token_ids": (None, []),
+    "min_tokens": (None, 0),
+    "repetition_penalty": (None, 1, 1.0),
+    "skip_special_tokens": (None, True, False),
+    "no_stop_trim": (None, True, False),
+}
+"""What Slime's bridge sends with evaluations by default. The last two say how answers are written as text."""
 _HARNESSES = {"openhands_sdk": "v1", "openhands": "auto", "openhands_v0": "v0", "openhands_v1": "v1"}
 _MODEL_KWARGS = {"temperature": "temperature", "max_tokens": "max_response_length"}
 _SETTINGS = {"step_limit": "max_turns"} | {
@@ -179,12 +187,17 @@ class TaskRequest(Frozen):
 
 def _sampling(given: JsonObject) -> dict[str, object]:
     """Raises ``ConfigError`` for what would make answers that are no samples of the policy."""
-    for name, value in given.items():
-        if name not in _MODEL_KWARGS and value not in _NEUTRAL.get(name, ()):
-            raise ConfigError(
-                f"agent.settings.model_kwargs.{name}: not offered: answers sampled with it are no samples of the "
-                "policy; leave it out"
-            )
+    body = given.get("extra_body") or {}
+    if not isinstance(body, dict):
+        raise ConfigError("agent.settings.model_kwargs.extra_body: must be an object")
+    for at, values, neutral in (("", given, _NEUTRAL), ("extra_body.", body, _NEUTRAL_BODY)):
+        for name, value in values.items():
+            known = not at and (name in _MODEL_KWARGS or name == "extra_body")
+            if not known and value not in neutral.get(name, ()):
+                raise ConfigError(
+                    f"agent.settings.model_kwargs.{at}{name}: not offered: answers sampled with it are no samples of "
+                    "the policy; leave it out"
+                )
     return {field: given[name] for name, field in _MODEL_KWARGS.items() if name in given}
 
 

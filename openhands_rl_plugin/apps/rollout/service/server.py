@@ -39,11 +39,10 @@ def running_service(service: ServiceOptions, folder: Path, *, limits: Connection
         queue = JobQueue(folder, most_waiting=service.most_waiting, max_policy_lag=service.max_policy_lag)
         opened.enter_context(closing(queue))
         listener = opened.enter_context(listening(service.listen, service.port))
-        balancer = ""
-        if len(service.base_urls) > 1:
-            balancer = opened.enter_context(running_balancer(Balancer(service.base_urls, timeout=timeout), metrics))
-        orders = Orders(folder=folder, service=settled, balancer=balancer)
-        app = build_app(queue, Keeper(queue, orders), settled, stops.append)
+        balancer = Balancer(service.base_urls, timeout=timeout) if service.base_urls else None
+        behind = "" if balancer is None else opened.enter_context(running_balancer(balancer, metrics))
+        orders = Orders(folder=folder, service=settled, balancer=behind)
+        app = build_app(queue, Keeper(queue, orders), settled, stops.append, balancer)
         metrics.read("rollout_sessions", "Episodes in the queue, by state.", lambda: samples_of(queue.database))
         url = opened.enter_context(
             serving(

@@ -7,9 +7,11 @@ A failed episode has a status and an error and no traces, so that nothing of it 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.types import JsonObject, JsonValue, Message, Sample
+from openhands_rl_plugin.trajectories.exchange.sft import read_answer
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 from openhands_rl_plugin.trajectories.exchange.trainers.sequences import prompt_length
 
@@ -52,7 +54,7 @@ def _trace(played: PlayedRollout, at: int) -> JsonValue:
         "loss_mask": [int(own and trained) for own in sample.mask[start:]],
         "response_logprobs": _logprobs(sample, start) if known else None,
         "prompt_messages": [to_wire(message) for message in said[0]],
-        "response_messages": [to_wire(message) for message in said[1]],
+        "response_messages": [to_wire(_structured(message, played.tools)) for message in said[1]],
         "tools": [*played.tools] or None,
         "finish_reason": "length" if last and played.cut_short else "stop",
         "reward": played.reward,
@@ -62,6 +64,11 @@ def _trace(played: PlayedRollout, at: int) -> JsonValue:
 
 def _logprobs(sample: Sample, start: int) -> list[JsonValue]:
     return [*sample.logprobs[start:]]
+
+
+def _structured(message: Message, tools: Sequence[JsonObject]) -> Message:
+    """Polar takes a call in the text for one that its server could not parse, and the reward away from its trace."""
+    return read_answer(message, tools) if message.role == "assistant" and not message.tool_calls else message
 
 
 def _split(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
