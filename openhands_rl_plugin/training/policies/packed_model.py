@@ -19,6 +19,7 @@ from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, token_logprobs
+from openhands_rl_plugin.training.policies.float32_products import keep_positions_exact, use_tensor_cores
 from openhands_rl_plugin.training.policies.output_layer import measure_scale, scaled_token_logprobs
 from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME
 from openhands_rl_plugin.training.policies.packed_rows import PackedRows
@@ -45,6 +46,7 @@ class PackedModel(ABC):
     def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
         self.model_path = str(model_path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        use_tensor_cores(self.device)
         self.dtype = _dtype(settings.dtype, self.device)
         self._offloads_in_vain = settings.activation_offloading and self.device.type == "cpu"
         self._entropy_gradient = settings.entropy_coefficient > 0
@@ -55,6 +57,7 @@ class PackedModel(ABC):
         self.vocabulary: int = config.vocab_size
         self._router: RouterLoss | None = None
         drop_nothing(self._base)
+        keep_positions_exact(self._base)
         with short_windows(self._base):
             try:
                 plain = self._plain_logprobs()
