@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from broken_repository import CODE, commit, gym_repository, units_repository
+from fixing_model import write_chooser
 from full_disk import no_file_larger_than
 from needs import needs_bubblewrap
 from tiny_model import write_model, write_tokenizer
@@ -17,9 +18,12 @@ from tiny_model import write_model, write_tokenizer
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.improve.gym import Gym
 from openhands_rl_plugin.apps.improve.survey import Survey
+from openhands_rl_plugin.config.host import TOOLS, host_of
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 
@@ -244,3 +248,34 @@ def test_a_repository_goes_through_whole_and_again(
         "a finished run is told, not repeated"
     )
     assert Path(found[0]["result"]["report"]).is_file()
+
+
+@pytest.mark.slow
+@needs_bubblewrap
+def test_what_is_learnt_is_published_and_how_to_use_it_is_said(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model that begins with the fix of one of the training tasks, so that some of its attempts succeed."""
+    repository = gym_repository(tmp_path / "gym")
+    sizes = ["--tasks", "4", "--held-out", "4", "--iterations", "1", "--tasks-per-iteration", "2"]
+    run = words(repository, tmp_path, *sizes, "--samples-per-task", "6", "--processes", "0", "--timeout", "120")
+    assert cli.main([*run, "--model", str(model), "--dry-run"]) == 0
+    shell = TOOLS[host_of(RLSettings())].shell
+    fixes = [
+        _call(shell, command=f"cd /testbed && git apply <<'E'\n{each.patch}\nE")
+        for each in read_instances(tmp_path / "run/tasks/gym.jsonl")
+    ]
+    fixer = write_chooser(tmp_path / "fixer", fixes, _call("finish", message="done"))
+    capsys.readouterr()
+    assert cli.main([*run, "--model", str(fixer)]) == 0
+    said = capsys.readouterr().out
+    (version,) = AdapterStore(tmp_path / "run/adapters").versions("gym")
+    assert f"adapter: {version.name} in {tmp_path / 'run/adapters'}" in said
+    assert f"openhands-rl serve --model {fixer} --port 8100" in said
+    assert "held-out tasks before: " in said and "held-out tasks after: " in said and "12 to train on" in said
+    current = AdapterStore(tmp_path / "run/adapters").current("gym")
+    assert current is not None and current.name == version.name, "it was in use on the server of the run"
+
+
+def _call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

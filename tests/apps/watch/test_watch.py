@@ -231,3 +231,31 @@ def test_what_cannot_be_judged_or_written_is_one_line_and_trains_nothing(
     assert "8 wait: labels contradict each other" in out[0]
     adapters = AdapterStore(settings.serving.adapters_directory)
     assert not adapters.versions(settings.serving.adapter) and current(settings) is None
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_episodes_without_token_ids_are_one_line_and_train_nothing(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    """As of a server that sends none: their number is said, whatever the rewards are."""
+    for name in ("served", "deaf"):
+        (tmp_path / name).mkdir()
+    more = f'[extended.rl.training]\nalgorithm = "{algorithm}"'
+    with_ids = load_settings(write_config(tmp_path / "served", shop=served[0], server=served[1]))
+    config = write_config(tmp_path / "deaf", shop=served[0], server=served[1], more=more)
+    settings = load_settings(config)
+
+    async def without_ids() -> None:
+        async with FileTrajectoryStorage(settings.storage.directory) as storage:
+            for each in await play(with_ids, "users", 8):
+                nodes = tuple(node.model_copy(update={"tokens": None}) for node in each.nodes)
+                await storage.add(each.model_copy(update={"nodes": nodes}))
+
+    asyncio.run(without_ids())
+    words = ["watch", "--model", str(shopper), "--once", "--processes", "0", "--config", str(config)]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr()
+    (judged,) = [line for line in printed.out.splitlines() if line.startswith("judged")]
+    assert "left out: " in judged and "without token ids" in judged and not printed.err
+    assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN, WatchStep.JUDGED]
+    assert not AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
