@@ -202,6 +202,7 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["tasks"]["counts"] == [4, 4] and found["price"]["episodes"] == 24 and found["price"]["sampled"] > 0
+    assert found["price"]["read"] == 32 * 7000, "an episode with short answers reads all that its prompts may have"
     assert "by now: --fresh makes tasks of that" in printed.err
     assert not (tmp_path / "run/state.json").exists() and not (tmp_path / "trajectories").exists()
 
@@ -262,7 +263,7 @@ def test_what_is_learnt_is_published_and_how_to_use_it_is_said(
     assert cli.main([*run, "--model", str(model), "--dry-run"]) == 0
     shell = TOOLS[host_of(RLSettings())].shell
     fixes = [
-        _call(shell, command=f"cd /testbed && git apply <<'E'\n{each.patch}\nE")
+        _call(shell, command=f"cd /workspace/git__* && git apply <<'E'\n{each.patch}\nE")
         for each in read_instances(tmp_path / "run/tasks/gym.jsonl")
     ]
     fixer = write_chooser(tmp_path / "fixer", fixes, _call("finish", message="done"))

@@ -28,7 +28,8 @@ _KV = 2 * 2  # keys and values, of two bytes
 class Price(Frozen):
     """At most, as episodes that end earlier cost less. Memory and disk in bytes; ``None``: not known.
 
-    ``read``: tokens of prompts, each once (servers keep what begins alike). ``trained``: over all passes. ``ended_by``:
+    ``read``: tokens of prompts, each once (servers keep what begins alike). No episode reads and samples so many: the
+    hours are of those that sample most, which takes longest. ``trained``: over all passes. ``ended_by``:
     what bounds the hours of the rollouts.
     """
 
@@ -86,7 +87,7 @@ def price_of(
     price = Price(
         episodes=played,
         evaluations=measured,
-        read=episodes * read,
+        read=episodes * settings.max_prompt_length,  # of an episode whose answers are short
         sampled=episodes * sampled,
         trained=trained,
         hours={
