@@ -15,7 +15,7 @@ _ROLLOUTS = "rollouts"
 """Where the episodes of an asynchronous loop are, beside those of its stages."""
 
 
-class Spent(Frozen):
+class RunCost(Frozen):
     """Episodes and tokens as in ``Price``: what was read counts once. ``hours``: of the finished stages, each from its
     last start; rollouts are those with their tests."""
 
@@ -32,7 +32,7 @@ class Spent(Frozen):
         return sum(self.hours.values())
 
 
-async def spent_by(storage: TrajectoryStorage, state: LoopState, run_id: str) -> Spent:
+async def spent_by(storage: TrajectoryStorage, state: LoopState, run_id: str) -> RunCost:
     """What the finished stages of a run took."""
     episodes = evaluations = read = sampled = 0
     for stage in (*(record.name for record in state.records), _ROLLOUTS):
@@ -44,7 +44,7 @@ async def spent_by(storage: TrajectoryStorage, state: LoopState, run_id: str) ->
             sampled += sum(len(each.sampled_ids) for each in tokens)
     training = sum(record.metrics.get("training_seconds", 0.0) for record in state.records)
     whole = sum(record.finished - record.started for record in state.records)
-    return Spent(
+    return RunCost(
         episodes=episodes,
         evaluations=evaluations,
         read=read,
@@ -59,7 +59,7 @@ async def _episodes(storage: TrajectoryStorage, run_id: str) -> AsyncIterator[Tr
         yield episode
 
 
-def spent_lines(spent: Spent, price: Price) -> list[str]:
+def spent_lines(spent: RunCost, price: Price) -> list[str]:
     """What was spent of what was said, for a person."""
     hours = ", ".join(f"{name} {hours_in_words(each)}" for name, each in spent.hours.items())
     return [

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.improve.gym import Gym
     from openhands_rl_plugin.apps.improve.price import Price
     from openhands_rl_plugin.apps.improve.repository import OwnRepository
-    from openhands_rl_plugin.apps.improve.spent import Spent
+    from openhands_rl_plugin.apps.improve.spent import RunCost
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
     from openhands_rl_plugin.core.types import JsonObject
@@ -304,7 +304,7 @@ def _train(
     return _done(args, {**found, "result": earned(result), "spent": spent.model_dump(mode="json")})
 
 
-async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> tuple[LoopResult, Spent]:
+async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> tuple[LoopResult, RunCost]:
     from openhands_rl_plugin.apps.improve.spent import spent_by
     from openhands_rl_plugin.apps.loop.run import run_loop
     from openhands_rl_plugin.evals.runs.backends import make_backend

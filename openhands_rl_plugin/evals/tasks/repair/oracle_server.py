@@ -17,7 +17,7 @@ from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, parsed_call
 _MOST_BYTES = 2**22
 
 
-class Answers(Protocol):
+class AnswerScript(Protocol):
     """What ``RepairOracle`` is, or another script."""
 
     def answer(self, conversation: Sequence[Mapping[str, str]]) -> str:
@@ -26,7 +26,7 @@ class Answers(Protocol):
 
 
 @contextmanager
-def serve_oracle(oracle: Answers) -> Iterator[str]:
+def serve_oracle(oracle: AnswerScript) -> Iterator[str]:
     """The URL of the server, which ends with the block."""
 
     class Handler(_Handler):
@@ -51,7 +51,7 @@ def _with_call(text: str, number: int) -> JsonObject:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    answers: Answers
+    answers: AnswerScript
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
