@@ -129,8 +129,7 @@ def _finished(
     cache: Path,
     on_progress: Callable[[int, int, str], None],
 ) -> _Finished:
-    known = journal.tried.get(key, {})
-    made = sum(each.instance is not None for each in known.values())
+    made = 0
 
     def tried(result: TriedBug) -> None:
         nonlocal made
@@ -138,6 +137,7 @@ def _finished(
         journal.add(key, result)
         on_progress(made, plan.per_package, result.reason)
 
+    known = journal.tried.get(key, {})
     instances, lineage = fixes_of(package, plan, cache, known=known, tried=tried)
     left = plan.per_package - len(instances)
     if left > 0:
