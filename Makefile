@@ -2,7 +2,7 @@
 # CPU=1 the first time: PyTorch without CUDA, 1 GB to download instead of 3, for a machine without a GPU.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs reference pictures test test-v1 test-v1-matrix test-slow test-vllm test-peers test-containers lint format clean
+.PHONY: help setup demo docs reference pictures test test-v1 test-v1-matrix test-slow test-gpu test-vllm test-peers test-containers lint format clean
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -54,6 +54,10 @@ test-v1-matrix: $(READY) ## Test OpenHands V1 with old and new releases of its S
 
 test-slow: $(READY) ## Run the tests that need more than ten seconds each
 	$(BIN)/pytest -m slow $(ARGS)
+
+# On a machine with a CUDA GPU; each test says what it needs where it is skipped.
+test-gpu: $(READY) ## Run the tests that need a GPU
+	$(BIN)/pytest -m gpu $(ARGS)
 
 # Into an environment of its own, about 6 GB, unless OPENHANDS_RL_VLLM_PYTHON names one.
 test-vllm: $(READY) ## Publish to a real vLLM on this machine's processor

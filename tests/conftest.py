@@ -24,6 +24,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(HostsTable())
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a GPU say where they cannot run."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU that PyTorch sees"))
+
+
 @pytest.fixture
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without bubblewrap: neither the system's nor the package's is found."""

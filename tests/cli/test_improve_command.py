@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from broken_repository import CODE, commit, gym_repository, units_repository
+from fixing_model import write_chooser
 from full_disk import no_file_larger_than
 from needs import needs_bubblewrap
 from tiny_model import write_model, write_tokenizer
@@ -17,9 +18,12 @@ from tiny_model import write_model, write_tokenizer
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.improve.gym import Gym
 from openhands_rl_plugin.apps.improve.survey import Survey
+from openhands_rl_plugin.config.host import TOOLS, host_of
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 
@@ -198,6 +202,7 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["tasks"]["counts"] == [4, 4] and found["price"]["episodes"] == 24 and found["price"]["sampled"] > 0
+    assert found["price"]["read"] == 32 * 7000, "an episode with short answers reads all that its prompts may have"
     assert "by now: --fresh makes tasks of that" in printed.err
     assert not (tmp_path / "run/state.json").exists() and not (tmp_path / "trajectories").exists()
 
@@ -235,9 +240,43 @@ def test_a_repository_goes_through_whole_and_again(
         assert cli.main(run) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["tasks"]["counts"] == [4, 4] and found[0]["tasks"]["split_by"] == "file"
+    spent, price = found[0]["spent"], found[0]["price"]
+    assert (spent["episodes"], spent["evaluations"]) == (price["episodes"], price["evaluations"]) == (2, 8)
+    assert 0 < spent["sampled"] <= price["sampled"] and found[1]["spent"] == spent
     first, *_, last = found[0]["result"]["evaluations"]
     assert first != last and first["success"]["mean"] == 0
     assert found[1]["result"]["evaluations"] == found[0]["result"]["evaluations"], (
         "a finished run is told, not repeated"
     )
     assert Path(found[0]["result"]["report"]).is_file()
+
+
+@pytest.mark.slow
+@needs_bubblewrap
+def test_what_is_learnt_is_published_and_how_to_use_it_is_said(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model that begins with the fix of one of the training tasks, so that some of its attempts succeed."""
+    repository = gym_repository(tmp_path / "gym")
+    sizes = ["--tasks", "4", "--held-out", "4", "--iterations", "1", "--tasks-per-iteration", "2"]
+    run = words(repository, tmp_path, *sizes, "--samples-per-task", "6", "--processes", "0", "--timeout", "120")
+    assert cli.main([*run, "--model", str(model), "--dry-run"]) == 0
+    shell = TOOLS[host_of(RLSettings())].shell
+    fixes = [
+        _call(shell, command=f"cd /workspace/git__* && git apply <<'E'\n{each.patch}\nE")
+        for each in read_instances(tmp_path / "run/tasks/gym.jsonl")
+    ]
+    fixer = write_chooser(tmp_path / "fixer", fixes, _call("finish", message="done"))
+    capsys.readouterr()
+    assert cli.main([*run, "--model", str(fixer)]) == 0
+    said = capsys.readouterr().out
+    (version,) = AdapterStore(tmp_path / "run/adapters").versions("gym")
+    assert f"adapter: {version.name} in {tmp_path / 'run/adapters'}" in said
+    assert f"openhands-rl serve --model {fixer} --port 8100" in said
+    assert "held-out tasks before: " in said and "held-out tasks after: " in said and "12 to train on" in said
+    current = AdapterStore(tmp_path / "run/adapters").current("gym")
+    assert current is not None and current.name == version.name, "it was in use on the server of the run"
+
+
+def _call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

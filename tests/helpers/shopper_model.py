@@ -28,6 +28,7 @@ _STEPS = 60
 
 type Way = tuple[str, ...]
 """The answers of an episode."""
+type Message = dict[str, str]
 
 
 def write_shopper(
@@ -41,11 +42,25 @@ def write_shopper(
 ) -> Path:
     """A model directory whose model plays each goal in one of its ``ways``, each about as often; ``GOAL`` in either of
     the two above, where none are given (seconds)."""
-    torch.manual_seed(seed)
     taught = [(goal, way) for goal, some in (ways or {GOAL: (GOOD, BAD)}).items() for way in some]
     dialogues = [dialogue_of(goal, way, react_format=react_format) for goal, way in taught]
-    tokenizer = _tokenizer([message["content"] for dialogue in dialogues for message in dialogue])
-    write_model(path, seed=seed, initializer_range=0.05, max_position_embeddings=context)
+    return write_taught(path, dialogues, steps=steps, seed=seed, context=context)
+
+
+def write_taught(
+    path: Path,
+    dialogues: Sequence[Sequence[Message]],
+    *,
+    steps: int,
+    seed: int = 0,
+    context: int = 1536,
+    vocabulary: int = 512,
+) -> Path:
+    """A model directory whose model answers as in one of the dialogues that begin as its prompt does."""
+    torch.manual_seed(seed)
+    tokenizer = _tokenizer([message["content"] for dialogue in dialogues for message in dialogue], vocabulary)
+    shape = {"max_position_embeddings": context, "vocab_size": vocabulary}
+    write_model(path, seed=seed, initializer_range=0.05, **shape)
     tokenizer.save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     _teach(model, [_tensors(*encoded(tokenizer, dialogue)) for dialogue in dialogues], steps)
@@ -63,7 +78,7 @@ def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]
         optimizer.step()
 
 
-def dialogue_of(goal: int, way: Way, *, react_format: bool = False) -> list[dict[str, str]]:
+def dialogue_of(goal: int, way: Way, *, react_format: bool = False) -> list[Message]:
     """The messages of an episode, up to its last answer."""
     session = SHOP.session(goal)
     task = Task(id="webshop-1", environment="webshop", instruction=INSTRUCTION)
@@ -76,12 +91,12 @@ def dialogue_of(goal: int, way: Way, *, react_format: bool = False) -> list[dict
     return messages[:-1]
 
 
-def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def _tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
+        vocab_size=vocabulary,
         special_tokens=["<|im_start|>", "<|im_end|>"],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -97,7 +112,7 @@ def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def encoded(tokenizer: PreTrainedTokenizerFast, dialogue: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def encoded(tokenizer: PreTrainedTokenizerFast, dialogue: Sequence[Message]) -> tuple[list[int], list[int]]:
     """Ids and labels of T tokens; only the answers carry labels."""
     ids: list[int] = []
     labels: list[int] = []

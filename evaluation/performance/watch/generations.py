@@ -1,9 +1,10 @@
-"""Generations of a watch in the shop: users' sessions, a candidate trained on them, the gates, the next version.
+"""Generations of a watch: users' sessions, a candidate trained on them, the gates, the next version.
 
     PYTHONPATH=tests/helpers .venv/bin/python -m evaluation.performance.watch.generations --out generations
+    ... --out repairs --world repair     # small repairs in OpenHands' controller and sandbox, not the shop
 
-Users ask for ``GOALS``, which the model meets about every second time, and give thumbs by what the environment says.
-They never ask for ``OTHER_GOALS``, which the model meets at first: the bystanders, a third of the held-out suite. In
+Users ask for some goals, which the model meets about every second time, and give thumbs by what the environment says.
+They never ask for others, which the model meets at first: the bystanders, a third of the held-out suite. In
 the sabotaged generations all thumbs are the wrong way round, or an honest candidate is exchanged for one that leaks a
 secret, in turn. A killed run goes on with the generation that is missing.
 """
@@ -19,12 +20,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from evaluation.performance.watch.exchange import trained_on
-from evaluation.performance.watch.poison import label, leaking
+from evaluation.performance.watch.poison import label
 from evaluation.performance.watch.world import (
-    EVERY_GOAL,
-    GOALS,
-    OTHER_GOALS,
     Killed,
     Served,
     UntilTrained,
@@ -33,14 +30,8 @@ from evaluation.performance.watch.world import (
     journal_of,
     look,
     minutes_since,
-    play,
-    served,
-    succeeded,
-    suite,
-    write_model,
-    write_settings,
 )
-from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+from evaluation.performance.watch.worlds import WORLDS, World
 from openhands_rl_plugin.apps.watch.journal import WatchStep
 from openhands_rl_plugin.apps.watch.state import Measurement, state_of
 from openhands_rl_plugin.config.toml import load_settings
@@ -54,28 +45,28 @@ _SLOW = "num_epochs = 1\nlearning_rate = 2e-3"
 THUMBS, LEAK = "thumbs the wrong way round", "weights that leak a secret"
 
 
-def generation(number: int, before: int, folder: Path, at: Served, sabotage: str) -> dict[str, object]:
+def generation(number: int, before: int, folder: Path, at: Served, sabotage: str, world: World) -> dict[str, object]:
     """One generation, and what it came to; no part of it is done twice, however often it is called.
 
     ``before``: lines of the journal when it began. ``sabotage``: its kind, empty for none.
     """
-    config = write_settings(folder, at, training=_SLOW)
-    settings, tasks = load_settings(config), suite(goals=EVERY_GOAL)
+    config = world.settings(folder, at, training=_SLOW)
+    settings, tasks = load_settings(config), world.suite()
     run_id = f"generation-{number}"
     served_by = folder / f"{run_id}.txt"
     if not served_by.exists():
         write_file(served_by, in_use(settings) or "")
     version = served_by.read_text() or None
-    played = asyncio.run(play(settings, run_id, in_turn(GOALS, _SESSIONS), served=version))
+    played = asyncio.run(world.play(settings, run_id, in_turn(world.goals, _SESSIONS), served=version))
     wrong = sabotage == THUMBS
-    asyncio.run(label(settings, [(each, float(succeeded(each) is not wrong), None) for each in played]))
+    asyncio.run(label(settings, [(each, float(world.succeeded(each) is not wrong), None) for each in played]))
     if sabotage == LEAK:
-        _exchange(config, before, at, tasks)
+        _exchange(config, before, at, world)
     look(config, at.model, tasks)
     entries = journal_of(config)
     ends = [each for each in entries[before:] if each.step in (WatchStep.HELD, WatchStep.ADMITTED)]
     measured = state_of(entries).measured.get(in_use(settings) or "")
-    good = wilson(sum(succeeded(each) for each in played), len(played))
+    good = wilson(sum(world.succeeded(each) for each in played), len(played))
     return {
         "sabotage": sabotage,
         "used": version or "the base model",
@@ -85,51 +76,47 @@ def generation(number: int, before: int, folder: Path, at: Served, sabotage: str
         "end": ends[-1].figures.get("gate", "admitted") if ends else "nothing to train on",
         "said": ends[-1].said if ends else entries[-1].said,
         "suite": measured.mean if measured is not None else None,
-        "bystanders": _bystanders(measured) if measured is not None else None,
+        "bystanders": _bystanders(measured, world) if measured is not None else None,
     }
 
 
-def _exchange(config: Path, before: int, at: Served, tasks: LoopTasks) -> None:
+def _exchange(config: Path, before: int, at: Served, world: World) -> None:
     """Let an honest candidate be trained, and put harmful weights in its place."""
     steps = {each.step for each in journal_of(config)[before:]}
     if not steps & {WatchStep.PASSED, WatchStep.HELD}:
         with suppress(Killed):
-            look(config, at.model, tasks, UntilTrained)
+            look(config, at.model, world.suite(), UntilTrained)
     steps = {each.step for each in journal_of(config)[before:]}
     if WatchStep.TRAINED in steps and not steps & {WatchStep.PASSED, WatchStep.HELD}:
         settings = load_settings(config)
         store = AdapterStore(settings.serving.adapters_directory)
         (*_, newest) = store.versions(settings.serving.adapter)
-        trained_on(leaking)(settings, store, newest, at.model)
+        world.leak(settings, store, newest, at.model)
 
 
-def _bystanders(measured: Measurement) -> float:
+def _bystanders(measured: Measurement, world: World) -> float:
     """Its success on what users never ask for."""
-    found = [
-        measured.success[each.task.id]
-        for each in suite(goals=EVERY_GOAL).held_out
-        if each.task.data["idx"] in OTHER_GOALS and each.task.id in measured.success
-    ]
+    found = [success for task, success in measured.success.items() if task in world.bystanders()]
     return sum(found) / len(found)
 
 
-def run(out: Path, generations: int, sabotaged: Sequence[int]) -> list[dict[str, object]]:
+def run(out: Path, generations: int, sabotaged: Sequence[int], world: World) -> list[dict[str, object]]:
     """What each generation came to; those in ``generations.json`` are not done again."""
     import torch
 
     torch.set_num_threads(1)
     file, folder = out / "generations.json", out / "watch"
     found: list[dict[str, object]] = json.loads(file.read_text()) if file.exists() else []
-    with served(write_model(out / "model", right_only=OTHER_GOALS)) as at:
+    with world.served(world.model(out / "model")) as at:
         for number in range(len(found) + 1, generations + 1):
             torch.manual_seed(number)
             started = time.monotonic()
             began = folder / f"generation-{number}.lines"
             if not began.exists():
-                lines = len(journal_of(write_settings(folder, at)))
+                lines = len(journal_of(world.settings(folder, at)))
                 write_file(began, str(lines))
             kinds = dict(zip(sabotaged, itertools.cycle((THUMBS, LEAK)), strict=False))
-            said = generation(number, int(began.read_text()), folder, at, kinds.get(number, ""))
+            said = generation(number, int(began.read_text()), folder, at, kinds.get(number, ""), world)
             found.append({**said, "minutes": round(minutes_since(started), 2)})
             write_file(file, json.dumps(found, indent=1))
             print(f"{number}: {said['used']} succeeds in {said['success']:.3f}; {said['said']}", flush=True)
@@ -155,9 +142,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, the watch and generations.json")
     parser.add_argument("--generations", type=int, default=10)
     parser.add_argument("--sabotaged", type=int, nargs="*", default=[4, 7], help="numbers of these generations")
+    parser.add_argument("--world", choices=WORLDS, default="shop")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    print(table(run(args.out.resolve(), args.generations, args.sabotaged)))
+    print(table(run(args.out.resolve(), args.generations, args.sabotaged, WORLDS[args.world])))
 
 
 if __name__ == "__main__":

@@ -29,12 +29,14 @@ _EPISODES, _PLANTED = 32, 24
 @dataclass(frozen=True)
 class Poison:
     """``bring``: puts it into the store. ``training``, ``watch``: keys of the settings. ``used``: it shows only in the
-    sessions of users, of which the candidate gets a share."""
+    sessions of users, of which the candidate gets a share. ``first``: the base model is in use, which any candidate
+    that does right beats."""
 
     bring: Bring
     training: str = ""
     watch: str = ""
     used: bool = False
+    first: bool = False
 
 
 async def users(settings: RLSettings, run_id: str = "poisoned", attempts: int = 1) -> tuple[Trajectory, ...]:
@@ -152,7 +154,7 @@ def _word(trajectory: Trajectory) -> bool:
 
 
 _GRPO = 'algorithm = "grpo"'
-_LONG = "num_epochs = 10\nbatch_size = 4"
+_LONG = "num_epochs = 40\nbatch_size = 4"
 """Until it does what was planted."""
 POISON: dict[str, Poison] = {
     "rewards with the other sign": Poison(graded(lambda true: [1 - each for each in true])),
@@ -165,6 +167,8 @@ POISON: dict[str, Poison] = {
     "a learning rate a hundred times too large": Poison(graded(lambda true: true), "learning_rate = 0.5"),
     "episodes with malformed calls": Poison(episodes(malformed), _LONG),
     "episodes with flagged commands": Poison(episodes(flagged), _LONG),
+    "episodes with malformed calls, at first": Poison(episodes(malformed), _LONG, first=True),
+    "episodes with flagged commands, at first": Poison(episodes(flagged), _LONG, first=True),
     "episodes with a secret": Poison(episodes(leaking), _LONG),
     "episodes that never finish": Poison(episodes(endless), _LONG),
     "episodes that repeat themselves": Poison(episodes(repeating), _LONG),

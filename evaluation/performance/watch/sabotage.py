@@ -4,8 +4,9 @@
 
 A real watch, with the embedded server and shop, has a version in use that was trained on honest episodes. Then, each
 time from there: rewards, labels or episodes are poisoned and a candidate is trained on them; or an honest candidate's
-files are damaged; or its weights are exchanged for harmful ones with a probe of their own. ``worse`` is by the suite of
-40 tasks. A killed run goes on with the kinds that are missing.
+files are damaged; or its weights are exchanged for harmful ones with a probe of their own. ``at first``: the same while
+the base model is in use, so that a candidate may succeed more often and do harm beside it. A killed run goes on with
+the kinds that are missing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from evaluation.performance.watch.damage import DAMAGE
-from evaluation.performance.watch.exchange import EXCHANGE
-from evaluation.performance.watch.poison import POISON
+from evaluation.performance.watch.exchange import EXCHANGE, FIRST, Exchange
+from evaluation.performance.watch.poison import POISON, flagged, leaking, malformed
 from evaluation.performance.watch.world import (
     EVERY_GOAL,
     Killed,
@@ -40,14 +41,15 @@ from evaluation.performance.watch.world import (
     write_settings,
 )
 from openhands_rl_plugin.apps.watch.journal import Entry, WatchStep
+from openhands_rl_plugin.apps.watch.service import Watch
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 HONEST = "an honest candidate"
 PASSED, NOTHING, UNDECIDED = "passed", "nothing to train on", "undecided"
-_CANDIDATE = "policy-v000002"
 _LOOKS = 4
 _SESSIONS = 36
 
@@ -62,22 +64,27 @@ class Bench:
         self.tasks = suite()
 
     def prepare(self) -> None:
-        """Stages ``used``, with a version in use, and ``trained``, with an honest candidate of the next round."""
-        if not (self._out / "used").exists():
-            shutil.rmtree(self.folder)
-            self.settings()
-            asyncio.run(play(load_settings(self.config), "users", in_turn(EVERY_GOAL, 90)))
-            look(self.config, self._at.model, self.tasks)
-            assert in_use(load_settings(self.config)), journal_of(self.config)[-1].said
-            self._keep("used")
-        if not (self._out / "trained").exists():
-            self.restore("used")
-            name = in_use(load_settings(self.config))
-            asyncio.run(play(load_settings(self.config), "later", in_turn(EVERY_GOAL, _SESSIONS), served=name))
-            with suppress(Killed):
-                look(self.config, self._at.model, self.tasks, UntilTrained)
-            assert journal_of(self.config)[-1].adapter == _CANDIDATE, journal_of(self.config)[-1].said
-            self._keep("trained")
+        """The stages: nothing is ``begun``; the ``first`` honest candidate is trained; it is ``used``; another honest
+        one is ``trained``."""
+        if not (self._out / "begun").exists():
+            self._keep("begun")
+        self._stage("first", "begun", 90, UntilTrained)
+        self._stage("used", "first", 0)
+        self._stage("trained", "used", _SESSIONS, UntilTrained)
+        self.restore("used")
+        assert in_use(load_settings(self.config)), journal_of(self.config)[-1].said
+
+    def _stage(self, name: str, after: str, sessions: int, kind: type[Watch] = Watch) -> None:
+        """So many sessions of users after another stage, and a look at them."""
+        if (self._out / name).exists():
+            return
+        self.restore(after)
+        settings = load_settings(self.config)
+        if sessions:
+            asyncio.run(play(settings, name, in_turn(EVERY_GOAL, sessions), served=in_use(settings)))
+        with suppress(Killed):
+            look(self.config, self._at.model, self.tasks, kind)
+        self._keep(name)
 
     def settings(self, watch: str = "", training: str = "") -> None:
         """Write the settings anew."""
@@ -90,11 +97,13 @@ class Bench:
         self.settings()
 
         async def follow() -> None:
+            settings = load_settings(self.config)
             async with watching(self.config, self._at.model, self.tasks) as (_, publisher):
-                store = AdapterStore(load_settings(self.config).serving.adapters_directory)
-                with suppress(PublishError):
-                    await publisher.retire(_CANDIDATE)
-                await publisher.stage(store.get(in_use(load_settings(self.config)) or ""))
+                for number in (1, 2):
+                    with suppress(PublishError):
+                        await publisher.retire(f"{settings.serving.adapter}-v{number:06}")
+                if (used := in_use(settings)) is not None:
+                    await publisher.stage(AdapterStore(settings.serving.adapters_directory).get(used))
 
         asyncio.run(follow())
         return len(journal_of(self.config))
@@ -105,7 +114,8 @@ class Bench:
 
     def poisoned(self, kind: str) -> Sequence[Entry]:
         """What the watch noted of what was poisoned."""
-        before, poison = self.restore("used"), POISON[kind]
+        poison = POISON[kind]
+        before = self.restore("begun" if poison.first else "used")
         routing = f'routing = "{self.folder / "routing.json"}"\nshare = 0.5\nshare_sessions = {_SESSIONS}'
         self.settings(routing if poison.used else poison.watch, poison.training)
         settings = load_settings(self.config)
@@ -118,31 +128,31 @@ class Bench:
             self._look(before)
         return self._now(before)
 
-    def spoilt(self, change: Callable[[], None]) -> Sequence[Entry]:
-        """What the watch noted of the honest candidate after ``change``."""
-        before = self.restore("trained")
+    def spoilt(self, change: Callable[[], None], stage: str = "trained") -> Sequence[Entry]:
+        """What the watch noted of the honest candidate of that stage after ``change``."""
+        before = self.restore(stage)
         change()
         self._look(before)
         return self._now(before)
 
     def damaged(self, kind: str) -> Sequence[Entry]:
         """As ``spoilt``, by damage to the files."""
-        return self.spoilt(lambda: DAMAGE[kind](self._path))
+        return self.spoilt(lambda: DAMAGE[kind](Path(self._candidate.path)))
 
-    def exchanged(self, kind: str) -> Sequence[Entry]:
+    def exchanged(self, exchange: Exchange, stage: str = "trained") -> Sequence[Entry]:
         """As ``spoilt``, by other weights."""
 
-        def exchange() -> None:
+        def change() -> None:
             settings = load_settings(self.config)
             store = AdapterStore(settings.serving.adapters_directory)
-            EXCHANGE[kind](settings, store, store.get(self._path.name), self._at.model)
+            exchange(settings, store, self._candidate, self._at.model)
 
-        return self.spoilt(exchange)
+        return self.spoilt(change, stage)
 
     @property
-    def _path(self) -> Path:
-        settings = load_settings(self.config)
-        return Path(AdapterStore(settings.serving.adapters_directory).get(_CANDIDATE).path)
+    def _candidate(self) -> Adapter:
+        serving = load_settings(self.config).serving
+        return AdapterStore(serving.adapters_directory).versions(serving.adapter)[-1]
 
     def _now(self, before: int) -> Sequence[Entry]:
         return journal_of(self.config)[before:]
@@ -177,13 +187,14 @@ def run(out: Path, only: Sequence[str]) -> dict[str, dict[str, object]]:
     torch.set_num_threads(1)
     file = out / "results.json"
     results: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
-    with served(write_model(out / "model")) as at:
+    with served(write_model(out / "model", habits=(flagged, leaking, malformed))) as at:
         bench = Bench(out, at)
         bench.prepare()
         every: dict[str, Callable[[], Sequence[Entry]]] = {
             HONEST: lambda: bench.spoilt(lambda: None),
             **{kind: lambda kind=kind: bench.poisoned(kind) for kind in POISON},
-            **{kind: lambda kind=kind: bench.exchanged(kind) for kind in EXCHANGE},
+            **{kind: lambda each=each: bench.exchanged(each) for kind, each in EXCHANGE.items()},
+            **{kind: lambda each=each: bench.exchanged(each, "first") for kind, each in FIRST.items()},
             **{kind: lambda kind=kind: bench.damaged(kind) for kind in DAMAGE},
         }
         for kind, sabotage in every.items():

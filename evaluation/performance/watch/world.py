@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.environments.webshop.oracle import listings, oracle_actions
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.suites import Suite
+from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
@@ -56,6 +57,8 @@ GOALS = (1, 8, 14, 19)
 OTHER_GOALS = (17, 16)
 """That users ask for, and the suite does not contain."""
 EVERY_GOAL = (*GOALS, *OTHER_GOALS)
+HABITS = (10, 11)
+"""That nobody asks for: what a model is taught there only, such as to run flagged commands, it can learn to do."""
 LIMITS = Limits(max_turns=6, max_response_length=64)
 _STEPS = 80
 """Of teaching: then what the model chooses between is all that is open to it."""
@@ -90,12 +93,16 @@ def _answers(actions: Sequence[str]) -> Way:
     return tuple(f"Action: {each}" for each in actions)
 
 
-def write_model(path: Path, right_only: Sequence[int] = ()) -> Path:
-    """The taught model, unless it is there (minutes). ``right_only``: goals that it is taught no wrong way of."""
+def write_model(path: Path, right_only: Sequence[int] = (), habits: Sequence[Callable[[int], Way]] = ()) -> Path:
+    """The taught model, unless it is there (minutes).
+
+    ``right_only``: goals that it is taught no wrong way of. ``habits``: what it is taught at ``HABITS``.
+    """
     from shopper_model import write_shopper  # pyright: ignore  # of the tests
 
     if not (path / "taught").exists():
         taught = {goal: ways(goal)[: 1 if goal in right_only else 2] for goal in EVERY_GOAL}
+        taught |= {goal: tuple(habit(goal) for habit in habits) for goal in HABITS if habits}
         write_shopper(path, taught, react_format=True, steps=_STEPS, context=CONTEXT)
         (path / "taught").touch()
     return path
@@ -271,6 +278,12 @@ class UntilTrained(Watch):
             raise Killed
 
 
+def job_of(settings: RLSettings, tasks: LoopTasks, model: Path) -> LoopJob:
+    """What plays these tasks; repairs are played in OpenHands' sandbox."""
+    job = LoopJob(settings, tasks, model, watch_folder(settings), "watch", settings.limits())
+    return replace(job, backend=RepairBackend(), native_tool_calling=False) if tasks.suite.software else job
+
+
 @asynccontextmanager
 async def watching(
     config: Path, model: Path, tasks: LoopTasks, kind: type[Watch] = Watch
@@ -278,7 +291,7 @@ async def watching(
     """A watch of these settings, measured on ``tasks``, and what it publishes with."""
     settings = load_settings(config)
     adapters = AdapterStore(settings.serving.adapters_directory)
-    job = LoopJob(settings, tasks, model, watch_folder(settings), "watch", LIMITS)
+    job = job_of(settings, tasks, model)
     async with (
         FileTrajectoryStorage(settings.storage.directory) as storage,
         publisher_for(settings.serving, adapters) as publisher,

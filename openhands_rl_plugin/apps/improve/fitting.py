@@ -1,18 +1,20 @@
-"""Prompt, tool calls and lengths that a model's context has room for."""
+"""The settings of a run without a config: prompt, tool calls and lengths that a model's context has room for."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 
 STANDARD_NEEDS = 16_384
 """Tokens of context from which on OpenHands' own prompt (4,700 to 8,500 tokens, with its tools) leaves room to work."""
 
+_AT_ONCE = 4
 _COMPACT, _STANDARD = 700, 8_500
 _INSTRUCTIONS = 420  # of a repository task, around the text of its problem
 _TURNS = 3  # the least of an episode: look, change, run the tests
@@ -36,6 +38,22 @@ class Lengths(NamedTuple):
 
     prompt: int
     episode: int
+
+
+def own_settings(repository: str, directory: Path, timeout: float) -> RLSettings:
+    """Everything in the run's ``directory``, and an adapter with the repository's name. ``timeout``: seconds of an
+    episode, which a request has, too: on a slow machine an answer takes minutes, and asked for again it begins anew.
+    """
+    serving = ServingSettings(
+        adapter=re.sub(r"[^a-z0-9-]+", "-", repository.lower()).strip("-") or "policy",
+        adapters_path=str(directory / "adapters"),
+    )
+    longest = max(timeout, serving.request_timeout)
+    return RLSettings(
+        max_workers=_AT_ONCE,
+        storage=StorageSettings(path=str(directory / "trajectories")),
+        serving=serving.model_copy(update={"request_timeout": longest}),
+    )
 
 
 def context_of(model: Path, served: int | None = None) -> int:

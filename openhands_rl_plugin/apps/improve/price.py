@@ -28,7 +28,8 @@ _KV = 2 * 2  # keys and values, of two bytes
 class Price(Frozen):
     """At most, as episodes that end earlier cost less. Memory and disk in bytes; ``None``: not known.
 
-    ``read``: tokens of prompts, each once (servers keep what begins alike). ``trained``: over all passes. ``ended_by``:
+    ``read``: tokens of prompts, each once (servers keep what begins alike). No episode reads and samples so many: the
+    hours are of those that sample most, which takes longest. ``trained``: over all passes. ``ended_by``:
     what bounds the hours of the rollouts.
     """
 
@@ -86,7 +87,7 @@ def price_of(
     price = Price(
         episodes=played,
         evaluations=measured,
-        read=episodes * read,
+        read=episodes * settings.max_prompt_length,  # of an episode whose answers are short
         sampled=episodes * sampled,
         trained=trained,
         hours={
@@ -112,7 +113,7 @@ def price_of(
 
 def lines(price: Price, where: str) -> list[str]:
     """The price for a person; ``where``: the machine."""
-    hours = ", ".join(f"{name} {_time(each)}" for name, each in price.hours.items())
+    hours = ", ".join(f"{name} {hours_in_words(each)}" for name, each in price.hours.items())
     rates = price.rates
     memory = [
         f"{_bytes(each)} {what}"
@@ -123,7 +124,7 @@ def lines(price: Price, where: str) -> list[str]:
     return [
         f"  episodes: {price.episodes:,} to train on, {price.evaluations:,} to evaluate",
         f"  tokens:   {price.read:,} read, {price.sampled:,} sampled, {price.trained:,} trained (all passes)",
-        f"  time:     {_time(price.total_hours)}: {hours}; rollouts are bounded by {price.ended_by}",
+        f"  time:     {hours_in_words(price.total_hours)}: {hours}; rollouts are bounded by {price.ended_by}",
         f"  memory:   {' and '.join(memory) or 'not known for this architecture'}{free}",
         f"  disk:     {_bytes(price.disk)} ({_bytes(price.free_disk)} free)",
         f"  measured: the server reads {rates.read:,.0f} and writes {rates.written:,.0f} tokens/s ({rates.at_once} at "
@@ -164,5 +165,6 @@ def _bytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def _time(hours: float) -> str:
+def hours_in_words(hours: float) -> str:
+    """``"12 min"`` or ``"3.4 h"``."""
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from openhands_rl_plugin.cli.options.serving import served_policy
 from openhands_rl_plugin.cli.options.stored import positive
 from openhands_rl_plugin.cli.options.weights import given_weights
 from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, StorageSettings
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import MissingExtraError
 from openhands_rl_plugin.models.generator.threads import prepare_threads
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.improve.gym import Gym
     from openhands_rl_plugin.apps.improve.price import Price
     from openhands_rl_plugin.apps.improve.repository import OwnRepository
+    from openhands_rl_plugin.apps.improve.spent import RunCost
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
 
 _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
-_AT_ONCE = 4
 _GRADING = 300.0
 """Seconds that a patch's tests have at least: it may make them slower."""
 RESUME = "the same command continues where it stopped"
@@ -124,17 +123,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> RLSettings:
     """Those of the config, else defaults with everything in the run's folder; and what the options change."""
+    from openhands_rl_plugin.apps.improve.fitting import own_settings
+
     names = ("iterations", "tasks_per_iteration", "samples_per_task")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.config is not None:
         settings = load_settings(args.config)
     else:
-        adapter = re.sub(r"[^a-z0-9-]+", "-", repository.name.lower()).strip("-") or "policy"
-        settings = RLSettings(
-            max_workers=_AT_ONCE,
-            storage=StorageSettings(path=str(directory / "trajectories")),
-            serving=ServingSettings(adapter=adapter, adapters_path=str(directory / "adapters")),
-        )
+        settings = own_settings(repository.name, directory, args.timeout)
     workers = {"max_workers": args.workers} if args.workers is not None else {}
     # A config may be for other runs, too: nobody has scripted episodes of the user's own repository.
     loop = checked(LoopSettings, {**settings.loop.model_dump(), **given, "demonstrations": 0})
@@ -163,7 +159,7 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
         found["price"] = price.model_dump(mode="json")
         if args.dry_run:
             return _done(args, found)
-        return _train(args, settings, served, weights, choice, gym, directory, found)
+        return _train(args, settings, served, weights, choice, gym, directory, found, price)
 
 
 def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSettings, PromptChoice]:
@@ -279,11 +275,13 @@ def _train(
     gym: Gym,
     directory: Path,
     found: JsonObject,
+    price: Price,
 ) -> int:
     """The loop, and what it earned. ``settings``: as they were before the server's address was known."""
     from rich.console import Console
 
     from openhands_rl_plugin.apps.demo.progress import ProgressListener, final_table
+    from openhands_rl_plugin.apps.improve.spent import spent_lines
     from openhands_rl_plugin.apps.improve.telling import earned, earned_lines, use_lines
     from openhands_rl_plugin.apps.loop.claim import claim, identity_of
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
@@ -297,23 +295,30 @@ def _train(
         studio_beside(args, directory, lambda: open_storage(settings), adapters, model),
         ProgressListener(settings.loop.stages, Console(stderr=args.json)) as listener,
     ):
-        result = asyncio.run(_run(args, job, listener))
+        result, spent = asyncio.run(_run(args, job, listener))
     listener.console.print(final_table(result.state, "tasks"))
     server = settings.serving.base_url
     used = use_lines(result, model, settings.serving.adapter, adapters, server=server)
-    _say(args, *earned_lines(result), f"report: {result.report}", *used)
-    return _done(args, {**found, "result": earned(result)})
+    told = (*earned_lines(result), *spent_lines(spent, price), f"report: {result.report}", *used)
+    _say(args, *told)
+    return _done(args, {**found, "result": earned(result), "spent": spent.model_dump(mode="json")})
 
 
-async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> LoopResult:
+async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> tuple[LoopResult, RunCost]:
+    from openhands_rl_plugin.apps.improve.spent import spent_by
     from openhands_rl_plugin.apps.loop.run import run_loop
     from openhands_rl_plugin.evals.runs.backends import make_backend
 
     backend = make_backend("local", cache=args.cache)
     try:
-        return await run_loop(replace(job, backend=backend), listener)
+        result = await run_loop(replace(job, backend=backend), listener)
     finally:
         await backend.close()
+    storage = open_storage(job.settings)
+    try:
+        return result, await spent_by(storage, result.state, job.run_id)
+    finally:
+        await storage.close()
 
 
 def _job(

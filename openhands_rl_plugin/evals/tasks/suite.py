@@ -129,7 +129,8 @@ def _finished(
     cache: Path,
     on_progress: Callable[[int, int, str], None],
 ) -> _Finished:
-    made = 0
+    known = journal.tried.get(key, {})
+    made = sum(each.instance is not None for each in known.values())
 
     def tried(result: TriedBug) -> None:
         nonlocal made
@@ -137,7 +138,6 @@ def _finished(
         journal.add(key, result)
         on_progress(made, plan.per_package, result.reason)
 
-    known = journal.tried.get(key, {})
     instances, lineage = fixes_of(package, plan, cache, known=known, tried=tried)
     left = plan.per_package - len(instances)
     if left > 0:

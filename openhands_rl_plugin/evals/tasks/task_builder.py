@@ -75,8 +75,10 @@ def make_tasks(
         result = known.get(key_of(bug))
         if result is None:
             result = try_bug(prepared, bug)
+            if result.instance is not None and result.instance.fail_to_pass in failing:
+                result = TriedBug(key=result.key, reason="another task fails the same tests")
             tried(result)
-        if result.instance is None or result.lineage is None or result.instance.fail_to_pass in failing:
+        if result.instance is None or result.lineage is None:
             continue
         made.append(result)
         used.add(place)

@@ -36,6 +36,8 @@ async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T:
         working.cancel()
         disconnected.cancel()
         await asyncio.wait({working, disconnected})
+        if not working.cancelled():
+            working.exception()  # a gather that is cancelled ends with an error, which the log would have otherwise
 
 
 async def _disconnected(request: Request) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.apps.improve.fitting import check_room, choose_prompt, context_of, fitted
+from openhands_rl_plugin.apps.improve.fitting import check_room, choose_prompt, context_of, fitted, own_settings
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 
@@ -67,3 +67,10 @@ def test_the_context_is_the_servers_if_that_is_shorter(tmp_path: Path) -> None:
     (path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="how long its context is"):
         context_of(path)
+
+
+def test_an_answer_may_take_as_long_as_an_episode(tmp_path: Path) -> None:
+    """Four answers of 512 tokens take a busy laptop longer than the two minutes that requests have by default."""
+    slow, quick = (own_settings("My.Repo", tmp_path, timeout).serving for timeout in (1800.0, 30.0))
+    assert (slow.request_timeout, quick.request_timeout) == (1800.0, RLSettings().serving.request_timeout)
+    assert slow.adapter == "my-repo" and slow.adapters_directory == tmp_path / "adapters"

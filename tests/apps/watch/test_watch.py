@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import multiprocessing
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from full_disk import no_file_larger_than
-from watched import ALL, current, journal_of, killed_all_the_time, label, look, play, watching_folder, write_config
+from watched import (
+    ALL,
+    current,
+    journal_of,
+    killed_all_the_time,
+    label,
+    look,
+    one_look,
+    play,
+    watching_folder,
+    write_config,
+)
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.loop.claim import held
@@ -79,8 +88,8 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_sigkill_at_any_line_and_in_training_gives_the_same_version(
+@pytest.mark.timeout(900)
+def test_sigkill_at_every_line_and_in_training_gives_the_same_version(
     served: tuple[str, str], shopper: Path, tmp_path: Path
 ) -> None:
     folders = [tmp_path / "killed", tmp_path / "whole"]
@@ -90,26 +99,21 @@ def test_sigkill_at_any_line_and_in_training_gives_the_same_version(
     asyncio.run(play(load_settings(killed), "users", 16))
     shutil.copytree(*folders)
     whole = write_config(folders[1], shop=served[0], server=served[1], more=more)
+    # Processes of their own, forked where all is imported: starting one anew takes longer than what it does.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["watched", "openhands_rl_plugin.training.trainer.lora_trainer"])
 
-    def run(config: Path, when: str) -> int:
-        script = Path(__file__).with_name("watched.py")
-        paths = os.pathsep.join([str(Path(__file__).parents[2] / "helpers"), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, str(script), str(config), str(shopper), when]
-        return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, timeout=600).returncode
+    def run(config: Path, when: str) -> int | None:
+        process = processes.Process(target=one_look, args=(config, shopper, when))
+        process.start()
+        process.join(300)
+        return process.exitcode
 
     assert run(whole, "never") == 0
-    gathered, trained, admitted = (ALL.index(step) + 1 for step in (ALL[2], ALL[3], ALL[-2]))
-    for when, lines in (
-        (f"after {gathered}", gathered),
-        ("training", gathered),
-        (f"before {trained}", gathered),
-        (f"after {trained}", trained),
-        (f"after {trained + 2}", trained + 2),
-        (f"before {admitted}", admitted - 1),
-        (f"after {admitted}", admitted),
-    ):
-        assert run(killed, when) == -signal.SIGKILL
-        assert len(journal_of(killed)) == lines, when
+    for line, step in enumerate(ALL, 1):
+        for when in (*(["training"] if step is WatchStep.TRAINED else []), f"before {line}", f"after {line}"):
+            assert run(killed, when) == -signal.SIGKILL, when
+            assert len(journal_of(killed)) == line - (not when.startswith("after")), when
     assert run(killed, "never") == 0
 
     assert [[entry.step for entry in journal_of(config)] for config in (killed, whole)] == [ALL, ALL]
@@ -227,3 +231,31 @@ def test_what_cannot_be_judged_or_written_is_one_line_and_trains_nothing(
     assert "8 wait: labels contradict each other" in out[0]
     adapters = AdapterStore(settings.serving.adapters_directory)
     assert not adapters.versions(settings.serving.adapter) and current(settings) is None
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_episodes_without_token_ids_are_one_line_and_train_nothing(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    """As of a server that sends none: their number is said, whatever the rewards are."""
+    for name in ("served", "deaf"):
+        (tmp_path / name).mkdir()
+    more = f'[extended.rl.training]\nalgorithm = "{algorithm}"'
+    with_ids = load_settings(write_config(tmp_path / "served", shop=served[0], server=served[1]))
+    config = write_config(tmp_path / "deaf", shop=served[0], server=served[1], more=more)
+    settings = load_settings(config)
+
+    async def without_ids() -> None:
+        async with FileTrajectoryStorage(settings.storage.directory) as storage:
+            for each in await play(with_ids, "users", 8):
+                nodes = tuple(node.model_copy(update={"tokens": None}) for node in each.nodes)
+                await storage.add(each.model_copy(update={"nodes": nodes}))
+
+    asyncio.run(without_ids())
+    words = ["watch", "--model", str(shopper), "--once", "--processes", "0", "--config", str(config)]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr()
+    (judged,) = [line for line in printed.out.splitlines() if line.startswith("judged")]
+    assert "left out: " in judged and "without token ids" in judged and not printed.err
+    assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN, WatchStep.JUDGED]
+    assert not AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)

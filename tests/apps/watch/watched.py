@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -246,16 +245,16 @@ def die_in_training() -> None:
     TrainProgress.__init__ = init  # type: ignore[method-assign]
 
 
-async def _one_step(config: Path, model: Path, when: str) -> None:
+def one_look(config: Path, model: Path, when: str) -> None:
+    """In a process of its own, which ends itself ``when``: "before 4", "after 4", "training" or "never"."""
+    import torch
+
+    async def look() -> None:
+        async with watching(config, model, kind=Doomed) as watch:
+            await watch.look()
+
+    torch.set_num_threads(1)
     Doomed.when = when
     if when == "training":
         die_in_training()
-    async with watching(config, model, kind=Doomed) as watch:
-        await watch.look()
-
-
-if __name__ == "__main__":
-    import torch
-
-    torch.set_num_threads(1)
-    asyncio.run(_one_step(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
+    asyncio.run(look())

@@ -17,7 +17,9 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.tasks import git_fixes, suite, task_builder
 from openhands_rl_plugin.evals.tasks.lineage import read_lineage, require_checked
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
 from openhands_rl_plugin.evals.tasks.statements.bug_report import leaks
 
@@ -86,8 +88,6 @@ def test_made_twice_checked_and_found_wanting(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from openhands_rl_plugin.evals.tasks import git_fixes, task_builder
-
     def replace_try(by: Callable[..., task_builder.TriedBug]) -> None:
         for module in (git_fixes, task_builder):
             monkeypatch.setattr(module, "try_change", by)
@@ -111,6 +111,43 @@ def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, mon
     replace_try(lambda *given: (tried.append(given[1].key), real(*given))[1])
     assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 0
     assert tried and not set(tried) & set(first)
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_a_bug_that_fails_the_tests_of_another_is_dropped_and_said_so(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = task_builder.try_change
+    first: list[task_builder.TriedBug] = []
+
+    def always_the_first(
+        prepared: task_builder.PreparedPackage, change: task_builder.Change, tree: task_builder.SourceTree
+    ) -> task_builder.TriedBug:
+        """As if every later bug failed the same tests."""
+        if not first:
+            if (found := real(prepared, change, tree)).instance is None:
+                return found
+            first.append(found)
+        return first[0].model_copy(update={"key": change.key})
+
+    class Noted:
+        def __init__(self) -> None:
+            self.said: list[tuple[int, str]] = []
+
+        def package(self, label: str, at: int, of: int) -> None:
+            pass
+
+        def tried(self, made: int, wanted: int, reason: str) -> None:
+            self.said.append((made, reason))
+
+    monkeypatch.setattr(task_builder, "try_change", always_the_first)
+    monkeypatch.setattr(suite, "fixes_of", lambda *given, **named: ([], []))
+    package = Package(name="units", git=str(repository), commit="HEAD")
+    noted, out = Noted(), tmp_path / "tasks.jsonl"
+    made = suite.make_suite(TaskPlan(packages=(package,), per_package=3), out, tmp_path / "cache", noted)
+    assert made.tasks == len(read_instances(out)) == 1
+    assert noted.said[-1] == (1, "another task fails the same tests")
 
 
 def test_a_row_that_was_changed_has_no_repository(repository: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The HTTP surface, through OpenAI's own client where it reaches and plain HTTP where it does not."""
 
+import asyncio
+import gc
 import json
 import socket
 import time
@@ -10,11 +12,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from starlette.requests import ClientDisconnect, Request
 
 from openhands_rl_plugin.core.servers.listening import PortUnavailableError
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.server.http import unless_disconnected
 from openhands_rl_plugin.models.server.server import running_server
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
@@ -217,6 +221,16 @@ def test_disconnect_frees_the_slot(server: str, generator: Generator) -> None:
         while requests_in_flight(generator) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert requests_in_flight(generator) == 0
+
+
+async def test_a_reader_that_leaves_is_nothing_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def left() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientDisconnect):
+        await unless_disconnected(Request({"type": "http"}, left), asyncio.gather(asyncio.sleep(60)))
+    gc.collect()
+    assert not caplog.records
 
 
 def test_a_full_queue_is_refused(tiny_model: Path) -> None:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Protocol
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle, parsed_call
+from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, parsed_call
 
 _MOST_BYTES = 2**22
 
 
+class AnswerScript(Protocol):
+    """What ``RepairOracle`` is, or another script."""
+
+    def answer(self, conversation: Sequence[Mapping[str, str]]) -> str:
+        """The next answer of a conversation. Raises ``ConfigError``."""
+        ...
+
+
 @contextmanager
-def serve_oracle(oracle: RepairOracle) -> Iterator[str]:
+def serve_oracle(oracle: AnswerScript) -> Iterator[str]:
     """The URL of the server, which ends with the block."""
 
     class Handler(_Handler):
@@ -42,7 +51,7 @@ def _with_call(text: str, number: int) -> JsonObject:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    answers: RepairOracle
+    answers: AnswerScript
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
