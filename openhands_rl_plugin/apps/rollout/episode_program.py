@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRol
 
 _AWAY = 5.0
 """Seconds before an episode is played again."""
-_GRACE = 60.0
+GRACE = 60.0
 """Seconds that the program has beyond the episode's own limit, to say why it ended."""
 
 
@@ -44,7 +44,7 @@ class EpisodeProgram:
             raise ConfigError(f"{where.removesuffix('options')}tries has to be 1 or more")
         checked = options_from_trainer(given, where, trainer, said)
         self._options = {name: getattr(checked, name) for name in given}
-        self._seconds = checked.timeout + _GRACE
+        self._seconds = checked.timeout + GRACE
         self._tries = tries
         self._store = Path(store) if store else None
         self._python = checked_interpreter()
@@ -88,23 +88,31 @@ class EpisodeProgram:
         words = rollout_command(
             self._python, chosen, base_url, model, options, self._store, base_model=base_model, token_ids=True
         )
-        with tempfile.TemporaryDirectory() as folder:
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                env={**os.environ, SECRET: key},
-                cwd=folder,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
-            try:
-                said = await asyncio.wait_for(process.communicate(task.encode() if row else b""), self._seconds)
-            except TimeoutError:
-                return f"infrastructure: openhands-rl rollout did not end within {self._seconds:g} s"
-            finally:
-                if process.returncode is None:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
-            return read_episode(process.returncode or 0, *(each.decode(errors="replace") for each in said))
+        return await run_program(words, task if row else "", key=key, seconds=self._seconds)
+
+
+async def run_program(words: Sequence[str], given: str, *, key: str, seconds: float) -> PlayedRollout | str:
+    """The episode that a program prints which is ``given`` its standard input, or in one line why there is none.
+
+    It and all that it started are killed after ``seconds``, and with the task that waits for it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            env={**os.environ, SECRET: key},
+            cwd=folder,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            said = await asyncio.wait_for(process.communicate(given.encode()), seconds)
+        except TimeoutError:
+            return f"infrastructure: the episode's program did not end within {seconds:g} s"
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        return read_episode(process.returncode or 0, *(each.decode(errors="replace") for each in said))

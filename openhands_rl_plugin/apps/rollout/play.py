@@ -10,21 +10,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from openhands_rl_plugin.apps.rollout.played import failure_of, told, unusable
 from openhands_rl_plugin.apps.rollout.tasks import FoundTask, GivenTask, find_task
-from openhands_rl_plugin.config.build import check_environment_server, make_reward, make_strategy, open_storage
+from openhands_rl_plugin.config.build import check_environment_server, make_reward, open_storage
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.config.success import success_rule
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
     FailureKind,
     PolicyRef,
-    Sample,
     Score,
     Trajectory,
 )
@@ -41,10 +40,6 @@ from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.engines.preflight import check_answers, check_model_server
 from openhands_rl_plugin.models.engines.server_models import listed_models
 from openhands_rl_plugin.rollout.scoring import judge, refuse_labels, refuse_without_workspace
-from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.training.data.eligibility import is_cut_short, is_interrupted, off_policy_sampling
-from openhands_rl_plugin.training.data.shortened import until_secret
-from openhands_rl_plugin.trajectories.exchange.trainers.polar import TIMED_OUT
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
 _SCRATCH = "openhands-rl-rollout-"
@@ -106,7 +101,7 @@ def _prepared(found: FoundTask, options: PlayOptions) -> _Job:
         check_answers(serving.base_url)
     if found.suite.name == ENVIRONMENT:
         check_environment_server(settings)
-    base = serving.model_copy(update={"model": options.base_model or _base_of(serving)})
+    base = serving.model_copy(update={"model": options.base_model or base_of(serving)})
     job = _Job(found._replace(settings=settings.model_copy(update={"serving": base})), options, serving.model)
     refuse_labels(job.reward, "nobody labels while a trainer waits")
     if not found.suite.software:
@@ -114,7 +109,7 @@ def _prepared(found: FoundTask, options: PlayOptions) -> _Job:
     return job
 
 
-def _base_of(serving: ServingSettings) -> str:
+def base_of(serving: ServingSettings) -> str:
     """The model that the policy is an adapter of, as the endpoint lists it; the policy itself where it is none."""
     listed = listed_models(serving.base_url, serving.api_key(), _SECONDS) or ()
     parent = next((each.parent for each in listed if each.id == serving.model), None)
@@ -194,75 +189,18 @@ def _request(job: _Job, plan: EvaluationPlan) -> EpisodeRequest:
 
 
 async def _rollout(job: _Job, graded: GradedEpisode) -> PlayedRollout:
-    """What was played, without secrets: of a failed episode only why."""
+    """What was played, judged. Of a failed episode only why."""
     trajectory = graded.trajectory
-    clean = redact_trajectory(trajectory)
-    kept = until_secret(clean)
-    played = PlayedRollout(
-        trajectory_id=trajectory.id,
-        run_id=trajectory.run_id,
-        group_id=trajectory.group_id,
-        task_id=trajectory.task.id,
-        environment=trajectory.task.environment,
-        strategy=trajectory.strategy,
-        policy=trajectory.policy,
-        stop=trajectory.stop,
-        cut_short=is_cut_short(trajectory),
-        resolved=_resolved(trajectory),
-        off_policy=_off_policy(job, trajectory),
-        shortened=kept is not clean,
-        messages=clean.messages(),
-        tools=clean.tools,
-        turns=sum(1 for _ in trajectory.sampled()),
-        usage=trajectory.usage,
-        seconds=max(0.0, trajectory.times.finished - trajectory.times.started),
-    )
     outcome = _unusable(job, trajectory) or await judge(job.reward, trajectory)
     if isinstance(outcome, Score) and outcome.reward is None:
-        outcome = _failure(FailureKind.GRADER, "rollout.reward", f"{outcome.reward_version} gave no reward")
+        outcome = failure_of(FailureKind.GRADER, "rollout.reward", f"{outcome.reward_version} gave no reward")
     if isinstance(outcome, Failure):
         why = graded.verdict.reason if graded.verdict is not None and trajectory.failure is None else ""
         message = f"{outcome.message}: {why}" if why and why not in outcome.message else outcome.message
-        return played.model_copy(update={"failure": outcome.model_copy(update={"message": redact_text(message)})})
-    segments = _segments(kept) if job.options.token_ids else ()
-    if isinstance(segments, Failure):
-        return played.model_copy(update={"failure": segments})
-    said = {"reward": outcome.reward, "reward_version": outcome.reward_version, "segments": segments}
-    return played.model_copy(update=said)
+        outcome = outcome.model_copy(update={"message": message})
+    return told(trajectory, job.settings, outcome, token_ids=job.options.token_ids)
 
 
 def _unusable(job: _Job, trajectory: Trajectory) -> Failure | None:
-    """Why the episode is no sample of the policy, if its failure does not say it."""
-    if trajectory.failure is not None:
-        return trajectory.failure
-    if is_interrupted(trajectory):
-        why = f"the episode was not over after {job.options.timeout:g} s: raise --timeout"
-        return _failure(FailureKind.ENVIRONMENT, TIMED_OUT, why)
-    if not any(trajectory.sampled()):
-        why = f"nothing was sampled ({trajectory.stop.value}): the first prompt is longer than max_prompt_length allows"
-        return _failure(FailureKind.ENVIRONMENT, "rollout.prompt", why)
-    return None
-
-
-def _segments(trajectory: Trajectory) -> tuple[Sample, ...] | Failure:
-    try:
-        return tuple(samples_of(trajectory))
-    except TrainingError as error:
-        return _failure(FailureKind.MODEL, "rollout.token_ids", str(error))
-
-
-def _off_policy(job: _Job, trajectory: Trajectory) -> str:
-    if getattr(make_strategy(job.settings), "selects", False):
-        return f"{trajectory.strategy.name} chose among what the policy sampled"
-    return off_policy_sampling(trajectory)
-
-
-def _resolved(trajectory: Trajectory) -> bool | None:
-    result = trajectory.evidence.get("test_result")
-    report = result.get("report") if isinstance(result, dict) else None
-    resolved = report.get("resolved") if isinstance(report, dict) else None
-    return resolved if isinstance(resolved, bool) else None
-
-
-def _failure(kind: FailureKind, boundary: str, message: str) -> Failure:
-    return Failure(kind=kind, message=message, boundary=boundary)
+    """Why the episode is no sample of the policy, where grading it would not say so."""
+    return trajectory.failure or unusable(trajectory, job.options.timeout)

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.container.place import ContainerPlace
 
 
 class WorkspaceMount(Frozen):
@@ -21,9 +22,11 @@ class TaskWorkspace(Frozen):
 
     ``root`` is ``/workspace`` inside. ``repository`` is the name of the directory below it in which the session begins
     and whose changes are evidence; empty for the root itself. ``mounts`` and ``variables`` are for its programs.
+    ``container``: the session works there instead, and nothing but its records is in ``root``.
     """
 
     root: Path
     repository: str = ""
     mounts: tuple[WorkspaceMount, ...] = ()
     variables: dict[str, str] = Field(default_factory=dict)
+    container: ContainerPlace | None = None

@@ -44,6 +44,9 @@ class SandboxedWorkspace:
     content as the start of the session; it raises ``ConfigError`` where bubblewrap does not work.
     """
 
+    forks = True
+    inside = INSIDE
+
     def __init__(
         self,
         folder: Path,

@@ -123,7 +123,8 @@ class ConversationEpisode:
     @property
     def sandboxed(self) -> bool:
         """Whether its tools work in a sandbox, which can be forked."""
-        return isinstance(runtime_of(self.session), ConversationWorkspace)
+        runtime = runtime_of(self.session)
+        return isinstance(runtime, ConversationWorkspace) and runtime.forks
 
     @property
     def status(self) -> Status:
@@ -287,7 +288,7 @@ class ConversationEpisode:
 
     def _world(self, turn: ConversationTurn) -> SessionWorld | None:
         runtime, conversation = runtime_of(self.session), self.conversation
-        if isinstance(runtime, ConversationWorkspace) and conversation is not None:
+        if isinstance(runtime, ConversationWorkspace) and runtime.forks and conversation is not None:
             return ConversationWorld(conversation, runtime, turn, self._engine, self._calls)
         return None
 

@@ -52,7 +52,7 @@ def session_tools(settings: RLSettings, options: HostOptions, episode: HostEpiso
     given = episode.workspace
     folder = Path(tempfile.mkdtemp(prefix="openhands-rl-")) if given is None else given.root / given.repository
     workspace = None
-    if is_isolated(settings, options):
+    if is_isolated(settings, options) or (given is not None and given.container is not None):
         workspace = ConversationWorkspace.open(folder, settings.workspace, task=given)
     terminal = Tool(name=TerminalTool.name, params={"no_change_timeout_seconds": options.command_timeout})
     tools = (terminal, Tool(name=FileEditorTool.name))

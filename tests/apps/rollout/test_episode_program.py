@@ -98,11 +98,11 @@ async def test_what_fails_of_the_infrastructure_is_played_again_under_another_na
 async def test_an_episode_ends_at_its_limit_and_when_it_is_given_up(python: pytest.MonkeyPatch, tmp_path: Path):
     note = tmp_path / "pid"
     python.setenv(VARIABLE, str(stand_in(tmp_path / "slow", f"sleep 600 & echo $! > {note}; wait")))
-    python.setattr(episode_program, "_GRACE", 0.0)
+    python.setattr(episode_program, "GRACE", 0.0)
     checked_interpreter.cache_clear()
     own = program({"timeout": 1.5}, tries=1)
     assert await own.play("a", "http://127.0.0.1:1/v1", "m") == (
-        "infrastructure: openhands-rl rollout did not end within 1.5 s"
+        "infrastructure: the episode's program did not end within 1.5 s"
     )
     assert gone(int(note.read_text()))
     note.unlink()

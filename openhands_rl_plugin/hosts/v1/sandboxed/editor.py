@@ -1,7 +1,7 @@
-"""The SDK's file editor on a sandboxed workspace.
+"""The SDK's file editor on a sandboxed workspace, or on the files of a container.
 
 The SDK's own opens any path of the host. It is given copies in a private folder, one call at a time; what it writes to
-a copy is written to the workspace by ``Workspace``, which follows no link out of it.
+a copy is written to the workspace by ``Workspace``, which follows no link out of it, or by the container's programs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from openhands.tools.file_editor.editor import FileEditor
 from openhands.tools.file_editor.exceptions import ToolError
 from openhands.tools.file_editor.utils.history import FileHistoryManager
 
+from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.environments.container.files import ContainerFiles
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.edit_history import KEPT, NamedInside
 from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.environments.workspace.session_fork import TEMPORARY
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+from openhands_rl_plugin.hosts.v1.sandboxed.container import ContainerWorkspace
 
 
 class _History(NamedInside, FileHistoryManager):
@@ -34,7 +37,7 @@ class _History(NamedInside, FileHistoryManager):
 class ConversationEditor:
     """One session's editor, with the undo history of its files. Calls run one at a time."""
 
-    def __init__(self, workspace: SandboxedWorkspace) -> None:
+    def __init__(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> None:
         self._workspace = workspace
         self._scratch = workspace.private / "editor"
         self._copies = self._scratch / "copies"
@@ -58,7 +61,7 @@ class ConversationEditor:
             return FileEditorObservation.from_text(text=said, command=action.command, path=action.path, is_error=True)
 
     def _edit(self, action: FileEditorAction) -> FileEditorObservation:
-        absolute = action.path if action.path.startswith("/") else f"{INSIDE}/{action.path}"
+        absolute = action.path if action.path.startswith("/") else f"{self._workspace.inside}/{action.path}"
         files, name, shown = self._place(absolute)
         copied = self._copy(files, name, shown)
         before = copied.read_bytes() if copied.is_file() else None
@@ -68,8 +71,13 @@ class ConversationEditor:
             files.write(name, after)
         return self._renamed(result)
 
-    def _place(self, path: str) -> tuple[Workspace, str, str]:
+    def _place(self, path: str) -> tuple[Workspace | ContainerFiles, str, str]:
         """The files that hold an absolute path, its name there, and the path itself without ``..`` in front."""
+        if isinstance(self._workspace, ContainerWorkspace):
+            if "\0" in path or whole_text(path) != path:
+                raise PermissionError("a path cannot hold a null character, or half a character")
+            name = f"/{path.strip('/')}"
+            return self._workspace.files(), name, name
         if path == TEMPORARY or path.startswith(f"{TEMPORARY}/"):
             files = self._workspace.files(TEMPORARY)
             name = files.name_inside(f"{INSIDE}{path.removeprefix(TEMPORARY)}")
@@ -78,7 +86,7 @@ class ConversationEditor:
         name = files.name_inside(path)
         return files, name, name
 
-    def _copy(self, files: Workspace, name: str, shown: str) -> Path:
+    def _copy(self, files: Workspace | ContainerFiles, name: str, shown: str) -> Path:
         """A copy of a file; of a folder, the names in it and in the folders below."""
         shutil.rmtree(self._copies, ignore_errors=True)
         if ".." in Path(shown).parts:
@@ -95,7 +103,7 @@ class ConversationEditor:
 
     def _call(self, action: FileEditorAction, path: str) -> FileEditorObservation:
         if self._editor is None:
-            self._editor = FileEditor(workspace_root=f"{self._copies}{INSIDE}")
+            self._editor = FileEditor(workspace_root=f"{self._copies}{self._workspace.inside}")
             # The SDK makes a folder for the history and never removes it.
             shutil.rmtree(self._editor._history_manager.cache.directory, ignore_errors=True)
             self._editor._history_manager = _History(self._scratch / "history", self._copies)
@@ -126,7 +134,7 @@ class ConversationEditor:
         return result.model_copy(update=update)
 
 
-def _skeleton(files: Workspace, name: str, into: Path, levels: int, room: int = MAX_LISTED) -> int:
+def _skeleton(files: Workspace | ContainerFiles, name: str, into: Path, levels: int, room: int = MAX_LISTED) -> int:
     """Empty files and folders with the names, at most ``room``; returns how many are left of that."""
     into.mkdir()
     # What is below a folder that nobody may read is not shown.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from typing import Protocol
 
 from openhands.sdk.utils import maybe_truncate
 from openhands.tools.terminal.constants import MAX_CMD_OUTPUT_SIZE, TIMEOUT_MESSAGE_TEMPLATE
@@ -20,7 +21,6 @@ from openhands.tools.terminal.metadata import CmdOutputMetadata
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 
 DEFAULT_SECONDS = 30.0
 """A command's time limit where neither the model nor the tool's parameters say one: as the SDK's for silence."""
@@ -36,10 +36,28 @@ _INTERRUPT = "C-c"
 _INTERRUPTED = 5.0
 
 
+class HasShell(Protocol):
+    """A workspace with a shell; ``start`` is the directory that it begins in. All methods block."""
+
+    start: str
+
+    def run(self, command: str, *, timeout: float | None) -> CommandResult:
+        """Run a command to its end. Raises ``InfrastructureError``."""
+        ...
+
+    def interrupt(self) -> None:
+        """Send Ctrl-C to the command that is running."""
+        ...
+
+    def restart(self) -> None:
+        """End all processes, and go on with a new shell."""
+        ...
+
+
 class Terminal:
     """One session's terminal: a shell, and the command that runs in it. ``seconds``: the time limit by default."""
 
-    def __init__(self, workspace: SandboxedWorkspace, seconds: float = DEFAULT_SECONDS) -> None:
+    def __init__(self, workspace: HasShell, seconds: float = DEFAULT_SECONDS) -> None:
         self.seconds = seconds
         self._workspace = workspace
         self._running: tuple[str, Future[CommandResult]] | None = None
@@ -49,7 +67,7 @@ class Terminal:
         """Whether a command is still running."""
         return self._running is not None
 
-    def forked(self, workspace: SandboxedWorkspace) -> Terminal:
+    def forked(self, workspace: HasShell) -> Terminal:
         """A terminal in a fork, in which nothing runs."""
         return Terminal(workspace, self.seconds)
 

@@ -12,6 +12,7 @@ from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+from openhands_rl_plugin.hosts.v1.sandboxed.container import ContainerWorkspace
 from openhands_rl_plugin.hosts.v1.sandboxed.editor import ConversationEditor
 from openhands_rl_plugin.hosts.v1.sandboxed.terminal import Terminal
 
@@ -19,7 +20,9 @@ from openhands_rl_plugin.hosts.v1.sandboxed.terminal import Terminal
 class ConversationWorkspace:
     """What the tools ``terminal`` and ``file_editor`` of one conversation work on. All methods block."""
 
-    def __init__(self, sandboxed: SandboxedWorkspace, terminal: Terminal, editor: ConversationEditor) -> None:
+    def __init__(
+        self, sandboxed: SandboxedWorkspace | ContainerWorkspace, terminal: Terminal, editor: ConversationEditor
+    ) -> None:
         self.sandboxed = sandboxed
         self.terminal = terminal
         self.editor = editor
@@ -34,9 +37,20 @@ class ConversationWorkspace:
         task: TaskWorkspace | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> ConversationWorkspace:
-        """A workspace over ``folder``, which is used as it is, or over the task's. Raises ``ConfigError``."""
+        """A workspace over ``folder``, which is used as it is, or over the task's.
+
+        Raises ``ConfigError``, and ``InfrastructureError`` where the task's is a container that does not answer.
+        """
+        if task is not None and task.container is not None:
+            contained = ContainerWorkspace(task.container)
+            return cls(contained, Terminal(contained), ConversationEditor(contained))
         sandboxed = SandboxedWorkspace(folder, settings, task=task, variables=variables)
         return cls(sandboxed, Terminal(sandboxed), ConversationEditor(sandboxed))
+
+    @property
+    def forks(self) -> bool:
+        """Whether it can be forked at all."""
+        return self.sandboxed.forks
 
     def fork(self, stop: threading.Event) -> ConversationWorkspace:
         """As ``SandboxedWorkspace.fork``, with the editor's history."""
