@@ -67,6 +67,7 @@ _OURS_ALONE = (
     "max_tokens_per_micro_batch",
     "sharding",
     "nproc_per_node",
+    "context_parallel_size",
 )
 
 ENGINES: Mapping[str, Engine] = {

@@ -258,6 +258,9 @@ class TrainingSettings(Settings):
     nproc_per_node: int = Field(
         default=1, ge=1, le=64, description="processes that train together on this machine, each on a GPU of its own"
     )
+    context_parallel_size: int = Field(
+        default=1, ge=1, le=64, description="processes that compute each micro-batch together, for long contexts"
+    )
     seed: int = Field(default=0, ge=0, description="seed of the order of samples and of new weights")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="floating-point type of the base model; auto: bfloat16 where the processor has it"
@@ -320,6 +323,11 @@ class TrainingSettings(Settings):
             raise ValueError(
                 f"nproc_per_node = {self.nproc_per_node} trains adapters: leave 1, and start `openhands-rl train` with "
                 'torchrun for method = "full"'
+            )
+        if self.nproc_per_node > 1 and self.nproc_per_node % self.context_parallel_size:
+            raise ValueError(
+                f"context_parallel_size = {self.context_parallel_size} has to divide nproc_per_node = "
+                f"{self.nproc_per_node}: set {self.nproc_per_node}, or another of its divisors"
             )
         if self.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(

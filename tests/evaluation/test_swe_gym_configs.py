@@ -39,7 +39,7 @@ def test_they_dry_run_without_weights_and_episodes(config: Path, capsys: pytest.
     longest = load_settings(config).verifier.max_length if verifier else 0
     shares = {count: estimate_share(model, settings, longest, count).total for count in (2, 4, 8, 16, 32)}
     for count, share in shares.items():
-        (line,) = (each for each in printed.splitlines() if each.startswith(f"    {count:2}: "))
+        line = next(each for each in printed.splitlines() if each.startswith(f"    {count:2}: "))
         assert f"about {share / 1e9:.2f} GB (" in line and line.endswith("; fits 80 GB") == (share <= 80e9)
     totals = list(shares.values())
     assert totals == sorted(totals, reverse=True) and shares[8] < estimate_memory(model, settings, longest).total
@@ -52,23 +52,51 @@ LONG += ["--gradient-checkpointing", "true"]
 OFFLOADING = ["--activation-offloading", "true"]
 
 
+def of_eight(printed: str) -> tuple[str, str, str]:
+    """The lines on one process, on eight, and on eight that share micro-batches."""
+    alone, *split = (line for line in printed.splitlines() if " GB (" in line)
+    own, shared = (line for line in split if line.startswith("     8: "))
+    return alone, own, shared
+
+
 def test_an_adapter_for_32b_at_64k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-32b"), *LONG]
-    assert " ".join([*LONG, *OFFLOADING]) in " ".join(PAGE.replace("\\\n", " ").split()), "the page's command"
-    assert cli.main([*words, *OFFLOADING]) == 0
-    alone, *split = (line for line in capsys.readouterr().out.splitlines() if " GB (" in line)
-    assert "memory: about 92.50 GB (weights 65.53, adapter 4.29, activations 15.43, scratch 7.25)" in alone
-    assert "offloaded to the machine: 42.95 GB" in alone  # 64 layers x 65,536 tokens x 5,120 numbers x 2 bytes
-    assert split[2].startswith("     8: about 39.84 GB (weights 12.87, ") and split[2].endswith("fits 80 GB")
-    for part in ("weights", "adapter", "activations", "scratch"):
-        sizes = [re.findall(rf"{part} ([0-9.]+)", line)[0] for line in (alone, split[2])]
-        assert f"| {part} | {' | '.join(sizes)} |" in PAGE
-    assert "| **92.50** | **39.84** |" in PAGE and "82.79 GB for each of eight" in PAGE
+    assert " ".join(LONG) in " ".join(PAGE.replace("\\\n", " ").split()), "the page's command"
     assert cli.main(words) == 0
-    *_, kept, sixteen, _ = (line for line in capsys.readouterr().out.splitlines() if " GB (" in line)
-    assert kept.startswith("     8: about 82.79 GB") and "offloaded" not in kept and not kept.endswith("fits 80 GB")
-    assert sixteen.endswith("; fits 80 GB")
-    assert cli.main([*words[:-2], "--engine", "tinker", "--gradient-checkpointing", "false", "--dtype", "auto"]) == 1
+    printed = capsys.readouterr().out
+    alone, own, shared = of_eight(printed)
+    assert "memory: about 135.45 GB (weights 65.53, adapter 4.29, activations 58.38, scratch 7.25)" in alone
+    assert "8: about 82.79 GB (weights 12.87, " in own and not own.endswith("fits 80 GB")
+    assert "8: about 25.57 GB (weights 12.87, " in shared and shared.endswith("; fits 80 GB")
+    for part in ("weights", "adapter", "activations", "scratch"):
+        sizes = [re.findall(rf"{part} ([0-9.]+)", line)[0] for line in (alone, own, shared)]
+        assert f"| {part} | {' | '.join(sizes)} |" in PAGE
+    assert "| **135.45** | **82.79** | **25.57** |" in PAGE
+    assert 'engine = "tinker": nothing, the service trains' in printed
+    for made_of in ("32,763,876,352 parameters x 2 bytes", "268,435,456 parameters x 16 bytes", "115,936 numbers x 2"):
+        assert made_of in printed
+    assert cli.main([*words, *OFFLOADING]) == 0
+    alone, own, shared = of_eight(capsys.readouterr().out)
+    assert "about 92.50 GB" in alone and "offloaded to the machine: 42.95 GB" in alone
+    assert "about 39.84 GB" in own and own.endswith("fits 80 GB") and "offloaded to the machine: 5.37 GB" in shared
+    assert "92.50 GB for one, 39.84 GB for each of eight" in " ".join(PAGE.split())
+
+
+def test_sizes_that_the_heads_do_not_have_are_left_out_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-7b"), "--context-parallel-size"]
+    assert cli.main([*words, "1"]) == 0
+    *_, shared = capsys.readouterr().out.split("each micro-batch shared")
+    assert re.findall(r"^ +(\d+): ", shared, re.MULTILINE) == ["2", "4"], "28 heads of 4 keys"
+    assert cli.main([*words, "2"]) == 0
+    *_, shared = capsys.readouterr().out.split("each micro-batch shared")
+    assert re.findall(r"^ +(\d+): ", shared, re.MULTILINE) == ["2", "4", "8", "16", "32"]
+    assert cli.main([*words, "3"]) == 1
+    assert "context_parallel_size = 3: 28 heads (of 4 keys) cannot be shared" in capsys.readouterr().err
+
+
+def test_another_engine_needs_nothing_here(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-32b"), *LONG]
+    assert cli.main([*words[:-2], "--engine", "tinker"]) == 1
     assert 'engine = "tinker" has no max_tokens_per_micro_batch' in capsys.readouterr().err
     assert cli.main([*words[:4], "--engine", "tinker", "--lora-alpha", "32"]) == 0
     printed = capsys.readouterr().out

@@ -35,6 +35,11 @@ def check_trainable(settings: RLSettings) -> None:
             f'[rl.training] algorithm = "{training.algorithm}" is not an RL algorithm: choose '
             '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
         )
+    if training.context_parallel_size > 1 and training.nproc_per_node == 1:
+        raise ConfigError(
+            f"[rl.training] context_parallel_size = {training.context_parallel_size} is for several processes: set "
+            "nproc_per_node to a multiple of it, or leave 1"
+        )
     if training.sharding == "layers" and training.nproc_per_node == 1:
         raise ConfigError(
             '[rl.training] sharding = "layers" splits a model among several processes: set nproc_per_node to their '

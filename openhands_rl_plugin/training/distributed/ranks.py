@@ -1,5 +1,8 @@
 """Data-parallel training: every rank computes a shard of each optimiser step, and all end with the same weights.
 
+With context parallelism a shard is that of a group of ranks, each of which computes the same loss and the gradient of
+its own tokens.
+
 ``torchrun`` or ``accelerate launch`` starts the processes and sets the usual environment variables. Every rank holds
 the samples, the adapter's weights and the optimiser, and draws the same batches; only the micro-batches of a batch are
 sharded. A token's weight is that in the whole batch, so the sum of all ranks' gradients is the gradient of one
@@ -45,6 +48,12 @@ class Ranks(Protocol):
     size: int
     """The number of processes (the world size)."""
 
+    data_size: int
+    """The number of shards (the data-parallel size): each is computed by ``size / data_size`` ranks together."""
+
+    context_rank: int
+    """The number of this process among those that compute its shard together; 0 speaks for all of them."""
+
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, in place. All tensors have one dtype."""
         ...
@@ -62,7 +71,7 @@ class Ranks(Protocol):
         ...
 
     def shard[T](self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """The values of this rank, and padding: values of other ranks, to be computed with weight zero.
+        """The values of this rank's shard, and padding: values of others, to be computed with weight zero.
 
         With the padding all ranks compute equally many, which sharded weights need: fetching them is a collective.
         """
@@ -73,6 +82,7 @@ class SingleProcess:
     """``Ranks`` of one process."""
 
     rank, size = 0, 1
+    data_size, context_rank = 1, 0
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Do nothing."""
@@ -94,11 +104,16 @@ class SingleProcess:
 
 
 class ProcessGroup:
-    """``Ranks`` of torch's default process group; its tensors are on ``device``."""
+    """``Ranks`` of torch's default process group; its tensors are on ``device``.
 
-    def __init__(self, device: torch.device) -> None:
+    ``context``: the number of ranks that compute a shard together, those that follow each other.
+    """
+
+    def __init__(self, device: torch.device, context: int = 1) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self.data_size = self.size // context
+        self.context_rank = self.rank % context
         self._device = device
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
@@ -130,9 +145,9 @@ class ProcessGroup:
             )
 
     def shard[T](self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Every ``size``-th value; the padding repeats the first one."""
-        mine = list(values[self.rank :: self.size])
-        return mine, list(values[:1]) * (-(-len(values) // self.size) - len(mine))
+        """Every ``data_size``-th value; the padding repeats the first one."""
+        mine = list(values[self.rank * self.data_size // self.size :: self.data_size])
+        return mine, list(values[:1]) * (-(-len(values) // self.data_size) - len(mine))
 
     def _broadcast(self, data: bytes) -> bytes:
         """The bytes of rank 0."""
@@ -182,18 +197,18 @@ def join_ranks(environ: Mapping[str, str] | None = None, *, meeting: str | None 
         dist.destroy_process_group()
 
 
-def current_ranks(device: torch.device) -> Ranks:
-    """The process group that this process has joined, or ``SingleProcess``."""
-    return ProcessGroup(device) if dist.is_initialized() else SingleProcess()
+def current_ranks(device: torch.device, context: int = 1) -> Ranks:
+    """The process group that this process has joined, or ``SingleProcess``. ``context``: as for ``ProcessGroup``."""
+    return ProcessGroup(device, context) if dist.is_initialized() else SingleProcess()
 
 
 def shard_micro_batches(
     ranks: Ranks, items: Sequence[TrainingSample], max_tokens: int, *, whole_units: bool
 ) -> tuple[list[list[TrainingSample]], list[list[TrainingSample]]]:
-    """The micro-batches of this rank and its padding (see ``Ranks.shard``); the longest first, to balance the load."""
+    """The micro-batches of this rank's shard and its padding (see ``Ranks.shard``), the longest first, to balance."""
     tokens = sum(len(item.sample.input_ids) for item in items)
-    made = micro_batches(items, min(max_tokens, -(-tokens // ranks.size)), whole_units=whole_units)
-    if ranks.size > 1:
+    made = micro_batches(items, min(max_tokens, -(-tokens // ranks.data_size)), whole_units=whole_units)
+    if ranks.data_size > 1:
         made.sort(key=lambda group: -sum(len(item.sample.input_ids) for item in group))
     return ranks.shard(made)
 
@@ -202,6 +217,8 @@ def all_reduce_metrics(ranks: Ranks, loss: float, found: Diagnostics) -> tuple[f
     """The summed loss, and the diagnostics over the tokens of all ranks."""
     if ranks.size == 1:
         return loss, found
+    if ranks.context_rank:  # what it has was computed by another rank, too
+        loss, found = 0.0, Diagnostics()
     means = asdict(found)
     tokens = means.pop("tokens")
     sums = torch.tensor([loss, tokens, *(tokens * mean for mean in means.values())], dtype=torch.float64)

@@ -69,7 +69,7 @@ def scaled_token_logprobs(
             entropy_gradient,
             use_reentrant=False,
         )
-        for start in range(0, len(targets), ROWS_AT_A_TIME)
+        for start in range(0, max(1, len(targets)), ROWS_AT_A_TIME)  # of no targets: empty, with a gradient
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

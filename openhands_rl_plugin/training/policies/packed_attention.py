@@ -29,12 +29,18 @@ def attend(
     """The attention function that transformers calls in every layer.
 
     query: [1, heads, N, dim]; key: [1, kv_heads, N, dim]; value: [1, kv_heads, N, own dim] -> ([1, N, heads, own dim],
-    None).
+    None). N: the layout's rows, or this rank's part of them.
     """
     if s_aux is not None:
         raise ValueError(UNKNOWN)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_of(query, key, value, rows, scale, sliding_window, softcap), None
+
+    def inner(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention_of(query, key, value, rows, scale, sliding_window, softcap)
+
+    if rows.group is None:
+        return inner(query, key, value), None
+    return rows.group.attention(inner, query, key, value, len(rows.layout.ids)), None
 
 
 def attention_of(

@@ -128,12 +128,13 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> Me
     shape, size = _shape(model), _BYTES[settings.dtype]
     tensors = [*_tensors(model, shape)]
     parameters = sum(math.prod(dimensions) for _, dimensions in tensors)
-    rows = max(settings.max_tokens_per_micro_batch, longest)
-    inputs, saved = (rows * size * numbers for numbers in _numbers_a_token(shape, settings))
+    rows, context = max(settings.max_tokens_per_micro_batch, longest), settings.context_parallel_size
+    own = -(-rows // context)
+    inputs, saved = (own * size * numbers for numbers in _numbers_a_token(shape, settings))
     host = inputs if settings.activation_offloading else 0
     activations = inputs + saved - host + _LOGIT_ROWS * shape.vocab_size * 4 * _LOGIT_COPIES
-    gate = rows * size * _GATE_GRADIENTS * shape.intermediate_size
-    scratch = max(_attention_scratch(shape, longest or rows, size), gate)
+    gate = own * size * _GATE_GRADIENTS * shape.intermediate_size
+    scratch = max(_attention_scratch(shape, longest or rows, size, context), gate)
     if settings.method == "full":
         each = _GRADIENT_AND_MOMENTS + (_FLOAT32_COPY if settings.dtype == "bfloat16" else 0)
         head = shape.vocab_size * shape.hidden_size * 4  # the gradient of the output layer while it is summed up
@@ -144,6 +145,32 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int) -> Me
         weights = (parameters - quantised) * size + int(quantised * _QUANTISED_BITS / 8)
     adapter = _adapter_parameters(tensors, settings) * _ADAPTER_BYTES
     return MemoryEstimate(weights, adapter, activations, scratch, host=host)
+
+
+def sources(model: Path, settings: TrainingSettings, longest: int) -> list[str]:
+    """What the numbers of an adapter's estimate are made of, a line each. Raises as ``estimate_memory`` does."""
+    shape, size = _shape(model), _BYTES[settings.dtype]
+    tensors = [*_tensors(model, shape)]
+    parameters = sum(math.prod(dimensions) for _, dimensions in tensors)
+    rows = f"{max(settings.max_tokens_per_micro_batch, longest):,} tokens"
+    inputs, saved = _numbers_a_token(shape, settings.model_copy(update={"context_parallel_size": 1}))
+    what = "a layer saves while it is computed again" if inputs else "the layers save"
+    where = "on the machine" if settings.activation_offloading else "part of the activations"
+    kept = f"inputs of {shape.num_hidden_layers} layers, {where}: {rows} x {inputs:,} numbers x {size} bytes"
+    gate = f"{_GATE_GRADIENTS} gradients within a gated layer ({rows} x {shape.intermediate_size:,} numbers)"
+    return [
+        f"weights: {parameters:,} parameters x {size} bytes; split: a share of the layers, two gathered layers, and "
+        "all that is outside of the layers",
+        f"adapter: {_adapter_parameters(tensors, settings):,} parameters x {_ADAPTER_BYTES} bytes: weight, gradient "
+        "and AdamW's two moments in float32",
+        f"activations: {rows} x {saved:,} numbers x {size} bytes that {what}; {_LOGIT_COPIES} x {_LOGIT_ROWS} rows of "
+        f"{shape.vocab_size:,} logits in float32",
+        *([kept] if inputs else []),
+        f"scratch: {gate}, or if it is more, the scores of {_BLOCK} queries of {shape.num_attention_heads} heads over "
+        "all keys",
+        "a micro-batch shared by N: activations, inputs and scratch of a process are an N-th, but for the logits; its "
+        "attention has an N-th of the heads and what an all-to-all sends and receives",
+    ]
 
 
 def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int | None) -> None:
@@ -199,8 +226,9 @@ def _numbers_a_token(shape: ModelShape, settings: TrainingSettings) -> tuple[int
     First the layers' inputs that gradient checkpointing keeps, then all others.
     """
     hidden = shape.hidden_size
+    keys = shape.keys * _copies(shape, settings.context_parallel_size)
     # Inputs and outputs of two normalisations; queries, keys, values and the attention's output; the gated layer.
-    layer = 4 * hidden + 2 * shape.num_attention_heads * shape.width + 2 * shape.keys + 3 * shape.intermediate_size
+    layer = 4 * hidden + 2 * shape.num_attention_heads * shape.width + 2 * keys + 3 * shape.intermediate_size
     if settings.method != "full":
         layer += settings.lora_rank * len(settings.target_modules)
     if settings.gradient_checkpointing:
@@ -208,10 +236,26 @@ def _numbers_a_token(shape: ModelShape, settings: TrainingSettings) -> tuple[int
     return 0, shape.num_hidden_layers * layer
 
 
-def _attention_scratch(shape: ModelShape, longest: int, size: int) -> int:
-    """Scores of a block of queries over all keys; and the sequence's keys in float32, with the gradients of both."""
+def _attention_scratch(shape: ModelShape, longest: int, size: int, context: int) -> int:
+    """Scores of a block of queries over all keys; and the sequence's keys in float32, with the gradients of both.
+
+    With context parallelism those of a part of the heads; and the queries that an all-to-all sends and receives.
+    """
     scores = shape.num_attention_heads * _BLOCK * (_SCORES + size)
-    return longest * (scores + shape.keys * (4 + 4 * size))
+    part = longest * (scores + shape.keys * _copies(shape, context) * (4 + 4 * size)) // context
+    queries = longest * shape.num_attention_heads * shape.width * size // context
+    return part + (2 * queries if context > 1 else 0)
+
+
+def can_share(shape: ModelShape, context: int) -> bool:
+    """Whether so many ranks can have equal parts of the heads: ``ContextGroup.attention``."""
+    return shape.num_attention_heads % math.lcm(shape.num_key_value_heads or 1, context) == 0
+
+
+def _copies(shape: ModelShape, context: int) -> int:
+    """How many ranks have the same head of keys: ``ContextGroup.attention``."""
+    heads = shape.num_key_value_heads or shape.num_attention_heads
+    return math.lcm(heads, context) // heads
 
 
 def _shape(model: Path) -> ModelShape:

@@ -58,7 +58,9 @@ OnProgress = Callable[[TrainProgress], None]
 OnStep = Callable[[int, Sequence[TrainingSample], Diagnostics], None]
 """Called after each step of a call: its number, its batch, its diagnostics, which have no tokens if it was skipped."""
 
-WITHOUT_EFFECT = {"checkpoint_steps", "sharding", "nproc_per_node", "tracker", "keep_token_notes"}
+WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "keep_token_notes"} | {
+    *("sharding", "nproc_per_node", "context_parallel_size"),
+}
 """Settings that the result of a call does not depend on."""
 
 
@@ -77,7 +79,7 @@ class Trainer(ABC):
         """The checkpoints of the calls so far, until ``finish``."""
         self._version = version
         self._policy = policy
-        self._ranks = current_ranks(policy.device)
+        self._ranks = current_ranks(policy.device, settings.context_parallel_size)
         self._rate = settings.learning_rate
         self._notes = self._token_notes(None, "", 0, 0)
 

@@ -143,9 +143,14 @@ TOLD = (
     ),
     Row(
         "several processes",
-        {"local": "`torchrun`, FSDP2", "trl": "`torchrun`, a whole model each", "tinker": "the service's own"},
+        {
+            "local": "`torchrun` or `nproc_per_node`, FSDP2, context parallelism",
+            "trl": "`torchrun`, a whole model each",
+            "tinker": "the service's own",
+        },
         by=(
             "distributed/test_distributed.py::test_split_layers_train_what_whole_ones_do",
+            "distributed/test_context_parallel.py::test_with_split_layers",
             f"{_TRL}::test_two_processes_train_as_one",
         ),
     ),

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launchers import free_port
-from made_samples import EXACT, assert_same, make_samples, read_trained
-from safetensors.torch import load_file
+from made_samples import EXACT, make_samples
+from together import check_same, check_same_model, train_both
 from train_together import train
 
 from openhands_rl_plugin.core.errors import TrainingError
@@ -25,47 +21,12 @@ from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.preparation import check_pairs
 from openhands_rl_plugin.training.trainer.resume import ShardedCheckpoint
 
-HELPERS = Path(__file__).parents[2] / "helpers"
-
-
-def started(rank: int, port: int, *arguments: object) -> subprocess.Popen[bytes]:
-    """A process as a launcher starts it."""
-    launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {**os.environ, **{name: str(value) for name, value in launcher.items()}, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train_together.py", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=HELPERS, env=environment, stderr=subprocess.PIPE)
-
-
-def run_both(*arguments: object) -> list[int]:
-    port = free_port()
-    processes = [started(rank, port, *arguments) for rank in range(2)]
-    try:
-        said = [process.communicate(timeout=100)[1].decode() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    statuses = [process.returncode for process in processes]
-    if statuses != [0, 0] and not any("killed" in each for each in said):
-        raise AssertionError(said)
-    return statuses
-
-
-def check_same(model: Path, together: Path, alone: Path, kind: str) -> None:
-    """The same numbers from both, but for the order of sums."""
-    torch.set_num_threads(1)
-    expected = train(model, alone, kind)
-    found = json.loads((together / kind / "metrics.json").read_text())
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    ours, theirs = (load_file(each / kind / STATE_FILE) for each in (together, alone))
-    assert_same(*({name: each[name] for name in each if "exp_avg" in name} for each in (ours, theirs)), tolerance=1e-5)
-    # Adam makes a step of any size out of a gradient that is nearly zero: a few weights may differ by such a step.
-    far = torch.cat([(ours[name] - theirs[name]).abs().flatten() for name in theirs if "weights." in name])
-    assert (far > 1e-4).float().mean() < 1e-3 and far.max() < 2e-3
+SPLIT = {"sharding": "layers"}
 
 
 def test_two_processes_train_what_one_does(model: Path, tmp_path: Path) -> None:
     kinds = ["sft", "grpo", "passes", "dpo"]
-    assert run_both(model, tmp_path / "two", "none", 0, *kinds) == [0, 0]
+    assert train_both(model, tmp_path / "two", {}, *kinds) == [0, 0]
     for kind in kinds:
         check_same(model, tmp_path / "two", tmp_path / "one", kind)
 
@@ -73,7 +34,7 @@ def test_two_processes_train_what_one_does(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_split_layers_train_what_whole_ones_do(model: Path, tmp_path: Path) -> None:
     kinds = ["sft", "grpo", "passes"]
-    assert run_both(model, tmp_path / "two", "layers", 0, *kinds) == [0, 0]
+    assert train_both(model, tmp_path / "two", SPLIT, *kinds) == [0, 0]
     for kind in kinds:
         check_same(model, tmp_path / "two", tmp_path / "one", kind)
     held = json.loads((tmp_path / "two" / "held.json").read_text())
@@ -82,40 +43,18 @@ def test_split_layers_train_what_whole_ones_do(model: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_processes_that_were_killed_go_on_together(model: Path, tmp_path: Path) -> None:
-    assert run_both(model, tmp_path / "two", "none", 5, "gspo") != [0, 0]
+    assert train_both(model, tmp_path / "two", {}, "gspo", steps=5) != [0, 0]
     assert (tmp_path / "two" / "gspo" / "run" / STATE_FILE).exists()
     # What is kept does not depend on how the base model is spread.
-    assert run_both(model, tmp_path / "two", "layers", 0, "gspo") == [0, 0]
+    assert train_both(model, tmp_path / "two", SPLIT, "gspo") == [0, 0]
     check_same(model, tmp_path / "two", tmp_path / "one", "gspo")
     lines = (tmp_path / "two" / "gspo" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
 
 
-def check_same_model(model: Path, together: Path, alone: Path, kind: str, *, parts: float = 1.0) -> None:
-    """The same figures and nearly the same weights, of which a rank holds a share only."""
-    torch.set_num_threads(1)
-    expected = train(model, alone, kind)
-    found = json.loads((together / kind / "metrics.json").read_text())
-    assert found.pop("parts") == expected.pop("parts") * parts
-    low = "low" in kind
-    # The norm adds up every gradient of the model, and with them the rounding of two orders of sums.
-    norm = {"grad_norm": pytest.approx(expected.pop("grad_norm"), rel=3e-2 if low else 5e-5)}
-    assert {"grad_norm": found.pop("grad_norm")} == norm
-    assert found == pytest.approx(expected, rel=3e-2 if low else 1e-5, abs=3e-2 if low else 1e-5)
-    made = read_trained(together / kind / "model")
-    ours, theirs = (load_file(each / kind / "model" / "model.safetensors") for each in (together, alone))
-    assert ours.keys() == theirs.keys() and made.step == expected["steps"]
-    before = load_file(model / "model.safetensors")
-    for name, weight in ours.items():
-        assert weight.dtype == (torch.bfloat16 if low else torch.float32)
-        moved = (theirs[name].float() - before[name].float()).norm()
-        # Adam makes a step of any size out of a gradient that is nearly zero, so that single weights tell little.
-        assert (weight.float() - theirs[name].float()).norm() <= moved * (0.5 if low else 0.01), name
-
-
 @pytest.mark.slow
 def test_two_processes_train_a_whole_model_as_one_does(model: Path, tmp_path: Path) -> None:
-    assert run_both(model, tmp_path / "two", "layers", 0, "full") == [0, 0]
+    assert train_both(model, tmp_path / "two", SPLIT, "full") == [0, 0]
     check_same_model(model, tmp_path / "two", tmp_path / "one", "full", parts=0.5)
 
 
@@ -124,19 +63,19 @@ def test_two_processes_train_a_whole_model_as_one_does(model: Path, tmp_path: Pa
 def test_whole_models_together_and_in_bfloat16(
     model: Path, tmp_path: Path, sharding: str, kind: str, parts: float
 ) -> None:
-    assert run_both(model, tmp_path / "two", sharding, 0, kind) == [0, 0]
+    assert train_both(model, tmp_path / "two", {"sharding": sharding}, kind) == [0, 0]
     check_same_model(model, tmp_path / "two", tmp_path / "one", kind, parts=parts)
 
 
 @pytest.mark.slow
 def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: Path, tmp_path: Path) -> None:
-    assert run_both(model, tmp_path / "two", "layers", 5, "full-killed") != [0, 0]
+    assert train_both(model, tmp_path / "two", SPLIT, "full-killed", steps=5) != [0, 0]
     parts = tmp_path / "two" / "full-killed" / "run" / "parts"
     kept = sorted(str(file.relative_to(parts)) for file in parts.rglob(STATE_FILE))
     assert kept == [f"00000004/{rank}-of-2/{STATE_FILE}" for rank in (1, 2)]
     with pytest.raises(TrainingError, match="in 2 processes with split weights: start the run like that"):
         train(model, tmp_path / "two", "full-killed")
-    assert run_both(model, tmp_path / "two", "layers", 0, "full-killed") == [0, 0]
+    assert train_both(model, tmp_path / "two", SPLIT, "full-killed") == [0, 0]
     check_same_model(model, tmp_path / "two", tmp_path / "one", "full-killed", parts=0.5)
     lines = (parts.parent / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
@@ -165,7 +104,7 @@ def test_every_pass_is_computed_once_and_all_ranks_compute_equally_many(passes: 
     dealt = []
     for rank in range(size):
         ranks = ProcessGroup.__new__(ProcessGroup)
-        ranks.rank, ranks.size = rank, size
+        ranks.rank, ranks.size, ranks.data_size = rank, size, size
         dealt.append(ranks.shard(list(range(passes))))
     assert sorted(one for mine, _ in dealt for one in mine) == list(range(passes))
     assert len({len(mine) + len(idle) for mine, idle in dealt}) == 1

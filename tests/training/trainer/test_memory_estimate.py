@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from allocated import step_bytes, step_settings
 from made_samples import EXACT, make_samples
 from pydantic import ValidationError
 from tiny_model import write_tokenizer
-from torch.profiler import ProfilerActivity, profile
+from together import run_together
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from openhands_rl_plugin.config.training import TrainingSettings
@@ -57,14 +57,23 @@ def test_a_training_step_allocates_what_was_estimated(
 ) -> None:
     """At 2,048 tokens the attention's scratch is as much as a tenth to a half of all."""
     length, model = 2048, write_wide(tmp_path, shape)
-    changes = {"dtype": dtype, "gradient_checkpointing": checkpointing, "batch_size": 1, "num_epochs": 1}
-    settings = EXACT.model_copy(update={**changes, "algorithm": "grpo", "max_tokens_per_micro_batch": length})
-    trainer, samples = LoraTrainer(model, settings), make_samples(1, length=length)
-    trainer.reinforce(samples)
-    estimate = estimate_memory(model, settings, length)
-    assert allocated(lambda: trainer.reinforce(samples)) == pytest.approx(
-        estimate.activations + estimate.scratch, rel=0.15
-    )
+    changes = {"dtype": dtype, "gradient_checkpointing": checkpointing}
+    estimate = estimate_memory(model, step_settings(changes, length), length)
+    assert step_bytes(model, changes, length) == pytest.approx(estimate.activations + estimate.scratch, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_processes_allocate_what_was_estimated_of_a_shared_micro_batch(dtype: str, tmp_path: Path) -> None:
+    model, changes = write_wide(tmp_path / "model", {}), {"dtype": dtype, "gradient_checkpointing": True}
+    statuses, said = run_together(model, tmp_path / "bytes", changes, program="allocated.py")
+    assert statuses == [0, 0], said
+    shared = step_settings({**changes, "context_parallel_size": 2}, 2048)
+    estimate, alone = (estimate_memory(model, each, 2048) for each in (shared, step_settings(changes, 2048)))
+    assert estimate.activations + estimate.scratch < 0.6 * (alone.activations + alone.scratch)
+    for rank in range(2):
+        found = int((tmp_path / f"bytes-{rank}").read_text())
+        assert found == pytest.approx(estimate.activations + estimate.scratch, rel=0.15)
 
 
 def write_wide(folder: Path, changes: dict[str, int]) -> Path:
@@ -73,16 +82,6 @@ def write_wide(folder: Path, changes: dict[str, int]) -> Path:
     LlamaForCausalLM(LlamaConfig(**{**shape, **heads, **changes})).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
-
-
-def allocated(work: Callable[[], object]) -> int:
-    """The most bytes of tensors that existed at a time beside those before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
-    return max(accumulate(size for _, size in changes))
 
 
 def test_offloaded_activations_are_on_the_machine_and_teach_the_same(model: Path) -> None:

@@ -1,6 +1,7 @@
-"""Trains as one of several processes: train_together.py MODEL OUT SHARDING STEPS KIND...
+"""Trains as one of several processes: train_together.py MODEL OUT CHANGES STEPS KIND...
 
-A KIND names what is trained; rank 0 leaves the metrics, the adapter and the optimiser's state of each in OUT/KIND.
+A KIND names what is trained, CHANGES (JSON) other settings; rank 0 leaves the metrics, the adapter and the optimiser's
+state of each in OUT/KIND.
 After STEPS steps (0: never) a process ends as if it was killed.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,24 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "gradient_checkpointing": True},
         **{"num_epochs": 3, "checkpoint_steps": 2},
     },
+    "entropy": {
+        **{"algorithm": "grpo", "entropy_coefficient": 0.01, "batch_size": 3},
+        **{"gradient_checkpointing": True, "activation_offloading": True},
+    },
+    "heated": {"algorithm": "grpo", "old_logprobs": "recomputed", "kl": "k1", "kl_in": "reward", "batch_size": 3},
+    "router": {"algorithm": "grpo", "router_aux_loss_coef": 0.5, "batch_size": 3},
     "gspo": {"algorithm": "gspo", "aggregation": "rollout", "num_epochs": 3, "checkpoint_steps": 2},
 }
 
 
-def train(model: Path, out: Path, kind: str, sharding: str = "none", steps: int = 0) -> dict[str, float]:
+def train(
+    model: Path, out: Path, kind: str, changes: Mapping[str, Any] | None = None, steps: int = 0
+) -> dict[str, float]:
     """Train, and write what came of it; the figures of rank 0."""
-    settings = EXACT.model_copy(update={**KINDS[kind], "sharding": sharding})
+    settings = EXACT.model_copy(update={**KINDS[kind], **(changes or {})})
     samples = make_samples(7)
+    if kind == "heated":
+        samples = [sample.model_copy(update={"temperature": 0.7}) for sample in samples]
     run = out / kind / "run"
 
     def stop(at: Any) -> None:
@@ -109,11 +120,12 @@ def note_held(model: Path, out: Path) -> None:
 def main() -> None:
     """Join the others, then train one kind after the other."""
     torch.set_num_threads(1)
-    model, out, sharding, steps, *kinds = sys.argv[1:]
+    model, out, text, steps, *kinds = sys.argv[1:]
+    changes = json.loads(text)
     with join_ranks():
         for kind in kinds:
-            train(Path(model), Path(out), kind, sharding, int(steps))
-        if sharding == "layers":
+            train(Path(model), Path(out), kind, changes, int(steps))
+        if changes.get("sharding") == "layers":
             note_held(Path(model), Path(out))
 
 
