@@ -19,7 +19,8 @@ _COLDEST = 1e-5
 class DecodingParams:
     """The resolved sampling parameters of one sequence: ``core.types.SamplingParams`` with every default filled in.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 is off. ``top_logprobs``: how many alternatives to report per token, None
+    ``temperature`` 0 is greedy. ``top_k`` 0 is off. ``min_p``: the least probability of a token that is sampled, as a
+    share of the likeliest one's; 0 is off. ``top_logprobs``: how many alternatives to report per token, None
     for none. ``seed`` fixes the sequence whatever else is in the batch (up to floating-point ties). ``stop``: texts
     that end the answer and are cut from it. ``prompt_logprobs``: alternatives to report per prompt token, ``None`` for
     none.
@@ -28,6 +29,7 @@ class DecodingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     max_tokens: int = 16
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -44,7 +46,7 @@ class DecodingParams:
     @property
     def restricted(self) -> bool:
         """Whether some tokens are excluded from sampling."""
-        return self.warm and (self.top_p < 1 or self.top_k > 0)
+        return self.warm and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def with_seed(self, seed: int | None) -> DecodingParams:
         """The same parameters with another seed."""
@@ -126,10 +128,14 @@ def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: Tensor) -> Tensor:
-    """``_draw`` among the tokens that top_k and top_p leave; looks at few candidates first."""
+    """``_draw`` among the tokens that min_p, top_k and top_p leave, in vLLM's order; looks at few candidates first.
+
+    min_p: Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling", after the temperature.
+    """
     vocabulary = scaled.shape[-1]
     top_k = torch.tensor([min(p.top_k or vocabulary, vocabulary) for p in params], device=scaled.device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=scaled.device)[:, None]
+    min_p = torch.tensor([p.min_p for p in params], device=scaled.device)[:, None]
     normaliser = scaled.logsumexp(-1, keepdim=True)
     drawn = torch.empty(len(params), dtype=torch.long, device=scaled.device)
     rows = torch.arange(len(params), device=scaled.device)
@@ -137,9 +143,11 @@ def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: 
         values, tokens = scaled[rows].topk(width, -1)
         probabilities = (values - normaliser[rows]).exp()
         k, share = top_k[rows], top_p[rows]
-        inside = torch.arange(width, device=scaled.device) < k
-        # top_p is a share of what top_k left; that share's whole is known once top_k fits into the candidates.
-        whole = torch.where(k <= width, (probabilities * inside).sum(-1, keepdim=True), 1.0)
+        least = min_p[rows] * probabilities[:, :1]
+        inside = (torch.arange(width, device=scaled.device) < k) & (probabilities >= least)
+        # top_p is a share of what the others left; that share's whole is known once all of it is a candidate.
+        bounded = (k <= width) | (probabilities[:, -1:] < least)
+        whole = torch.where(bounded, (probabilities * inside).sum(-1, keepdim=True), 1.0)
         cumulative = probabilities.cumsum(-1)
         keep = inside & (cumulative - probabilities < share * whole)
         keep[:, 0] = True
@@ -147,7 +155,7 @@ def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: 
         index = torch.searchsorted(kept, uniform[rows, None] * kept[:, -1:], right=True)
         index = torch.minimum(index, keep.sum(-1, keepdim=True) - 1)
         drawn[rows] = tokens.gather(-1, index)[:, 0]
-        enough = (k <= width) | (cumulative[:, -1:] >= share * whole)
+        enough = bounded | ((least == 0) & (cumulative[:, -1:] >= share))
         rows = rows[~enough[:, 0]]
         if not len(rows):
             break

@@ -105,6 +105,7 @@ class PromptRenderer:
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
             max_tokens=max(room, 1) if max_tokens is None else max_tokens,
             seed=request.seed,
             stop=request.stops,

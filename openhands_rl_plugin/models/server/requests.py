@@ -113,7 +113,7 @@ class SamplingFields(OpenAIModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    min_p: float | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
     logit_bias: dict[str, JsonValue] | None = None
     response_format: dict[str, JsonValue] | None = None
 
@@ -126,7 +126,7 @@ class SamplingFields(OpenAIModel):
 
     @model_validator(mode="after")
     def _reject_unsupported(self) -> SamplingFields:
-        neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0}
+        neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
         for name, value in neutral.items():
             if getattr(self, name) not in (None, value):
                 raise ValueError(f"{name} is not supported by this server")

@@ -29,9 +29,14 @@ def test_temperature(temperature: float) -> None:
         (DecodingParams(top_p=1e-6), 1),
         (DecodingParams(top_k=3, top_p=0.5), 2),
         (DecodingParams(top_k=100, top_p=0.999999), 5),
+        (DecodingParams(min_p=0.3), 3),
+        (DecodingParams(min_p=1.0), 1),
+        (DecodingParams(min_p=0.01), 5),
+        (DecodingParams(min_p=0.2, top_k=2), 2),
+        (DecodingParams(min_p=0.3, top_p=0.8), 2),
     ],
 )
-def test_top_k_and_top_p(params: DecodingParams, kept: int) -> None:
+def test_min_p_top_k_and_top_p(params: DecodingParams, kept: int) -> None:
     probabilities = torch.tensor([0.3, 0.1, 0.4, 0.15, 0.05])
     order = probabilities.argsort(descending=True)[:kept]
     expected = torch.zeros(5)
@@ -44,6 +49,21 @@ def test_a_flat_nucleus_wider_than_the_first_candidates() -> None:
     random, params = new_rng(0), DecodingParams(top_p=0.5)
     drawn = {row.token for row in sample(logits.expand(DRAWS, -1), [params] * DRAWS, [random] * DRAWS)}
     assert len(drawn) > 1000 and max(drawn) < 3010
+
+
+def test_a_flat_distribution_that_min_p_leaves_whole() -> None:
+    logits = torch.linspace(0, -0.1, 6000)
+    random, params = new_rng(0), DecodingParams(min_p=0.95, top_p=0.5)
+    drawn = {row.token for row in sample(logits.expand(DRAWS, -1), [params] * DRAWS, [random] * DRAWS)}
+    left = int((logits.softmax(-1) >= 0.95 * logits.softmax(-1)[0]).sum())
+    assert len(drawn) > 700 and left * 0.48 < max(drawn) < left * 0.5
+
+
+def test_min_p_is_of_the_probabilities_at_the_temperature() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    found = frequencies(logits, DecodingParams(temperature=2.0, min_p=0.55))
+    expected = torch.tensor([0.4, 0.3, 0.2]).sqrt()
+    assert found == pytest.approx(torch.cat([expected / expected.sum(), torch.zeros(1)]), abs=0.03)
 
 
 def test_rows_keep_their_own_parameters() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -73,6 +74,19 @@ def test_the_same_seed_gives_the_same_answer(client: openai.OpenAI) -> None:
         for _ in range(3)
     }
     assert len(texts) == 1
+
+
+def test_min_p_leaves_out_what_is_unlikely_at_any_temperature(client: openai.OpenAI) -> None:
+    def said(**options: Any) -> str:
+        body = {"ignore_eos": True, **options.pop("extra_body", {})}
+        answer = client.chat.completions.create(model="a", messages=MESSAGES, max_tokens=9, extra_body=body, **options)
+        return str(answer.choices[0].message.content)
+
+    hot = [said(temperature=50, seed=seed, extra_body={"min_p": 1.0}) for seed in range(3)]
+    assert hot == [said(temperature=0)] * 3
+    assert said(temperature=50, seed=0) != hot[0]
+    with pytest.raises(openai.BadRequestError, match="min_p"):
+        said(extra_body={"min_p": 1.5})
 
 
 def test_streaming_equals_not_streaming(client: openai.OpenAI) -> None:
