@@ -26,6 +26,8 @@ from openhands_rl_plugin.evals.tasks.repair.oracle import MOST_ERRORS, edit_call
 from openhands_rl_plugin.evals.tasks.repair.rows import Level, spec_of, statement
 from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
 
+_Bugs = tuple[SlicedFunction, tuple[tuple[str, str], ...]]
+"""A function, and of each bug the kind and the text with it."""
 _LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site-packages/", "dist-packages/")
 _MOST_OF_A_FUNCTION = 8
 _LONGEST = 48
@@ -81,20 +83,18 @@ def _drills(
         return
     source = random.Random(f"{seed} drills")
     failures = [node for episode, _ in known for node in _after_errors(episode)]
-    functions: list[SlicedFunction] = []
+    known_bugs: list[_Bugs] = []
     kinds: Counter[str] = Counter()
     used: set[str] = set()
     made = 0
     for turn in range(_MOST_OF_A_FUNCTION):
-        for function in functions if turn else library_functions(source):
+        for function, found in known_bugs if turn else _library_bugs(source, strange):
             if made == count:
                 return
-            if function.name in strange:
-                continue
             if not turn:
-                functions.append(function)
+                known_bugs.append((function, found))
             bugs: dict[str, list[str]] = {}
-            for kind, text in bugs_in(function.text, function.name):
+            for kind, text in found:
                 if text not in used:
                     bugs.setdefault(kind, []).append(text)
             if not bugs:
@@ -109,6 +109,13 @@ def _drills(
             if drill is not None:
                 made += 1
                 yield drill.model_copy(update={"id": f"drill-{seed}-{turn}-{made}"})
+
+
+def _library_bugs(source: random.Random, strange: frozenset[str]) -> Iterator[_Bugs]:
+    """``library_functions`` with all bugs of each, which take a tenth of a second to find."""
+    for function in library_functions(source):
+        if function.name not in strange:
+            yield function, tuple(bugs_in(function.text, function.name))
 
 
 def library_functions(source: random.Random) -> Iterator[SlicedFunction]:
