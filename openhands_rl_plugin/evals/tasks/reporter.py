@@ -20,7 +20,7 @@ _MOST_FAILURES, _MOST_TEXT = 60, 4_000
 _SCALARS = (str, int, float, bool, bytes, type(None))
 _outcomes: dict[str, str] = {}
 _failures: dict[str, dict[str, object]] = {}
-_broken: list[str] = []
+_broken: dict[str, str] = {}
 _covered: dict[str, dict[int, int]] = {}
 """Path -> line -> how many tests ran it; ``ALWAYS`` where it ran before the first one."""
 _running: list[str] = []
@@ -50,7 +50,8 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        _broken.append(report.nodeid)
+        said = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+        _broken[report.nodeid] = said[-1][:_MOST_TEXT] if said else ""
 
 
 @pytest.hookimpl(wrapper=True)

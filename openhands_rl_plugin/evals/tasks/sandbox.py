@@ -49,14 +49,14 @@ class FailureNote(Frozen):
 class TestRun(Frozen):
     """The result of one test run.
 
-    ``covered``: by path, lines and how many tests ran them. ``broken``: files that were not collected.
+    ``covered``: by path, lines and how many tests ran them. ``broken``: files that were not collected, and why.
     """
 
     __test__ = False  # no test class for pytest
 
     outcomes: dict[str, str] = Field(default_factory=dict)
     failures: dict[str, FailureNote] = Field(default_factory=dict)
-    broken: tuple[str, ...] = ()
+    broken: dict[str, str] = Field(default_factory=dict)
     covered: dict[str, dict[int, int]] = Field(default_factory=dict)
     timed_out: bool = False
     crashed: str = ""

@@ -106,8 +106,12 @@ def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:
     if run.crashed:
         raise ConfigError(f"{package.label}: its tests do not run: {run.crashed}")
     if not run.passed:
-        why = f"; not even collected: {', '.join(run.broken[:3])}" if run.broken else ""
-        raise ConfigError(f"{package.label}: no test passes, are requirements missing?{why}")
+        files = [f"{file} ({why:.200})" if why else file for file, why in run.broken.items()]
+        not_read = f"; not even collected: {', '.join(files[:3])}" if files else ""
+        raise ConfigError(
+            f"{package.label}: no test passes, are requirements missing (--with of `improve`, requirements = [...] in "
+            f"a plan)?{not_read}"
+        )
 
 
 def _usable(test: str, avoid: Sequence[str]) -> bool:
