@@ -256,6 +256,7 @@ def test_a_repository_goes_through_whole_and_again(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @needs_bubblewrap
 def test_what_is_learnt_is_published_and_how_to_use_it_is_said(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
