@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +33,10 @@ from openhands_rl_plugin.training.trainer.trainer import OnProgress
 
 _MODULE = "openhands_rl_plugin.training.launched.worker"
 _SECONDS_TO_END = 10.0
+_SECONDS_TO_MISS = 2.0
+"""How long the other processes need to notice that one has died."""
+
+_FULL = re.compile(r"out of memory|allocate memory|MemoryError|bad_alloc", re.IGNORECASE)
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 _Answer = tuple[int, dict[str, Any] | None]
@@ -55,19 +62,27 @@ class LaunchedTrainer:
         self._ended = ""
         self._folder = Path(tempfile.mkdtemp(prefix="openhands-rl-training-"))
         self._answers: SimpleQueue[_Answer] = SimpleQueue()
-        self._processes = [_start(rank, size, self._folder) for rank in range(size)]
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._close = weakref.finalize(self, _end, self._processes, self._folder)
+        try:
+            for rank in range(size):
+                self._processes.append(_start(rank, size, self._folder))
+        except OSError as error:
+            self._close()
+            raise TrainingError(f"process {len(self._processes)} of {size} cannot be started: {error}") from error
         for rank, process in enumerate(self._processes):
             threading.Thread(target=_hear, args=(rank, process, self._answers), daemon=True).start()
         parts: JsonObject = {
+            "folder": str(self._folder),
             "meeting": (self._folder / "meeting").as_uri(),
+            "log_level": logging.getLogger("openhands_rl_plugin").getEffectiveLevel(),
             "model": str(Path(model_path).absolute()),
             "settings": settings.model_copy(update={"nproc_per_node": 1}).model_dump(mode="json"),
             "adapter": _dumped(adapter),
         }
         said = self._tell(parts)
         places = "; ".join(str(each["place"]) for each in said)
-        self._notes = [f"trained in {size} processes of this machine ({places})", *said[0]["notes"]]
+        self._notes = [f"trained in {size} processes of this machine ({places})", *_crowd(size), *said[0]["notes"]]
         self.servers: tuple[str, ...] = tuple(said[0]["servers"])
         """Which servers can load the adapter."""
 
@@ -150,31 +165,47 @@ class LaunchedTrainer:
                 process.stdin.write(line)
                 process.stdin.flush()
             except OSError as error:
-                raise self._died(rank) from error
+                raise self._died(self._first_to_die(rank)) from error
         found: dict[int, dict[str, Any]] = {}
         while len(found) < len(self._processes):
             rank, said = self._answers.get()
             match said:
                 case None:
-                    raise self._died(rank)
+                    raise self._died(self._first_to_die(rank))
                 case {"progress": at}:
                     if on_progress is not None:
                         on_progress(TrainProgress(**at))
+                case {"log": [name, level, text]}:
+                    logging.getLogger(str(name)).log(int(level), "%s", text)
                 case {"error": [name, text]}:
                     raise _error(str(name), str(text))
                 case _:
                     found[rank] = said["result"]
         return [found[rank] for rank in sorted(found)]
 
+    def _first_to_die(self, rank: int) -> int:
+        """Of the processes that have ended when ``rank`` has, one that was killed: the others only missed it."""
+        with suppress(subprocess.TimeoutExpired):
+            for process in self._processes:
+                process.wait(timeout=_SECONDS_TO_MISS / len(self._processes))
+        codes = [process.poll() or 0 for process in self._processes]
+        return min(range(len(codes)), key=codes.__getitem__) if min(codes) < 0 else rank
+
     def _died(self, rank: int) -> TrainingError:
         code = self._processes[rank].wait()
         last = _last_line(_log(self._folder, rank))
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        why = f": {last}" if last else " (by the system, where the memory is full)" if code == -signal.SIGKILL else ""
-        return TrainingError(
-            f"process {rank} of {len(self._processes)} that train {how}{why}; start the command again to go on from "
-            "the last checkpoint"
-        )
+        remedy = "start the command again to go on from the last checkpoint"
+        if code == -signal.SIGKILL:  # what it wrote last says nothing of that
+            why, remedy = "", f"the system does so where the memory is full; {remedy}"
+        else:
+            why = f": {last}" if last else ""
+        if _FULL.search(why):
+            remedy = (
+                "lower max_tokens_per_micro_batch, or set gradient_checkpointing, a context_parallel_size or sharding "
+                '= "layers", and start the command again'
+            )
+        return TrainingError(f"process {rank} of {len(self._processes)} that train {how}{why}; {remedy}")
 
 
 def _check_place(size: int) -> None:
@@ -188,6 +219,13 @@ def _check_place(size: int) -> None:
             f"[rl.training] nproc_per_node = {size}: every process trains on a GPU of its own, and {found} "
             f"{'is' if found == 1 else 'are'} visible; set {found}, or show more by CUDA_VISIBLE_DEVICES"
         )
+
+
+def _crowd(size: int) -> list[str]:
+    cores = os.cpu_count() or size
+    if torch.cuda.is_available() or size <= cores:
+        return []
+    return [f"{size} processes share {cores} cores: {cores} of them would be as fast, and need less memory"]
 
 
 def _start(rank: int, size: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -212,8 +250,9 @@ def _start(rank: int, size: int, folder: Path) -> subprocess.Popen[bytes]:
 
 def _hear(rank: int, process: subprocess.Popen[bytes], answers: SimpleQueue[_Answer]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        answers.put((rank, json.loads(line)))
+    with suppress(ValueError):  # of an answer that its end cut off
+        for line in process.stdout:
+            answers.put((rank, json.loads(line)))
     answers.put((rank, None))
 
 
@@ -223,9 +262,10 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
         assert process.stdin is not None
         with suppress(OSError):  # it has ended, and what was written to it is lost
             process.stdin.close()
+    deadline = time.monotonic() + _SECONDS_TO_END
     for process in processes:
         try:
-            process.wait(timeout=_SECONDS_TO_END)
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -7,14 +7,16 @@ that nothing trains on for a loop that was killed.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -23,11 +25,14 @@ from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import Adapter, JsonObject, Sample
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.distributed.ranks import join_ranks
+from openhands_rl_plugin.training.distributed.ranks import Ranks, join_ranks
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 SAMPLES, PAIRS = TypeAdapter(list[Sample]), TypeAdapter(list[PreferencePair])
+Say = Callable[[str, object], None]
+"""Answer: what kind of answer, and what."""
+
 _KINDS: dict[str, TypeAdapter[Any]] = {"sft": SAMPLES, "reinforce": SAMPLES, "prefer": PAIRS}
 
 
@@ -39,36 +44,63 @@ def main() -> int:
     threading.Thread(target=_listen, args=(commands,), daemon=True).start()
 
     def say(kind: str, value: object) -> None:
-        _write(answers, {kind: value})
+        answers.write(json.dumps({kind: value}) + "\n")  # one call a line: a log record may come of another thread
+        answers.flush()
 
     start = commands.get()
     try:
         with join_ranks(meeting=str(start["meeting"])) as ranks:
-            place = _place()
-            trainer = LoraTrainer(
-                str(start["model"]),
-                TrainingSettings.model_validate(start["settings"]),
-                adapter=_adapter(start["adapter"]),
-            )
-            say("result", {"place": place, "notes": trainer.notes, "servers": trainer.servers})
-            while True:
-                command = commands.get()
-                told = None if ranks.rank else lambda at: say("progress", asdict(at))
-                say("result", {"value": _obey(trainer, command, told), "step": trainer.step})
+            if ranks.rank == 0:
+                _tell_logs(say, int(str(start["log_level"])))
+            return _serve(ranks, start, commands, say)
     except RLError as error:
         say("error", [type(error).__name__, str(error)])
         return 1
 
 
+def _serve(ranks: Ranks, start: JsonObject, commands: SimpleQueue[JsonObject], say: Say) -> int:
+    try:
+        place = _place()
+        trainer = LoraTrainer(
+            str(start["model"]),
+            TrainingSettings.model_validate(start["settings"]),
+            adapter=_adapter(start["adapter"]),
+        )
+        say("result", {"place": place, "notes": trainer.notes, "servers": trainer.servers})
+        while True:
+            command = commands.get()
+            told = None if ranks.rank else lambda at: say("progress", asdict(at))
+            say("result", {"value": _obey(trainer, command, told), "step": trainer.step})
+    except RLError as error:
+        # Before the group is left, which waits for those that are in a collective.
+        say("error", [type(error).__name__, str(error)])
+        return 1
+
+
 def _listen(commands: SimpleQueue[JsonObject]) -> None:
-    for line in sys.stdin:
-        commands.put(json.loads(line))
-    os._exit(1)
+    folder = None
+    try:
+        for line in sys.stdin:
+            message = json.loads(line)
+            folder = message.get("folder", folder)
+            commands.put(message)
+    finally:  # also of a line that its writer did not finish
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # of an owner that was killed, with its episodes
+        os._exit(1)
 
 
-def _write(answers: TextIO, message: dict[str, object]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
+def _tell_logs(say: Say, level: int) -> None:
+    """What this package logs is the owner's, as it is in one process."""
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say("log", [record.name, record.levelno, record.getMessage()])
+
+    own = logging.getLogger("openhands_rl_plugin")
+    own.setLevel(level)
+    own.addHandler(Told())
+    own.propagate = False
 
 
 def _adapter(given: object) -> Adapter | None:
