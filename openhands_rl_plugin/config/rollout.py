@@ -99,7 +99,10 @@ def options_from_trainer(given: Mapping[str, object], where: str, trainer: str, 
         raise ConfigError(f"{where}.{wrong[0]} {why}")
     try:
         # A path is text there.
-        return PlayOptions.model_validate_json(json.dumps(dict(given)))
+        options = PlayOptions.model_validate_json(json.dumps(dict(given)))
     except (ValidationError, TypeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ("",), "msg": str(error)}
         raise ConfigError(f"{where}.{first['loc'][0]}: {first['msg']}") from error
+    # Episodes are played in a process with another working folder.
+    paths = {name: value for name in given if isinstance(value := getattr(options, name), Path)}
+    return options.model_copy(update={name: path.expanduser().absolute() for name, path in paths.items()})

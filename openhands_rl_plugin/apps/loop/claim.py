@@ -58,7 +58,7 @@ def identity_of(
     kept = {"model", "adapter", "adapters_path"}
     serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
     loop = {"patience": True, "save_total_limit": True}
-    training = {"nproc_per_node": True}
+    training = {"nproc_per_node": True, "context_parallel_size": True}
     rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": loop, "training": training})
     weights = str(model.resolve()) if model is not None else None
     return {"tasks": tasks, "timeout": timeout, "model": weights, "rl": rl, **({"start": start} if start else {})}
@@ -70,7 +70,7 @@ def claim(directory: Path, options: JsonObject) -> None:
     noted = directory / OPTIONS
     if not noted.exists():
         write_file(noted, json.dumps(options, indent=1))
-    elif different := [*_differences(_renamed(noted_options(directory)), options)]:
+    elif different := [*_differences(_renamed(noted_options(directory)), options, _usual())]:
         raise ConfigError(
             f"{directory} holds a run with other options ({'; '.join(different[:_SHOWN])}): give the same ones to "
             "resume it, another --run-dir, or --fresh to start over"
@@ -117,10 +117,16 @@ def _renamed(options: JsonObject) -> JsonObject:
     return options
 
 
-def _differences(before: object, now: object, at: str = "") -> Iterator[str]:
-    """``"training.seed: 0, now 1"`` for each value that differs."""
+def _usual() -> JsonObject:
+    return {"rl": RLSettings().model_dump(mode="json")}
+
+
+def _differences(before: object, now: object, usual: object, at: str = "") -> Iterator[str]:
+    """``"training.seed: 0, now 1"`` for each value that differs. ``usual``: what was so before it could be set."""
     if isinstance(before, dict) and isinstance(now, dict):
+        known = usual if isinstance(usual, dict) else {}
         for key in dict.fromkeys((*before, *now)):
-            yield from _differences(before.get(key), now.get(key), f"{at}.{key}" if at else key)
+            former = before.get(key, known.get(key) if key in now else None)
+            yield from _differences(former, now.get(key), known.get(key), f"{at}.{key}" if at else key)
     elif before != now:
         yield f"{at}: {json.dumps(before):.40}, now {json.dumps(now):.40}"

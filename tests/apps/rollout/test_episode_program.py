@@ -18,6 +18,7 @@ from openhands_rl_plugin.apps.rollout import episode_program
 from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram
 from openhands_rl_plugin.apps.rollout.program import VARIABLE
 from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
+from openhands_rl_plugin.config.rollout import options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -53,6 +54,17 @@ def stand_in(path: Path, text: str) -> Path:
     )
     path.chmod(0o700)
     return path
+
+
+def test_a_path_is_that_of_the_trainer_not_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The program has another working folder, and knows no ``~`` in what it is sent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    given = {"config": "policy.toml", "mirror": "~/mirror", "cache": "/cache"}
+    found = options_from_trainer(given, "own.options", "Trainer", ())
+    assert (found.config, found.mirror, found.cache) == (
+        *(tmp_path / "policy.toml", Path("/home/me/mirror"), Path("/cache")),
+    )
 
 
 async def test_an_episode_has_its_ids_and_is_kept_where_asked(model: ScriptedModel, tmp_path: Path):

@@ -124,6 +124,34 @@ async def test_the_tools_of_openhands_work_in_the_container(
     assert kept.evidence["git_patch"] is None and kept.task.instruction == "Write a greeting."
 
 
+async def test_a_task_that_a_run_plays_again_is_another_episode(
+    model: ScriptedModel, place: ContainerPlace, tmp_path: Path
+):
+    """Harbor's attempts, and a trainer's group, have the same task in the same run."""
+    asked = episode(model, place, tmp_path, run_id="run")
+    model.policies["policy"] = lambda body: finish()
+    first, second = [await play_in_container(asked) for _ in range(2)]
+    assert (first.run_id, first.group_id) == (second.run_id, second.group_id) == ("run", "run/hello")
+    assert len({body["seed"] for body in model.requests["policy"]}) == 2, "no two are sampled alike"
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        assert await storage.count() == 2 and first.trajectory_id != second.trajectory_id
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+async def test_what_the_agent_put_in_the_way_of_its_document_costs_that_alone(
+    model: ScriptedModel, place: ContainerPlace, tmp_path: Path, kind: str
+):
+    """Harbor shows the folder of its logs to the agent as ``/logs/agent``."""
+    asked, own = episode(model, place, tmp_path), tmp_path / "own.txt"
+    own.write_text("of this machine")
+    in_the_way = tmp_path / "logs/trajectory.json"
+    in_the_way.symlink_to(own) if kind == "link" else in_the_way.mkdir()
+    model.policies["policy"] = lambda body: finish()
+    played = await play_in_container(asked)
+    assert played.failure is None and own.read_text() == "of this machine"
+    assert in_the_way.is_dir() if kind == "folder" else json.loads(in_the_way.read_text())["steps"]
+
+
 async def test_a_command_goes_on_after_its_time_and_can_be_interrupted(
     model: ScriptedModel, place: ContainerPlace, tmp_path: Path
 ):

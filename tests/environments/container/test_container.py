@@ -10,7 +10,7 @@ import pytest
 from folder_container import FolderContainer, Ran
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.apps.rollout.harbor.bridge import served
+from openhands_rl_plugin.apps.rollout.harbor.bridge import directory_of, served
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.container import programs
 from openhands_rl_plugin.environments.container.files import ContainerFiles
@@ -135,6 +135,17 @@ async def test_files_are_read_and_written_with_the_rights_there(shell: Container
 
     await asyncio.to_thread(use)
     assert shell.failure == "", "what is wrong with a path is no failure of the container"
+
+
+async def test_where_commands_begin_is_known_whatever_the_owner_adds(container: FolderContainer):
+    plain = FolderContainer.exec
+
+    async def chatty(command: str, *, timeout_sec: float | None = None) -> Ran:
+        return await plain(container, f"echo Welcome\n{command}\necho Bye", timeout_sec=timeout_sec)
+
+    assert await directory_of(container, 20) == "/app"
+    container.exec = chatty  # pyright: ignore[reportAttributeAccessIssue]
+    assert await directory_of(container, 20) == "/app"
 
 
 class Broken(FolderContainer):

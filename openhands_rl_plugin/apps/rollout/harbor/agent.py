@@ -23,7 +23,7 @@ from harbor.models.agent.context import AgentContext  # pyright: ignore[reportMi
 
 import openhands_rl_plugin
 from openhands_rl_plugin.apps.rollout.episode_program import GRACE, run_program
-from openhands_rl_plugin.apps.rollout.harbor.bridge import served
+from openhands_rl_plugin.apps.rollout.harbor.bridge import directory_of, served
 from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of
 from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
 from openhands_rl_plugin.config.rollout import options_from_trainer
@@ -112,11 +112,11 @@ class OpenHandsHarborAgent(BaseAgent):
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Raises ``EpisodeInfrastructureError`` or ``EpisodeFailedError``, in one line."""
-        where = await environment.exec("pwd", timeout_sec=_SECONDS)
+        start = await directory_of(environment, _SECONDS)
         folder = f"/tmp/.{uuid.uuid4().hex}"
         try:
             async with served(environment) as socket:
-                place = {"socket": str(socket), "folder": folder, "start": (where.stdout or "/").strip()}
+                place = {"socket": str(socket), "folder": folder, "start": start}
                 played = await self._play(environment.environment_name, instruction, place)
         except BaseException:
             # The command that runs would write on while the verifier looks.

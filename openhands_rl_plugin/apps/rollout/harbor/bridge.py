@@ -16,6 +16,7 @@ from typing import Protocol
 
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.environments.container.place import LONGEST_LINE
+from openhands_rl_plugin.environments.container.programs import answer, marked
 
 
 class Ran(Protocol):
@@ -32,6 +33,16 @@ class Runs(Protocol):
     def exec(self, command: str, *, timeout_sec: int | None = None) -> Awaitable[Ran]:
         """Run a command by the container's bash, as the trial's user."""
         ...
+
+
+async def directory_of(environment: Runs, seconds: int) -> str:
+    """Where its commands begin; ``/`` where it does not say that. Raises what ``exec`` raises."""
+    ran = await environment.exec(marked("pwd"), timeout_sec=seconds)
+    try:
+        code, lines = answer(ran.stdout or "")
+    except ValueError:
+        return "/"
+    return lines[0] if not code and lines else "/"
 
 
 @asynccontextmanager

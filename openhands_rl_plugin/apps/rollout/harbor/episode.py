@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import sys
 import uuid
 import zlib
@@ -22,8 +23,9 @@ from openhands_rl_plugin.apps.rollout.played import told, unusable
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
-from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError
-from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory
+from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError, StorageError
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory, redacting_logger
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, Limits, Task, Trajectory
 from openhands_rl_plugin.environments.container.place import ContainerPlace
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
@@ -38,6 +40,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+_LOG = redacting_logger(__name__)
 INVALID = 3
 ENVIRONMENT = "harbor"
 _SCRATCH = "openhands-rl-harbor-"
@@ -107,9 +110,13 @@ def _host_options(options: PlayOptions) -> HostOptions:
 
 
 def _request(asked: ContainerEpisode, settings: RLSettings) -> EpisodeRequest:
+    """A new episode, also where its run plays the task several times: what was done before is in another container."""
     options = asked.options
     run_id = options.run_id or f"harbor-{uuid.uuid4().hex}"
-    seed = f"{run_id if options.seed is None else options.seed}\0{asked.name}\0{options.sample}"
+    sample = options.sample if "sample" in options.model_fields_set else secrets.randbelow(2**31)
+    seed = (run_id, asked.name, str(sample))
+    if options.seed is not None:
+        seed = (str(options.seed), asked.name, str(options.sample))
     said = {name: getattr(settings, name) for name in Limits.model_fields if name in settings.model_fields_set}
     limits = Limits.model_validate({**_LIMITS, **said, "timeout": options.timeout})
     task = Task(id=asked.name, environment=ENVIRONMENT, instruction=asked.instruction, limits=limits)
@@ -117,15 +124,19 @@ def _request(asked: ContainerEpisode, settings: RLSettings) -> EpisodeRequest:
         task=task,
         run_id=run_id,
         group_id=options.group_id or f"{run_id}/{asked.name}",
-        sample=options.sample,
-        seed=zlib.crc32(seed.encode()) % 2**31,
+        sample=sample,
+        seed=zlib.crc32("\0".join(seed).encode()) % 2**31,
         served_model=None if options.model == settings.serving.model else options.model,
     )
 
 
 def _write(trajectory: Trajectory, folder: Path) -> None:
     """``trajectory.json``, as Harbor's own agents name it; where the history was rewritten, ``trajectory.cont-1.json``
-    goes on from it."""
+    goes on from it.
+
+    The agent has the folder, too, as ``/logs/agent``: a link that it made is replaced, not followed, and what cannot be
+    replaced costs the document alone.
+    """
     try:
         documents = [*atif_write.rows(redact_trajectory(trajectory), ())]
     except LeftOutError:
@@ -134,7 +145,10 @@ def _write(trajectory: Trajectory, folder: Path) -> None:
     for number, document in enumerate(documents):
         if number + 1 < len(documents):
             document["continued_trajectory_ref"] = names[number + 1]
-        (folder / names[number]).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        try:
+            write_file(folder / names[number], json.dumps(document, indent=1))
+        except StorageError as error:
+            _LOG.warning("%s", error)
 
 
 def main() -> int:
