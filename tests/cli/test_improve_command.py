@@ -214,7 +214,9 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     price = json.loads(capsys.readouterr().out)["price"]
     # Two iterations of 12 episodes and two evaluations of 4, two at a time; starting one takes 5 s.
     assert price["hours"]["rollouts"] == pytest.approx(16 * 5.5 / 3600)
-    assert price["ended_by"] == "the timeout of an episode"
+    assert price["ended_by"] == "the timeout of an episode" and price["in_time"] < 768
+    assert cli.main(words(repository, tmp_path, *given, "--timeout", "0.001")) == 0
+    assert "bounded by the timeout of an episode (0 of 768 tokens sampled by then)" in capsys.readouterr().out
 
     huge = ["--iterations", "100000000", "--tasks-per-iteration", "100"]
     assert cli.main(words(repository, tmp_path, *given, *huge)) == 1

@@ -30,7 +30,8 @@ class Price(Frozen):
 
     ``read``: tokens of prompts, each once (servers keep what begins alike). No episode reads and samples so many: the
     hours are of those that sample most, which takes longest. ``trained``: over all passes. ``ended_by``:
-    what bounds the hours of the rollouts.
+    what bounds the hours of the rollouts. ``in_time``: tokens that one episode samples until its timeout, beside
+    others.
     """
 
     episodes: int
@@ -40,6 +41,7 @@ class Price(Frozen):
     trained: int
     hours: dict[str, float]
     ended_by: str
+    in_time: int
     rates: ServerRates
     training_memory: int | None
     serving_memory: int | None
@@ -96,6 +98,7 @@ def price_of(
             "training": trained * _PASSES / rates.read / 3600,
         },
         ended_by="the timeout of an episode" if by_timeout < by_tokens else "tokens",
+        in_time=_in_time(rates, lengths.prompt, sampled, timeout),
         rates=rates,
         training_memory=estimate_memory(model, training, lengths.episode).total if size else None,
         serving_memory=_serving(size, settings, lengths) if size and serves else None,
@@ -120,17 +123,25 @@ def lines(price: Price, where: str) -> list[str]:
         for each, what in ((price.training_memory, "to train"), (price.serving_memory, "to serve"))
         if each is not None
     ]
+    sampled = price.sampled // (price.episodes + price.evaluations)
+    short = f" ({price.in_time:,} of {sampled:,} tokens sampled by then)" if price.in_time < sampled else ""
     free = "" if price.free_memory is None else f" ({_bytes(price.free_memory)} free)"
     return [
         f"  episodes: {price.episodes:,} to train on, {price.evaluations:,} to evaluate",
         f"  tokens:   {price.read:,} read, {price.sampled:,} sampled, {price.trained:,} trained (all passes)",
-        f"  time:     {hours_in_words(price.total_hours)}: {hours}; rollouts are bounded by {price.ended_by}",
+        f"  time:     {hours_in_words(price.total_hours)}: {hours}; rollouts are bounded by {price.ended_by}{short}",
         f"  memory:   {' and '.join(memory) or 'not known for this architecture'}{free}",
         f"  disk:     {_bytes(price.disk)} ({_bytes(price.free_disk)} free)",
         f"  measured: the server reads {rates.read:,.0f} and writes {rates.written:,.0f} tokens/s ({rates.at_once} at "
         f"once); training is reckoned as {_PASSES} readings of a token",
         f"  on:       {where}",
     ]
+
+
+def _in_time(rates: ServerRates, prompt: int, sampled: int, timeout: float) -> int:
+    """Tokens that an episode samples in that time, while as many as were measured share the server."""
+    writing = timeout - prompt * rates.at_once / rates.read
+    return min(sampled, max(0, int(writing * rates.written / rates.at_once)))
 
 
 def _size(model: Path, settings: RLSettings) -> ModelSize | None:

@@ -22,6 +22,7 @@ PRICE = Price(
     trained=9000,
     hours={"rollouts": 0.5, "tests": 0.1, "training": 1.0},
     ended_by="tokens",
+    in_time=500,
     rates=ServerRates(read=1.0, written=1.0, at_once=1),
     training_memory=None,
     serving_memory=None,
