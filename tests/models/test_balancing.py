@@ -68,6 +68,26 @@ async def _many(url: str) -> list[int]:
         return [each.json()["port"] for each in answers]
 
 
+async def test_who_holds_the_calls_is_not_undone_by_another_who_gave_up():
+    with ExitStack() as opened:
+        _, address = opened.enter_context(stub(1.0))
+        balancer = Balancer([address])
+        url = opened.enter_context(running_balancer(balancer))
+        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+            first = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={}))
+            while not balancer.servers[0].open:
+                await asyncio.sleep(0.01)
+            holding = asyncio.create_task(asyncio.to_thread(balancer.hold, 20.0))
+            assert await asyncio.to_thread(balancer.hold, 0.3) == 1
+            balancer.release()
+            assert await holding == 0 and first.done()
+            late = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={}))
+            await asyncio.sleep(0.3)
+            assert not balancer.servers[0].open, "a call begins while weights are replaced"
+            balancer.release()
+            assert (await late).status_code == 200
+
+
 async def test_without_any_server_a_call_is_refused_as_one_to_try_again():
     with running_balancer(Balancer(["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"], patience=0.0)) as url:
         async with httpx.AsyncClient(trust_env=False) as client:

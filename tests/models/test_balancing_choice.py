@@ -97,6 +97,23 @@ def test_what_was_measured_before_a_restart_is_forgotten():
         assert choice.choose() is restarted
 
 
+def test_a_server_that_was_slow_once_is_tried_again():
+    """Its first answer took a minute, as while kernels are compiled; all episodes are at the other server since."""
+    clock = Clock()
+    cold, other, choice = two(clock)
+    answers(cold, clock, 60.0, calls=1)
+    answers(other, clock, 2.0, calls=30)
+    with ExitStack() as opened:
+        for _ in range(12):
+            opened.enter_context(other.call())
+        assert choice.choose("now") is other
+    answers(other, clock, 2.0, calls=300)
+    with ExitStack() as opened:
+        for _ in range(12):
+            opened.enter_context(other.call())
+        assert choice.choose("later") is cold
+
+
 @dataclass
 class Episodes:
     """Episodes of some calls each, on servers that answer one call at a time; in simulated time."""

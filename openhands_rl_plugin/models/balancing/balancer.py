@@ -87,11 +87,13 @@ class Balancer:
         self._loop.call_soon_threadsafe(self._free.set)
 
     async def _held(self, timeout: float) -> int:
-        self._free.clear()
         until = time.monotonic() + timeout
-        while (left := sum(server.open for server in self.servers)) and time.monotonic() < until:
+        while True:
+            self._free.clear()  # each time: who holds beside this may have given up, and let calls begin
+            left = sum(server.open for server in self.servers)
+            if not left or time.monotonic() >= until:
+                return left
             await asyncio.sleep(_PAUSE)
-        return left
 
     async def forward(self, request: Request) -> Response:
         """The answer of a healthy server; 503, which clients try again, where there is none in time."""

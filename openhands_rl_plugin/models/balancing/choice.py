@@ -80,7 +80,7 @@ class ServerChoice:
         if not fit:
             return None
         seconds = self._seconds()
-        chosen = min(fit, key=lambda server: (seconds[server.url], server.open))
+        chosen = min(fit, key=lambda server: (round(seconds[server.url], 3), server.open))
         own = self._episodes.get(episode)
         if own in fit and seconds[own.url] <= _MUCH_SLOWER * seconds[chosen.url]:
             chosen = own

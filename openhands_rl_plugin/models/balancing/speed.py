@@ -6,6 +6,7 @@ over time. Calls that hang are in it before they end. With more or fewer open ca
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 REMEMBERED = 32
@@ -13,6 +14,10 @@ REMEMBERED = 32
 _TOGETHER = 4
 """So many calls are taken to go as fast as one, because servers answer in batches. With 0, of two servers with places
 left the one that has more calls would look faster by that alone, and get all of them."""
+
+_FADES = 300.0
+"""Seconds without a call in which a measurement gets a weight of 1/e: a server that was slow once, because it had just
+started or its GPU was another's, is tried again."""
 
 
 class Speed(NamedTuple):
@@ -28,7 +33,9 @@ class Speed(NamedTuple):
 
     def after(self, seconds: float, open_calls: int) -> Speed:
         """With that time."""
-        return self if not open_calls else self.plus(Speed(seconds * open_calls, seconds))
+        if not open_calls:
+            return UNKNOWN.plus(self, math.exp(-seconds / _FADES))
+        return self.plus(Speed(seconds * open_calls, seconds))
 
     def answered(self) -> Speed:
         """With one more answer; what was before it counts a little less."""

@@ -155,7 +155,7 @@ def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: 
         index = torch.searchsorted(kept, uniform[rows, None] * kept[:, -1:], right=True)
         index = torch.minimum(index, keep.sum(-1, keepdim=True) - 1)
         drawn[rows] = tokens.gather(-1, index)[:, 0]
-        enough = bounded | ((least == 0) & (cumulative[:, -1:] >= share))
+        enough = bounded | ((k == vocabulary) & (least == 0) & (cumulative[:, -1:] >= share))
         rows = rows[~enough[:, 0]]
         if not len(rows):
             break

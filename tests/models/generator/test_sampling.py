@@ -51,6 +51,15 @@ def test_a_flat_nucleus_wider_than_the_first_candidates() -> None:
     assert len(drawn) > 1000 and max(drawn) < 3010
 
 
+def test_top_p_is_a_share_of_what_a_wide_top_k_leaves() -> None:
+    """64 tokens have 0.6; with 336 of 0.4 / 5936 each they have 0.62, of which 0.59 are 40 of those."""
+    probabilities = torch.tensor([0.6 / 64] * 64 + [0.4 / 5936] * 5936)
+    random, params = new_rng(0), DecodingParams(top_k=400, top_p=0.59)
+    logits = probabilities.log().expand(DRAWS, -1)
+    drawn = {row.token for row in sample(logits, [params] * DRAWS, [random] * DRAWS)}
+    assert len(drawn) == 40
+
+
 def test_a_flat_distribution_that_min_p_leaves_whole() -> None:
     logits = torch.linspace(0, -0.1, 6000)
     random, params = new_rng(0), DecodingParams(min_p=0.95, top_p=0.5)
