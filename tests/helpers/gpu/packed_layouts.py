@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
-from openhands_rl_plugin.training.policies.attention_in_blocks import attention_in_blocks
-from openhands_rl_plugin.training.policies.packed_rows import PackedRows
 
 
 @dataclass(frozen=True)
@@ -23,6 +21,11 @@ class Heads:
     kv_heads: int = 2
     dim: int = 16
     own: int = 16
+
+    @property
+    def scale(self) -> float:
+        """Of the scores, as in models."""
+        return self.dim**-0.5
 
 
 def tree_of(seed: int, leaves: int, longest: int) -> Layout:
@@ -68,13 +71,47 @@ def with_gradients(attention: Callable[[], Tensor], inputs: list[Tensor]) -> lis
     return [each.detach().float().cpu() for each in (found, *torch.autograd.grad(found, inputs, outer))]
 
 
-def exact(layout: Layout, inputs: list[Tensor], scaling: float, window: int | None) -> list[Tensor]:
-    """The processor's path in float64 arithmetic but for its scores, with gradients."""
-    wide = [each.detach().cpu().double().requires_grad_() for each in inputs]
-    rows = PackedRows(layout, torch.device("cpu"))
-    return with_gradients(lambda: attention_in_blocks(*wide, rows, scaling, window), wide)
+def plain(
+    layout: Layout, inputs: list[Tensor], scaling: float, window: int | None, softcap: float | None = None
+) -> Tensor:
+    """Softmax over the whole matrix of scores, on the device of the inputs."""
+    query, key, value = inputs
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    hidden = ~attends(layout, window).to(query.device)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """Relative to the size of what is expected, in the Euclidean norm."""
-    return ((found - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+def exact(
+    layout: Layout, inputs: list[Tensor], scaling: float, window: int | None, softcap: float | None = None
+) -> list[Tensor]:
+    """Output and gradients in float64, computed where the inputs are."""
+    wide = [each.detach().double().requires_grad_() for each in inputs]
+    return with_gradients(lambda: plain(layout, wide, scaling, window, softcap), wide)
+
+
+def difference(found: Tensor, expected: Tensor, least: float = 1e-12) -> float:
+    """Relative to the size of what is expected, or to ``least`` if that is more, in the Euclidean norm."""
+    return ((found - expected).norm() / expected.norm().clamp_min(least)).item()
+
+
+SMALLEST = 0.2
+"""Of the gradient that comes in: smaller ones are compared as if they were so large.
+
+Gradients of scores cancel out: of a row that sees itself alone they are exactly zero, and what a kernel has of them is
+the rounding of what cancels.
+"""
+
+BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 5e-3}
+"""Of ``difference``, on a GPU, where float32 is multiplied by TF32. Twice the rounding of the factors of its products
+(``rounded_attention``)."""
+
+
+def wrong(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> str:
+    """Which of the output and the gradients of queries, keys and values is beyond its bound; empty if none is."""
+    incoming = SMALLEST * expected[0].numel() ** 0.5  # ``with_gradients``: random numbers of variance 1
+    each = [difference(*pair, incoming) for pair in zip(found, expected, strict=True)]
+    names = ("output", "query", "key", "value")
+    return ", ".join(f"{name}: {size:.2g}" for name, size in zip(names, each, strict=True) if not size < BOUNDS[dtype])

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from packed_layouts import TREES, WINDOWS, Heads, attends, difference, exact, inputs_of, tree_of, with_gradients
+from packed_layouts import (
+    TREES,
+    WINDOWS,
+    Heads,
+    attends,
+    difference,
+    exact,
+    inputs_of,
+    plain,
+    tree_of,
+    with_gradients,
+    wrong,
+)
+from rounded_attention import rounded
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -30,10 +43,6 @@ SHAPES = (
     Heads(14, 2, 128, 128),
 )
 """No power of two, values of another width than keys, as many heads a key as families have, and too narrow ones."""
-
-
-TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 1e-2}
-"""On a GPU, where float32 is multiplied by TF32."""
 
 
 def blocks_of(layout: Layout, window: int | None) -> VisibleBlocks:
@@ -147,18 +156,7 @@ def test_a_compiled_kernel_that_skips_blocks_gives_the_processors_numbers(
     with torch.no_grad():
         inputs = [each.detach() for each in inputs_of(layout, Heads(4, 2, 32, 16), torch.float32)]
         found = flexible(layout, inputs, window, softcap)
-        assert difference(found, plain(layout, inputs, window, softcap)) < 1e-5
-
-
-def plain(layout: Layout, inputs: list[Tensor], window: int | None, softcap: float | None) -> Tensor:
-    """Softmax over the whole matrix of scores."""
-    query, key, value = inputs
-    group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * 0.3
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    hidden = ~attends(layout, window).to(query.device)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2)
+        assert difference(found, plain(layout, inputs, 0.3, window, softcap)) < 1e-5
 
 
 def test_score_caps_are_left_to_the_models_own_attention_on_processors() -> None:
@@ -168,73 +166,86 @@ def test_score_caps_are_left_to_the_models_own_attention_on_processors() -> None
         attend(torch.nn.Module(), query, key, value, None, rows=PackedRows(layout, CPU), softcap=5.0)
 
 
+ROUNDED = [(None, 150), (30, 150), (2, 100), (1, 100), (None, 1)]
+"""Windows, and tokens of the longest sequence."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", (SHAPES[0], SHAPES[4]), ids=str)
+def test_bounds_are_above_what_tensor_cores_round_and_below_a_single_token(shape: Heads, dtype: torch.dtype) -> None:
+    for seed, (window, longest) in enumerate(ROUNDED):
+        layout = tree_of(seed, 3, longest)
+        inputs = inputs_of(layout, shape, dtype)
+        expected = exact(layout, inputs, shape.scale, window)
+        assert not wrong(rounded(layout, inputs, shape.scale, window), expected, dtype), (window, longest)
+        if window is not None:
+            assert len(wrong(rounded(layout, inputs, shape.scale, window + 1), expected, dtype).split(", ")) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_processors_numbers_and_gradients_are_within_the_bounds(dtype: torch.dtype) -> None:
+    for window, longest in ROUNDED:
+        compared(tree_of(1, 3, longest), Heads(), dtype, window, device="cpu")
+
+
+def compared(
+    layout: Layout,
+    shape: Heads,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None = None,
+    *,
+    device: str = "cuda",
+    checkpointed: bool = False,
+) -> None:
+    """Attention as the device computes it, against that in float64."""
+    inputs = inputs_of(layout, shape, dtype, device)
+    rows = PackedRows(layout, torch.device(device))
+
+    def run() -> Tensor:
+        given = (*inputs, rows, shape.scale, window, softcap)
+        found = checkpoint(attention_of, *given, use_reentrant=False) if checkpointed else attention_of(*given)
+        assert isinstance(found, Tensor)
+        return found
+
+    problem = wrong(with_gradients(run, inputs), exact(layout, inputs, shape.scale, window, softcap), dtype)
+    assert not problem, (problem, shape, dtype, window, len(layout.ids))
+
+
+@pytest.fixture
+def tensor_cores() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+ON_A_GPU = [
+    (SHAPES[0], BFLOAT16),
+    (SHAPES[2], BFLOAT16),
+    (SHAPES[4], BFLOAT16),
+    (SHAPES[6], BFLOAT16),
+    (SHAPES[1], FLOAT32),
+    (SHAPES[3], FLOAT32),
+    (SHAPES[5], FLOAT32),
+]
+"""A kernel each, which takes ten to twenty seconds to compile."""
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("tensor_cores")
 class TestOnAGpu:
-    """Against the processor's path, in float64 but for its scores."""
-
-    def compared(
-        self, layout: Layout, shape: Heads, dtype: torch.dtype, window: int | None, *, checkpointed: bool = False
-    ) -> None:
-        inputs = inputs_of(layout, shape, dtype, "cuda")
-        rows = PackedRows(layout, torch.device("cuda"))
-
-        def run() -> Tensor:
-            if checkpointed:
-                found = checkpoint(attention_of, *inputs, rows, 0.2, window, use_reentrant=False)
-                assert isinstance(found, Tensor)
-                return found
-            return attention_of(*inputs, rows, 0.2, window)
-
-        names = ("output", "query", "key", "value")
-        mine = with_gradients(run, inputs)
-        for name, found, expected in zip(names, mine, exact(layout, inputs, 0.2, window), strict=True):
-            assert difference(found, expected) < TOLERANCES[dtype], (name, shape, dtype, window, len(layout.ids))
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_flexattention_gives_the_processors_numbers_and_gradients(self, shape: Heads, dtype: torch.dtype) -> None:
-        torch.set_float32_matmul_precision("high")
-        assert not on_cuda._problem(shape.heads, shape.kv_heads, shape.dim, shape.own, dtype, 0.2, None)
-        for seed, window in ((1, None), (2, 30), (3, 1), (4, 129)):
-            self.compared(tree_of(seed, 6, 500), shape, dtype, window)
-
-    @settings(max_examples=60)
-    @given(TREES, WINDOWS, st.sampled_from([torch.bfloat16, torch.float32]))
-    def test_random_trees(self, layout: Layout, window: int | None, dtype: torch.dtype) -> None:
-        torch.set_float32_matmul_precision("high")
-        self.compared(layout, Heads(), dtype, window)
+    """The quick ones first: with ``-x`` they end what cannot go well."""
 
     @pytest.mark.parametrize("shape", [Heads(8, 2, 64, 64), Heads(4, 4, 128, 128)], ids=str)
-    def test_flash_gives_the_processors_numbers_and_gradients(self, shape: Heads) -> None:
+    def test_flash_gives_exact_numbers_and_gradients(self, shape: Heads) -> None:
         for length in (1, 2, 127, 700):
             layout = lay_out([tuple(range(length))])
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                self.compared(layout, shape, torch.bfloat16, None)
-            assert any("flash" in event.name for event in profile.events()), "it was not flash"
-
-    def test_gradient_checkpointing_changes_nothing(self) -> None:
-        torch.set_float32_matmul_precision("high")
-        self.compared(tree_of(5, 4, 300), Heads(), torch.bfloat16, None, checkpointed=True)
-        # Its first use in a process, below checkpointing
-        on_cuda._problem.cache_clear()
-        on_cuda._compiled.cache_clear()
-        self.compared(tree_of(6, 4, 300), Heads(2, 2, 48, 48), torch.bfloat16, 40, checkpointed=True)
-
-    def test_score_caps(self) -> None:
-        layout = tree_of(8, 5, 400)
-        inputs = inputs_of(layout, Heads(), torch.bfloat16, "cuda")
-        rows = PackedRows(layout, torch.device("cuda"))
-        wide = [each.detach().double().requires_grad_() for each in inputs]
-        mine = with_gradients(lambda: attention_of(*inputs, rows, 0.3, 50, 2.0), inputs)
-        for found, expected in zip(mine, with_gradients(lambda: plain(layout, wide, 50, 2.0), wide), strict=True):
-            assert difference(found, expected) < TOLERANCES[torch.bfloat16]
-
-    def test_no_kernel_is_compiled_anew_for_another_length(self) -> None:
-        self.compared(tree_of(1, 3, 300), Heads(), torch.bfloat16, None)
-        torch._dynamo.utils.counters.clear()
-        for seed, leaves, window in ((2, 2, 30), (3, 5, None), (4, 9, 200)):
-            self.compared(tree_of(seed, leaves, 300), Heads(), torch.bfloat16, window)
-        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                compared(layout, shape, BFLOAT16, None)
+            used = {event.name for event in profile.events()}
+            assert "aten::_scaled_dot_product_flash_attention" in used, "it was not flash"
 
     def test_without_a_compiler_it_computes_as_processors_do_and_says_so_once(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -246,8 +257,37 @@ class TestOnAGpu:
         on_cuda._problem.cache_clear()
         try:
             for seed in (1, 2):
-                self.compared(tree_of(seed, 3, 200), Heads(), torch.bfloat16, None)
+                compared(tree_of(seed, 3, 200), Heads(), BFLOAT16, None)
         finally:
             on_cuda._problem.cache_clear()
         (line,) = [record.message for record in caplog.records if "FlexAttention" in record.message]
         assert "RuntimeError: Cannot find a working triton installation" in line
+
+    @pytest.mark.parametrize(("shape", "dtype"), ON_A_GPU, ids=str)
+    def test_flexattention_gives_exact_numbers_and_gradients(self, shape: Heads, dtype: torch.dtype) -> None:
+        problem = on_cuda._problem(shape.heads, shape.kv_heads, shape.dim, shape.own, dtype, shape.scale, None)
+        assert problem == ""
+        for seed, window in ((1, None), (2, 30), (3, 1), (4, 129)):
+            compared(tree_of(seed, 6, 500), shape, dtype, window)
+
+    def test_no_kernel_is_compiled_anew_for_another_length(self) -> None:
+        compared(tree_of(1, 3, 300), Heads(), BFLOAT16, None)
+        torch._dynamo.utils.counters.clear()
+        for seed, leaves, window in ((2, 2, 30), (3, 5, None), (4, 9, 200)):
+            compared(tree_of(seed, leaves, 300), Heads(), BFLOAT16, window)
+        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    @settings(max_examples=30)
+    @given(TREES, WINDOWS)
+    def test_random_trees(self, layout: Layout, window: int | None) -> None:
+        compared(layout, Heads(), BFLOAT16, window)
+
+    def test_gradient_checkpointing_changes_nothing(self) -> None:
+        compared(tree_of(5, 4, 300), Heads(), BFLOAT16, None, checkpointed=True)
+        # Its first use in a process, below checkpointing
+        on_cuda._problem.cache_clear()
+        on_cuda._compiled.cache_clear()
+        compared(tree_of(6, 4, 300), Heads(), BFLOAT16, 40, checkpointed=True)
+
+    def test_score_caps(self) -> None:
+        compared(tree_of(8, 5, 400), Heads(), BFLOAT16, 50, 2.0)
