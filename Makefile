@@ -55,9 +55,9 @@ test-v1-matrix: $(READY) ## Test OpenHands V1 with old and new releases of its S
 test-slow: $(READY) ## Run the tests that need more than ten seconds each
 	$(BIN)/pytest -m slow $(ARGS)
 
-# On a machine with a CUDA GPU; each test says what it needs where it is skipped.
+# On a machine with a CUDA GPU; each test says what it needs where it is skipped. Four processes: kernels are compiled side by side.
 test-gpu: $(READY) ## Run the tests that need a GPU
-	$(BIN)/pytest -m gpu $(ARGS)
+	OMP_NUM_THREADS=4 $(BIN)/pytest -m gpu -n 4 --dist worksteal --durations 0 --durations-min 1 $(ARGS)
 
 # Into an environment of its own, about 6 GB, unless OPENHANDS_RL_VLLM_PYTHON names one.
 test-vllm: $(READY) ## Publish to a real vLLM on this machine's processor

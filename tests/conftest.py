@@ -33,7 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU that PyTorch sees"))
+            also = [also for mark in item.iter_markers("gpu") if (also := mark.kwargs.get("also"))]
+            reason = " and ".join(["needs a CUDA GPU that PyTorch sees", *also])
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 """Publishing to a real vLLM under load: ``python -m evaluation.performance.serving.publish_vllm [--model PATH]``.
 
-Starts vLLM on this machine's processor (see ``vllm_server.py``), keeps it busy with concurrent clients, and publishes
-fresh adapter versions through ``AdapterPublisher`` meanwhile: checksum, load, canary, pointer, unload the stale ones.
-The canary's logprobs come from another implementation, the embedded generation core. At the end a version with other
-weights than its canary, one whose file is damaged, and one that vLLM cannot read are published too, and must be refused
-with the old version serving on. Prints a table, and the same figures as one JSON line. Ends with an error if a request
-failed or a corrupted adapter was taken. Without ``--model`` a tiny random model is used.
+Starts vLLM on this machine's processor, or with ``--device cuda`` on its GPU (see ``vllm_server.py``), keeps it busy
+with concurrent clients, and publishes fresh adapter versions through ``AdapterPublisher`` meanwhile: checksum, load,
+canary, pointer, unload the stale ones. The canary's logprobs come from another implementation, the embedded generation
+core. At the end a version with other weights than its canary, one whose file is damaged, and one that vLLM cannot read
+are published too, and must be refused with the old version serving on. Prints a table, and the same figures as one JSON
+line. Ends with an error if a request failed or a corrupted adapter was taken. Without ``--model`` a tiny random model
+is used.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from itertools import count
 from pathlib import Path
 
 import httpx
+import torch
 
 from evaluation.performance.serving.load import Load, keep_asking
 from evaluation.performance.serving.random_weights import AdapterWriter, tiny_model
@@ -37,12 +39,13 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.training.policies.packed_model import PROBE_TOLERANCE
 
 PROMPT_TOKENS = 48
 ANSWER_TOKENS = 8
 CANARY = tuple(range(3, 51))
 MAX_DIFFERENCE = 0.01
-"""Nats: the trainer's bound for a float32 model."""
+"""Nats: the trainer's bound for a float32 model. bfloat16 moves the tiny one by 0.002."""
 ADAPTER = "version"
 # Enough for any two versions to differ by more than the bound.
 SIZE = 0.05
@@ -69,10 +72,13 @@ async def first_token(client: httpx.AsyncClient, model: str) -> None:
                 return
 
 
-def versions(store: AdapterStore, writer: AdapterWriter, model: Path, number: int) -> list[tuple[Adapter, Probe]]:
-    """Adapters on disk, each with its canary."""
+def versions(
+    store: AdapterStore, writer: AdapterWriter, model: Path, number: int, *, device: str, bound: float
+) -> list[tuple[Adapter, Probe]]:
+    """Adapters on disk, each with its canary and the ``bound`` of the mean difference from it, in nats."""
     made: list[tuple[Adapter, Probe]] = []
-    config = GeneratorConfig(model=str(model), dtype="float32", threads=2, max_adapters=number)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    config = GeneratorConfig(model=str(model), dtype=dtype, device=device, threads=2, max_adapters=number)
     with Generator(config) as reference:
         for index in range(number):
             source = writer.write(f"source-{index}")
@@ -81,7 +87,7 @@ def versions(store: AdapterStore, writer: AdapterWriter, model: Path, number: in
             params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
             seen = reference.generate(CANARY, params, adapter=adapter.name).prompt or ()
             logprobs = tuple(each.logprob for each in seen[1:] if each is not None)
-            made.append((adapter, Probe(token_ids=CANARY, logprobs=logprobs, max_difference=MAX_DIFFERENCE)))
+            made.append((adapter, Probe(token_ids=CANARY, logprobs=logprobs, max_difference=bound)))
     return made
 
 
@@ -178,6 +184,7 @@ def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of a Hugging Face model (default: a tiny random one)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where vLLM runs (default: cpu)")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--reloads", type=int, default=20)
     parser.add_argument("--requests", type=int, default=1000)
@@ -189,9 +196,13 @@ def main() -> None:
         folder = Path(scratch)
         model = options.model.expanduser() if options.model else tiny_model(folder / "model", heads=2)
         store = AdapterStore(folder / "adapters")
-        made = versions(store, AdapterWriter(model, folder, size=SIZE), model, options.reloads + 3)
+        device = options.device
+        bound = MAX_DIFFERENCE if device == "cpu" or not options.model else PROBE_TOLERANCE[torch.bfloat16]
         try:
-            with running_vllm(vllm_python(), model, log=folder / "vllm.log") as url:
+            python = vllm_python(device)
+            writer = AdapterWriter(model, folder, size=SIZE)
+            made = versions(store, writer, model, options.reloads + 3, device=device, bound=bound)
+            with running_vllm(python, model, log=folder / "vllm.log", device=device) as url:
                 figures = asyncio.run(measure(url, store, made, clients=options.clients, requests=options.requests))
         except NoVLLMError as error:
             raise SystemExit(f"error: {error}") from error

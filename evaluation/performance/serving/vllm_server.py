@@ -1,8 +1,8 @@
-"""A real vLLM on a processor, in an environment and a process of its own, for the tests and the figures.
+"""A real vLLM on a processor or a GPU, in an environment and a process of its own, for the tests and the figures.
 
 The environment is the one that ``OPENHANDS_RL_VLLM_PYTHON`` names (the path of its ``python``), or the one below the
-cache directory, which uv makes when the variable says ``install``: about 6 GB. vLLM is never installed beside this
-package: their pins conflict.
+cache directory, which uv makes when the variable says ``install``: about 6 GB, for a processor. vLLM is never installed
+beside this package: their pins conflict.
 """
 
 from __future__ import annotations
@@ -37,45 +37,55 @@ _INSTALL_SECONDS = 1800.0
 _START_SECONDS = 420.0
 _STOP_SECONDS = 30.0
 _PLUGIN = "vllm_cpu_lora"
+_DEVICE_OPTIONS = {
+    "cpu": ("--dtype", "float32", "--enforce-eager"),
+    "cuda": ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.4"),
+}
 
 
 class NoVLLMError(Exception):
     """There is none; the text says why."""
 
 
-def vllm_python() -> Path:
-    """The interpreter of vLLM's environment. Raises ``NoVLLMError``."""
+def vllm_python(device: str = "cpu") -> Path:
+    """The interpreter of vLLM's environment, for ``cpu`` or ``cuda``. Raises ``NoVLLMError``."""
     named = os.environ.get(PYTHON_VARIABLE, "")
     if named not in ("", INSTALL):
-        return _checked(Path(named))
+        return _checked(Path(named), device)
+    if device != "cpu":
+        raise NoVLLMError(f"set {PYTHON_VARIABLE} to the python of an environment with vLLM for CUDA")
     home = _ENVIRONMENT.expanduser()
     if not (home / "complete").exists():
         if named != INSTALL:
             raise NoVLLMError(f"set {PYTHON_VARIABLE} to the python of an environment with vLLM, or to {INSTALL!r}")
         _install(home)
-    return _checked(home / "bin" / "python")
+    return _checked(home / "bin" / "python", device)
 
 
 @contextmanager
-def running_vllm(python: Path, model: Path, *, log: Path, options: Sequence[str] = ()) -> Iterator[str]:
+def running_vllm(
+    python: Path, model: Path, *, log: Path, options: Sequence[str] = (), device: str = "cpu"
+) -> Iterator[str]:
     """Serve ``model`` with adapters of rank 16 at most, two in a batch; yields the address without ``/v1``.
 
+    float32 on ``cpu``; on ``cuda`` bfloat16, as its kernels for adapters have no float32, in 40 % of the GPU's memory.
     Raises ``NoVLLMError`` with the end of the log when it does not start.
     """
     port = _free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--max-cpu-loras", "4"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"]
-    command += ["--generation-config", "vllm", *options]
+    command += ["--max-model-len", "1024", "--max-num-seqs", "8", "--generation-config", "vllm"]
+    command += [*_DEVICE_OPTIONS[device], *options]
     with tempfile.TemporaryDirectory(prefix="vllm-plugin-") as plugins, open(log, "wb") as out:
-        _write_plugin(Path(plugins))
+        if device == "cpu":
+            _write_plugin(Path(plugins))
         process = subprocess.Popen(
             command,
             stdout=out,
             stderr=out,
             stdin=subprocess.DEVNULL,
-            env=_environ(Path(plugins)),
+            env=_environ(device, Path(plugins)),
             start_new_session=True,
         )
         try:
@@ -86,19 +96,23 @@ def running_vllm(python: Path, model: Path, *, log: Path, options: Sequence[str]
             _stop(process)
 
 
-def _environ(plugins: Path) -> dict[str, str]:
+def _environ(device: str, plugins: Path) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON", "VIRTUAL_ENV"))
     }
-    return kept | {
-        "PYTHONPATH": str(plugins),
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
-    }
+    always = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if device != "cpu":
+        return kept | always
+    return (
+        kept
+        | always
+        | {
+            "PYTHONPATH": str(plugins),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "2",
+        }
+    )
 
 
 def _write_plugin(folder: Path) -> None:
@@ -135,14 +149,16 @@ def _uv(*command: str) -> None:
         raise NoVLLMError(f"{PACKAGE} cannot be installed: {ran.stderr.strip()[-500:]}")
 
 
-def _checked(python: Path) -> Path:
-    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None and 'no module vllm')"
+def _checked(python: Path, device: str) -> Path:
+    program = "import importlib.util, sys; importlib.util.find_spec('vllm') or sys.exit('no module vllm')"
+    if device == "cuda":
+        program += "; import torch; torch.cuda.is_available() or sys.exit('its PyTorch sees no CUDA GPU')"
     try:
         ran = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     except OSError as error:
         raise NoVLLMError(f"{python} cannot be run: {error}") from error
     if ran.returncode:
-        raise NoVLLMError(f"{python} has no vLLM: {ran.stderr.strip()[-200:]}")
+        raise NoVLLMError(f"{python} has no vLLM for {device}: {ran.stderr.strip()[-200:]}")
     return python
 
 

@@ -1,6 +1,6 @@
 """Tokens a second and memory of one LoRA training step on a GPU, beside TRL's, and of attention alone.
 
-    python -m evaluation.performance.training.gpu [--json FILE] [--seconds 90] [--shape tiny]
+    python -m evaluation.performance.training.gpu [--json FILE] [--seconds 180] [--shape tiny]
 
 A step is the forward and the backward pass of a policy gradient, with gradient checkpointing, in bfloat16, on a Llama
 of 1.2B random parameters (the shape of Llama 3.2 1B) with rank 16 on all linear layers; the optimiser is left out.
@@ -10,8 +10,10 @@ pass with a block mask, there eight sequences (TRL shares no prefixes), 32k toke
 are of one length, so TRL pads nothing: with rollouts as they come it pads them to the longest. Tokens a second count
 the tokens of the sequences, not the computed ones, for both sides.
 
-Sides alternate; after a first step of each kind, which compiles, steps are repeated while ``--seconds`` last; medians.
-Memory is the largest that PyTorch had given out, without the other side's weights. Last, attention alone by its ways.
+Attention alone comes first, by its ways. Then sides alternate; a first step of each kind compiles and is not counted;
+medians. Nothing begins that would end after ``--seconds`` (all in all) by what smaller ones took, but a first step's
+compilation is not known before; the figures are written after each round of a case. Memory is the largest that PyTorch
+had given out, without the other side's weights.
 """
 
 from __future__ import annotations
@@ -71,6 +73,11 @@ class Case:
         """Of all sequences."""
         return sum(len(sample.input_ids) for sample in self.samples)
 
+    @property
+    def work(self) -> int:
+        """Pairs of tokens: time grows with them at most."""
+        return sum(len(sample.input_ids) ** 2 for sample in self.samples)
+
 
 def cases_of(shape: str) -> list[Case]:
     made = []
@@ -120,23 +127,53 @@ def measure(case: Case, side: Side, device: torch.device) -> float:
     return took
 
 
-def run(cases: Sequence[Case], sides: Sequence[Side], device: torch.device, seconds: float) -> None:
-    """A first step of all, then rounds while the time lasts, the sides in turn."""
-    deadline = time.perf_counter() + seconds
-    took: dict[tuple[str, str], float] = {}
-    for number in range(REPEATS + 1):
+@dataclass
+class Clock:
+    """When all has to be over, and how long what was done took at best: seconds and work by kind and name."""
+
+    deadline: float
+    took: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+
+    def fits(self, kind: str, name: str, work: int) -> bool:
+        """Whether it would end in time: as before, or as the largest other of its kind for more work."""
+        known = self.took.get(kind, {})
+        if not known:
+            return time.perf_counter() < self.deadline
+        seconds, done = known[name] if name in known else max(known.values(), key=lambda each: each[1])
+        return time.perf_counter() + seconds * max(1.0, work / done) < self.deadline
+
+    def note(self, kind: str, name: str, work: int, seconds: float) -> None:
+        """What it took; ``work`` in any unit, the same for all of a kind."""
+        known = self.took.setdefault(kind, {})
+        known[name] = (min(seconds, known.get(name, (seconds, work))[0]), work)
+
+
+def run(
+    cases: Sequence[Case], sides: Sequence[Side], device: torch.device, clock: Clock, keep: Callable[[], None]
+) -> None:
+    """Rounds while the time lasts, the sides in turn; in the first each does all twice. ``keep``: after each step."""
+    for number in range(REPEATS):
         for case in cases:
             for side in sides if number % 2 else sides[::-1]:
-                key = (case.name, side.name)
-                late = time.perf_counter() + took.get(key, 0.0) > deadline
-                if side.name in case.problems or (late and len(case.seconds.get(side.name, ())) > 0):
-                    continue
-                took[key] = measure(case, side, device)
-                print(f"round {number}: {case.name}, {side.name}: {took[key]:.2f} s", flush=True)
+                for _ in range(1 if number else 2):
+                    _step(case, side, device, clock)
+                keep()
 
 
-def attention_alone(shape: str, device: torch.device) -> dict[str, float]:
-    """Milliseconds of forward and backward of one layer's attention over one sequence, by its ways."""
+def _step(case: Case, side: Side, device: torch.device, clock: Clock) -> None:
+    if side.name in case.problems:
+        return
+    if not clock.fits(side.name, case.name, case.work):
+        if not case.seconds.get(side.name):
+            case.problems[side.name] = "no time left"
+        return
+    seconds = measure(case, side, device)
+    clock.note(side.name, case.name, case.work, seconds)
+    print(f"{case.name}, {side.name}: {seconds:.2f} s", flush=True)
+
+
+def attention_alone(shape: str, device: torch.device, clock: Clock) -> dict[str, float]:
+    """Milliseconds of forward and backward of one layer's attention over one sequence, as time allows."""
     heads, kv_heads, width = (
         SHAPES[shape][name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -153,28 +190,33 @@ def attention_alone(shape: str, device: torch.device) -> dict[str, float]:
             "chosen": partial(attention_of, query, key, value, rows, scale, None),
             "in blocks": partial(attention_in_blocks, query, key, value, rows, scale, None),
         }
-        for name, way in ways.items():
-            found[f"{name}, {length}"] = _milliseconds(way, inputs, device)
         if device.type == "cuda":
-            with patch.object(attention_on_cuda, "_has_flash", lambda *_: False):
-                found[f"FlexAttention, {length}"] = _milliseconds(ways["chosen"], inputs, device)
+            ways["FlexAttention"] = partial(_by_flex_attention, ways["chosen"])
+        for name, way in ways.items():
+            if clock.fits(name, str(length), length**2):
+                first, took = _milliseconds(way, inputs, device)
+                clock.note(name, str(length), length**2, 4e-3 * took)
+                found[f"{name}, {length}"] = took
+                found[f"{name}, {length}, first call"] = first
     return found
 
 
-def _milliseconds(way: Callable[[], Tensor], inputs: Sequence[Tensor], device: torch.device) -> float:
-    def once() -> None:
-        found = way()
-        torch.autograd.grad(found, inputs, torch.ones_like(found))
+def _by_flex_attention(way: Callable[[], Tensor]) -> Tensor:
+    with patch.object(attention_on_cuda, "_has_flash", lambda *_: False):
+        return way()
 
+
+def _milliseconds(way: Callable[[], Tensor], inputs: Sequence[Tensor], device: torch.device) -> tuple[float, float]:
+    """Of the first call, which may compile, and the median of three others."""
     took = []
-    once()
-    for _ in range(3):
+    for _ in range(4):
         _wait(device)
         began = time.perf_counter()
-        once()
+        found = way()
+        torch.autograd.grad(found, inputs, torch.ones_like(found))
         _wait(device)
         took.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(took)
+    return took[0], statistics.median(took[1:])
 
 
 def _wait(device: torch.device) -> None:
@@ -217,7 +259,7 @@ def print_table(figures: dict[str, Any]) -> None:
         f"\n{figures['device']}, torch {figures['torch']}, transformers {figures['transformers']}: {figures['shape']}"
     )
     for name, value in figures["attention_milliseconds"].items():
-        print(f"attention alone, forward and backward, {name} tokens: {value:.2f} ms")
+        print(f"attention alone, forward and backward, {name}: {value:.2f} ms")
     print(f"{'case':10s}{'side':30s}{'tokens/s':>10s}{'peak GB':>9s}{'steps':>7s}")
     for each in figures["steps"]:
         rate, peak = each.get("tokens_per_second", each.get("problem", "-")), each.get("peak_gb", "-")
@@ -227,12 +269,20 @@ def print_table(figures: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    parser.add_argument("--seconds", type=float, default=90.0, help="for the steps, those that compile included")
+    parser.add_argument("--seconds", type=float, default=180.0, help="for all, from the start (default: 180)")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1.2B")
     options = parser.parse_args()
+    clock = Clock(time.perf_counter() + options.seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{name}: making two models", flush=True)
+    figures: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "shape": options.shape,
+        "attention_milliseconds": attention_alone(options.shape, device, clock),
+        "steps": [],
+    }
+    print(f"{figures['device']}: attention alone is measured; making two models", flush=True)
     weights: dict[str, int] = {}
     sides: list[Side] = []
     for make in (lambda: Ours(options.shape), lambda: Trl(options.shape, device, LENGTHS[options.shape][-1])):
@@ -240,17 +290,15 @@ def main() -> None:
         sides.append(make())
         weights[sides[-1].name] = (torch.cuda.memory_allocated() if device.type == "cuda" else 0) - before
     cases = cases_of(options.shape)
-    run(cases, sides, device, options.seconds)
-    figures = {
-        "device": name,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "shape": options.shape,
-        "attention_milliseconds": attention_alone(options.shape, device),
-        "steps": figures_of(cases, sides, weights),
-    }
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+    def keep() -> None:
+        figures["steps"] = figures_of(cases, sides, weights)
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+    keep()
+    run(cases, sides, device, clock, keep)
+    keep()
     print_table(figures)
 
 

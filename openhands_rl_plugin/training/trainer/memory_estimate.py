@@ -44,9 +44,10 @@ _KNOWN = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
 class MemoryEstimate:
     """In bytes. ``activations``: what the largest micro-batch saves for the backward pass.
 
-    ``scratch``: what the backward pass of a layer needs beside that: attention scores of a block of queries, or the
-    gradients within a gated layer. ``optimiser``: in full fine-tuning, gradients, moments, and the float32 master
-    copies of bfloat16 weights. ``host``: of the machine instead of the GPU, by ``activation_offloading``.
+    ``scratch``: what the backward pass of a layer needs beside that: attention's, as a processor or a GPU computes it,
+    whichever is more, or the gradients within a gated layer. ``optimiser``: in full fine-tuning, gradients, moments,
+    and the float32 master copies of bfloat16 weights. ``host``: of the machine instead of the GPU, by
+    ``activation_offloading``.
     """
 
     weights: int
@@ -167,7 +168,7 @@ def sources(model: Path, settings: TrainingSettings, longest: int) -> list[str]:
         f"{shape.vocab_size:,} logits in float32",
         *([kept] if inputs else []),
         f"scratch: {gate}, or if it is more, the scores of {_BLOCK} queries of {shape.num_attention_heads} heads over "
-        "all keys",
+        "all keys (processor), or the gradients of queries, keys and values of all heads (GPU)",
         "a micro-batch shared by N: activations, inputs and scratch of a process are an N-th, but for the logits; its "
         "attention has an N-th of the heads and what an all-to-all sends and receives",
     ]
@@ -237,14 +238,20 @@ def _numbers_a_token(shape: ModelShape, settings: TrainingSettings) -> tuple[int
 
 
 def _attention_scratch(shape: ModelShape, longest: int, size: int, context: int) -> int:
-    """Scores of a block of queries over all keys; and the sequence's keys in float32, with the gradients of both.
+    """Of a processor or of a GPU, whichever is more.
+
+    A processor has the scores of a block of queries over all keys, and the sequence's keys in float32 with the
+    gradients of both. A GPU's kernels have no scores; flash's backward pass needs most: the gradient of the queries and
+    its float32 sum, the gradients of keys and values, made for all heads first, and two float32 numbers a head.
 
     With context parallelism those of a part of the heads; and the queries that an all-to-all sends and receives.
     """
-    scores = shape.num_attention_heads * _BLOCK * (_SCORES + size)
-    part = longest * (scores + shape.keys * _copies(shape, context) * (4 + 4 * size)) // context
-    queries = longest * shape.num_attention_heads * shape.width * size // context
-    return part + (2 * queries if context > 1 else 0)
+    heads, keys = shape.num_attention_heads, shape.keys * _copies(shape, context)
+    queries = heads * shape.width
+    blocks = heads * _BLOCK * (_SCORES + size) + keys * (4 + 4 * size)
+    kernels = queries * (4 + 3 * size) + keys * 2 * size + heads * 8
+    sent = 2 * queries * size if context > 1 else 0
+    return longest * (max(blocks, kernels) + sent) // context
 
 
 def can_share(shape: ModelShape, context: int) -> bool:

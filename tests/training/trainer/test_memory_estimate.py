@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.memory import free_memory
+from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.memory_estimate import check_fits, estimate_memory
 
@@ -74,6 +75,32 @@ def test_two_processes_allocate_what_was_estimated_of_a_shared_micro_batch(dtype
     for rank in range(2):
         found = int((tmp_path / f"bytes-{rank}").read_text())
         assert found == pytest.approx(estimate.activations + estimate.scratch, rel=0.15)
+
+
+def test_scratch_is_that_of_the_kernels_of_a_gpu_where_heads_are_wide(tmp_path: Path) -> None:
+    """8 heads of 256, and 2 of keys, bfloat16: 2048 x (2048 x (4 + 3 x 2) + 512 x 2 x 2 + 8 x 8) bytes."""
+    half = EXACT.model_copy(update={"dtype": "bfloat16", "max_tokens_per_micro_batch": 2048})
+    model = write_wide(tmp_path, {"head_dim": 256})
+    assert estimate_memory(model, half, 2048).scratch == 2048 * (2048 * 10 + 512 * 4 + 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 4], ids=["flash", "flex"])
+def test_a_step_on_a_gpu_allocates_what_was_estimated(count: int, tmp_path: Path) -> None:
+    length = 4096
+    model = write_wide(tmp_path, {"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128})
+    samples = make_samples(count, length=length)
+    rows = len(lay_out([sample.input_ids for sample in samples]).ids)
+    changes = {"dtype": "bfloat16", "gradient_checkpointing": True, "batch_size": count}
+    settings = step_settings(changes, rows)
+    trainer = LoraTrainer(model, settings)
+    trainer.reinforce(samples)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trainer.reinforce(samples)
+    estimate = estimate_memory(model, settings, length)
+    allocated = torch.cuda.max_memory_allocated() - before
+    assert allocated == pytest.approx(estimate.activations + estimate.scratch, rel=0.25)
 
 
 def write_wide(folder: Path, changes: dict[str, int]) -> Path:
