@@ -33,6 +33,10 @@ _BLOCK = 128
 _SCORES = 8
 """Bytes of a score beside its weight in the compute dtype: it and its exponential, both float32."""
 
+_EXCHANGED = 4
+"""Tensors of the queries' size that exist at a time around an all-to-all, beside those that a layer saves: one as it is
+sent and as it is received, and another of which the memory is not free yet, when another thread still holds it."""
+
 _GATE_GRADIENTS = 2
 """Intermediate-sized gradients that exist at a time in the backward pass of a gated layer."""
 _LARGEST_HEADER = 100 * 1024 * 1024
@@ -170,7 +174,7 @@ def sources(model: Path, settings: TrainingSettings, longest: int) -> list[str]:
         f"scratch: {gate}, or if it is more, the scores of {_BLOCK} queries of {shape.num_attention_heads} heads over "
         "all keys (processor), or the gradients of queries, keys and values of all heads (GPU)",
         "a micro-batch shared by N: activations, inputs and scratch of a process are an N-th, but for the logits; its "
-        "attention has an N-th of the heads and what an all-to-all sends and receives",
+        f"attention has an N-th of the heads, and {_EXCHANGED} tensors of the queries' size around an all-to-all",
     ]
 
 
@@ -244,13 +248,13 @@ def _attention_scratch(shape: ModelShape, longest: int, size: int, context: int)
     gradients of both. A GPU's kernels have no scores; flash's backward pass needs most: the gradient of the queries and
     its float32 sum, the gradients of keys and values, made for all heads first, and two float32 numbers a head.
 
-    With context parallelism those of a part of the heads; and the queries that an all-to-all sends and receives.
+    With context parallelism those of a part of the heads, and what is exchanged.
     """
     heads, keys = shape.num_attention_heads, shape.keys * _copies(shape, context)
     queries = heads * shape.width
     blocks = heads * _BLOCK * (_SCORES + size) + keys * (4 + 4 * size)
     kernels = queries * (4 + 3 * size) + keys * 2 * size + heads * 8
-    sent = 2 * queries * size if context > 1 else 0
+    sent = _EXCHANGED * queries * size if context > 1 else 0
     return longest * (max(blocks, kernels) + sent) // context
 
 
