@@ -69,12 +69,21 @@ class ContainerFiles:
             try:
                 kind, content = lines
                 found = content.encode() if kind == "missing" else base64.b64decode(content, validate=True)
+                _check(kind, found)
             except (ValueError, binascii.Error) as error:
                 raise self._shell.broken(f"the container's answer about {path} is none of the session's") from error
             self._known[path] = kind, found
             if found == b"parent" and kind == "missing":
                 self._folders.add(path.rpartition("/")[0] or "/")
         return self._known[path]
+
+
+def _check(kind: str, found: bytes) -> None:
+    """Raise ``ValueError`` for what the session's programs never tell: those of the container may be the agent's."""
+    if len(found) > (_NAMES if kind == "directory" else MAX_FILE_BYTES):
+        raise ValueError("too long")
+    if kind == "directory" and {entry[:1] for entry in found.split(b"\0")[:-1]} - {each.encode() for each in _KINDS}:
+        raise ValueError("a file of no kind")
 
 
 def _refused(lines: list[str], path: str) -> OSError:

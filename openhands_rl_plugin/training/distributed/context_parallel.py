@@ -70,7 +70,7 @@ class ContextGroup:
     def all_rows(self, values: Tensor, count: int) -> Tensor:
         """[count, ...] of all ranks' own rows ([n, ...])."""
         own = self.own(count)
-        places = torch.arange(own.start, min(own.stop, count), device=values.device)
+        places = torch.arange(count, device=values.device)[own.start : own.stop]
         return self.sum_of_parts(values[: len(places)], places, count)
 
     def rows_to_heads(self, values: Tensor, count: int) -> Tensor:

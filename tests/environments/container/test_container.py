@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -173,6 +174,22 @@ async def test_an_owner_that_fails_is_an_infrastructure_failure_in_one_line(tmp_
                 await asyncio.to_thread(ContainerShell, place)
     with pytest.raises(InfrastructureError, match="does not answer"):
         await asyncio.to_thread(execute, place, "true", timeout=1.0)
+
+
+@pytest.mark.parametrize("told", [b"?name\0", b"\xffname\0", b"fa\0" * 10**6], ids=["no kind", "no text", "no end"])
+async def test_what_an_agent_that_is_root_lets_programs_tell_is_not_believed(
+    shell: ContainerShell, container: FolderContainer, told: bytes
+):
+    real = container.exec
+
+    async def replaced(command: str, *, timeout_sec: float | None = None) -> Ran:
+        if "shopt -s nullglob" not in command:
+            return await real(command, timeout_sec=timeout_sec)
+        return Ran(f"openhands-rl-answer\ndirectory\n{b64encode(told).decode()}\nopenhands-rl-answer 0\n", None, 0)
+
+    container.exec = replaced  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(InfrastructureError, match="about /app is none of the session's"):
+        await asyncio.to_thread(ContainerFiles(shell).entries, "/app")
 
 
 async def test_an_image_without_what_a_session_needs_is_named(place: ContainerPlace, container: FolderContainer):

@@ -148,6 +148,18 @@ def test_a_layout_is_cut_into_equal_parts_and_its_attention_knows_all_of_it() ->
     assert all(map(torch.equal, visible_blocks(parts[1], 64), visible_blocks(whole, 64)))
 
 
+def test_ranks_without_a_row_of_a_short_layout_give_none_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows for four ranks are two each, so that the last has padding alone. What a rank adds is summed up here."""
+    monkeypatch.setattr(ContextGroup, "all_reduce", lambda self, values: None)
+    rows, whole = torch.arange(1.0, 11.0).view(5, 2), torch.zeros(5, 2)
+    for rank in range(4):
+        group = ContextGroup.__new__(ContextGroup)
+        group.rank, group.size = rank, 4
+        own = rows[group.own(5).start : group.own(5).stop]
+        whole += group.all_rows(torch.cat([own, torch.ones(2 - len(own), 2)]), 5)
+    assert torch.equal(whole, rows)
+
+
 def test_ranks_of_a_group_have_the_same_shard() -> None:
     dealt = []
     for rank in range(6):
