@@ -8,7 +8,7 @@ import errno
 import os
 
 from openhands_rl_plugin.environments.container import programs
-from openhands_rl_plugin.environments.container.shell import ContainerShell
+from openhands_rl_plugin.environments.container.shell import ContainerShell, SessionLostError
 from openhands_rl_plugin.environments.workspace.files import MAX_FILE_BYTES, MAX_LISTED, FileKind
 
 _KINDS: dict[str, FileKind] = {"d": "directory", "f": "file", "o": "other"}
@@ -56,7 +56,10 @@ class ContainerFiles:
 
     def write(self, path: str, data: bytes) -> None:
         """Replace the file's content in place, or make the file and the folders above it."""
-        written = self._shell.put(data, "uploaded")
+        try:
+            written = self._shell.put(data, "uploaded")
+        except SessionLostError as lost:
+            raise OSError(errno.EIO, str(lost), path) from lost
         code, lines = self._shell.ask(f"{written} && {programs.place_at(self._shell.place.folder, path)}")
         if code:
             raise _refused(lines, path)
@@ -71,7 +74,7 @@ class ContainerFiles:
                 found = content.encode() if kind == "missing" else base64.b64decode(content, validate=True)
                 _check(kind, found)
             except (ValueError, binascii.Error) as error:
-                raise self._shell.broken(f"the container's answer about {path} is none of the session's") from error
+                raise OSError(errno.EIO, "the container's answer about it is none of the session's", path) from error
             self._known[path] = kind, found
             if found == b"parent" and kind == "missing":
                 self._folders.add(path.rpartition("/")[0] or "/")

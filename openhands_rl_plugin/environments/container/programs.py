@@ -119,6 +119,11 @@ def begin(folder: str) -> str:
     )
 
 
+def begin_anew(folder: str) -> str:
+    """``begin`` where the folder, or what a command left of it, may be."""
+    return f"rm -rf {shlex.quote(folder)}\n{begin(folder)}"
+
+
 def put(data: bytes, file: str, *, first: bool) -> str:
     """Writes a ``PIECE`` of a file of the session's folder, after what is there unless it is the ``first``."""
     return f"{_decoded(data)} {'>' if first else '>>'} {shlex.quote(file)}"

@@ -16,15 +16,22 @@ SECONDS = 60.0
 """Of what is no command of the agent."""
 
 
+class SessionLostError(InfrastructureError):
+    """The container answers, but what is the session's own in it does not: a command of the agent may have removed
+    it."""
+
+
 class ContainerShell:
     """``cd``, variables, functions and background processes last from command to command. Thread-safe.
 
     The first and the last 64 KiB of an output are told; one that passes ``programs.MOST_WRITTEN`` ends its command.
-    ``failure``: how the container's owner failed last, empty where it never did.
+    A command that removes what is the session's own ends the shell, as one that kills a terminal's would: the result
+    says so, and the next command has a new one. ``failure``: how the container's owner failed last, empty where it
+    never did.
     """
 
     def __init__(self, place: ContainerPlace) -> None:
-        """Makes the session's folder. Raises ``InfrastructureError``, also for an image without bash or ``base64``."""
+        """Makes the session's folder. Raises ``InfrastructureError``, also for an image without a program it needs."""
         self.place = place
         self.failure = ""
         self._one_at_a_time = threading.Lock()
@@ -36,13 +43,10 @@ class ContainerShell:
         Raises ``InfrastructureError``.
         """
         with self._one_at_a_time:
-            written = self.put(whole_text(command).encode(errors="surrogateescape"), "command")
-            limit = None if timeout is None else timeout + SECONDS
-            told = self._asked(f"{written} && {programs.run(self.place.folder, self.place.start, timeout)}", limit)
             try:
-                return _result(told)
-            except (ValueError, TypeError, binascii.Error) as error:
-                raise self.broken("the container's answer to a command is none of the session's") from error
+                return self._ran(command, timeout)
+            except SessionLostError as lost:
+                return self._begun_anew(str(lost))
 
     def put(self, data: bytes, name: str) -> str:
         """Write a file of the session's folder, up to its last piece, which the command that is returned writes.
@@ -68,6 +72,23 @@ class ContainerShell:
         """End the command that is running, and remove what is the session's own. What runs in the background stays."""
         self.ask(programs.end(self.place.folder))
 
+    def _ran(self, command: str, timeout: float | None) -> CommandResult:
+        written = self.put(whole_text(command).encode(errors="surrogateescape"), "command")
+        limit = None if timeout is None else timeout + SECONDS
+        told = self._asked(f"{written} && {programs.run(self.place.folder, self.place.start, timeout)}", limit)
+        try:
+            return _result(told)
+        except (ValueError, TypeError, binascii.Error) as error:
+            raise SessionLostError("the container's answer to a command is none of the session's") from error
+
+    def _begun_anew(self, why: str) -> CommandResult:
+        try:
+            self._asked(programs.begin_anew(self.place.folder))
+            now = "and a new one was begun"
+        except SessionLostError:
+            now = "and no new one can be begun"
+        return CommandResult(output=f"[The shell was lost, {now}: {why}]", exit_code=1, cwd=self.place.start)
+
     def ask(self, command: str, timeout: float | None = SECONDS) -> tuple[int, list[str]]:
         """The exit code and the lines of one command of the session's own. Raises ``InfrastructureError``."""
         try:
@@ -80,19 +101,15 @@ class ContainerShell:
         except ValueError:
             said = f"{ran.stdout}\n{ran.stderr}".strip().splitlines()
             why = f"exit code {ran.return_code}: {said[-1]}" if ran.return_code and said else "it was cut on its way"
-            raise self.broken(f"the container's answer to a command is none: {why}") from None
+            self.failure = f"the container's answer to a command is none: {why}"
+            raise InfrastructureError(self.failure) from None
 
     def _asked(self, command: str, timeout: float | None = SECONDS) -> list[str]:
         code, lines = self.ask(command, timeout)
         if code:
             why = lines[-1] if lines else f"exit code {code}"
-            raise self.broken(f"a command of the session failed in the container: {why}")
+            raise SessionLostError(f"a command of the session failed in the container: {why}")
         return lines
-
-    def broken(self, why: str) -> InfrastructureError:
-        """The error to raise for what no container of ours answers."""
-        self.failure = why
-        return InfrastructureError(why)
 
 
 def _result(lines: list[str]) -> CommandResult:

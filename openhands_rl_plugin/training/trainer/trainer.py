@@ -59,7 +59,7 @@ OnStep = Callable[[int, Sequence[TrainingSample], Diagnostics], None]
 """Called after each step of a call: its number, its batch, its diagnostics, which have no tokens if it was skipped."""
 
 WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "keep_token_notes"} | {
-    *("sharding", "nproc_per_node", "context_parallel_size"),
+    *("sharding", "nproc_per_node", "context_parallel_size", "activation_offloading"),
 }
 """Settings that the result of a call does not depend on."""
 

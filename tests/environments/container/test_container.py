@@ -188,8 +188,25 @@ async def test_what_an_agent_that_is_root_lets_programs_tell_is_not_believed(
         return Ran(f"openhands-rl-answer\ndirectory\n{b64encode(told).decode()}\nopenhands-rl-answer 0\n", None, 0)
 
     container.exec = replaced  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(InfrastructureError, match="about /app is none of the session's"):
+    with pytest.raises(OSError, match="answer about it is none of the session's: '/app'"):
         await asyncio.to_thread(ContainerFiles(shell).entries, "/app")
+    assert not shell.failure
+
+
+async def test_an_agent_that_removes_what_is_the_sessions_own_ends_its_shell_and_no_episode(shell: ContainerShell):
+    assert await said(shell, "export NAME=kept && cd / && echo $NAME") == "kept\n"
+    for broken in (
+        f"rm -rf {FOLDER}",
+        f"rm -rf {FOLDER}; mkdir {FOLDER}",
+        f"echo no > {FOLDER}/run",
+    ):
+        told = await said(shell, broken) + await said(shell, "true")
+        assert told.startswith("[The shell was lost, and a new one was begun: "), broken
+        assert await said(shell, "echo ${NAME:-gone}; pwd") == "gone\n/app\n"
+    await said(shell, f"rm -rf {FOLDER}")
+    with pytest.raises(OSError, match="/app/after"):
+        await asyncio.to_thread(ContainerFiles(shell).write, "/app/after", b"1")
+    assert not shell.failure
 
 
 async def test_an_image_without_what_a_session_needs_is_named(place: ContainerPlace, container: FolderContainer):

@@ -1,7 +1,7 @@
 """OpenHands as an agent of Harbor: what ``agent.import_path`` names. Harbor's Python imports it without OpenHands.
 
-OpenHands V1 runs beside Harbor, not in the task's image, which needs bash alone; it asks the model from there, too, so
-that a trainer's endpoint need not be reached from the sandbox. Its tools work in the environment of the trial.
+OpenHands V1 runs beside Harbor, not in the task's image, which needs bash and coreutils; it asks the model from there,
+too, so that a trainer's endpoint need not be reached from the sandbox. Its tools work in the environment of the trial.
 """
 
 from __future__ import annotations
