@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from openhands_rl_plugin.core.errors import describe
-from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.attention_in_blocks import attention_in_blocks
+from openhands_rl_plugin.training.policies.kernel_check import Heads, problem_of_kernel
 from openhands_rl_plugin.training.policies.packed_rows import PackedRows
 from openhands_rl_plugin.training.policies.visible_blocks import BLOCK, VisibleBlocks, visible_blocks
 
@@ -142,26 +142,22 @@ def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _problem(
     heads: int, kv_heads: int, dim: int, own: int, dtype: torch.dtype, scaling: float, softcap: float | None
 ) -> str:
-    """Why FlexAttention cannot be compiled for these heads here, in one clause; empty when it can. Logged once."""
-    device = torch.device("cuda")
-    rows = PackedRows(lay_out([tuple(range(SHORTEST)), (0, *range(SHORTEST))]), device)
-    query, key, value = (
-        torch.zeros(1, number, len(rows.layout.ids), width, dtype=dtype, device=device, requires_grad=True)
-        for number, width in ((heads, dim), (kv_heads, dim), (kv_heads, own))
-    )
+    """Why FlexAttention is of no use for these heads here, in one clause; empty when it is. Logged once."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        return flexible_attention(query, key, value, visible_blocks(rows, None), scaling, softcap).transpose(1, 2)
+
     try:
         # Hooks of gradient checkpointing around this call must not see these tensors.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
-            found = flexible_attention(query, key, value, visible_blocks(rows, None), scaling, softcap)
-            torch.autograd.grad(found.sum(), (query, key, value))
+            wrong = problem_of_kernel(
+                kernel, Heads(heads, kv_heads, dim, own, dtype, scaling, softcap), torch.device("cuda")
+            )
+        problem = wrong and f"FlexAttention computes other numbers here: {wrong}"
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ImportError, OSError, AssertionError, ValueError) as error:
         problem = f"FlexAttention cannot be compiled here: {describe(error)}"
+    if problem:
         logger.warning("%s; attention is computed by plain matrix products, several times slower", problem)
-        return problem
-    return ""
-
-
-SHORTEST = 40
-"""Tokens of the sequences that a kernel is tried with."""
+    return problem
