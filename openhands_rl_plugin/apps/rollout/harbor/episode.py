@@ -84,8 +84,9 @@ async def play_in_container(asked: ContainerEpisode) -> PlayedRollout:
 def _settings(options: PlayOptions) -> RLSettings:
     settings = options.settings()
     settings = settings.model_copy(update={"host": "v1" if options.host == "auto" else settings.host})
-    if host_of(settings) != "v1":
+    if settings.host == "v0":  # whether it is installed or not
         raise ConfigError("host: OpenHands V0 does not work in a container of Harbor; leave the option out")
+    host_of(settings)
     serving = settings.serving
     if options.token_ids:
         check_model_server(serving.base_url, serving.model, serving.api_key())
