@@ -39,3 +39,5 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     ):
         settings = RLSettings(training=training)
         claim(tmp_path, identity_of(settings, tasks={}, timeout=1.0, model=None))
+        kept = json.loads((tmp_path / OPTIONS).read_text())["rl"]["training"]
+        assert not {"nproc_per_node", "context_parallel_size"} & {*kept}
