@@ -34,6 +34,9 @@ class ServiceOptions(PlaySettings):
     max_policy_lag: int | None = Field(
         default=None, ge=0, description="versions that a task's weights may be behind before its rest is cancelled"
     )
+    longest_pause: float = Field(
+        default=600.0, gt=0, description="seconds after which held calls of the model go on, unless paused again"
+    )
     keep_hours: float = Field(default=168.0, gt=0, description="hours that a finished task and its results are kept")
     max_body_bytes: int = Field(default=16 * _MIB, ge=1024, description="size of the largest request")
 

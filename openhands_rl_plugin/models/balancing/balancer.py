@@ -47,6 +47,7 @@ class Balancer:
         self._probe = probe
         self._free = asyncio.Event()
         self._free.set()
+        self._lapse: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         secure = any(url.startswith("https:") for url in urls)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -76,24 +77,47 @@ class Balancer:
             lifespan=lifespan,
         )
 
-    def hold(self, timeout: float) -> int:
-        """Begin no call until ``release``; how many are open after ``timeout`` seconds. Blocks, in another thread."""
+    def hold(self, timeout: float, longest: float) -> int:
+        """Begin no call until ``release``, for ``longest`` seconds at most: whoever holds them may have died. Once more
+        begins these anew. How many are open after ``timeout`` seconds: if any is, calls go on. Blocks, in another
+        thread.
+        """
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._held(timeout), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._held(timeout, longest), self._loop).result()
 
     def release(self) -> None:
         """Let calls begin again. From another thread."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._free.set)
+        self._loop.call_soon_threadsafe(self._go_on)
 
-    async def _held(self, timeout: float) -> int:
+    async def _held(self, timeout: float, longest: float) -> int:
         until = time.monotonic() + timeout
         while True:
             self._free.clear()  # each time: who holds beside this may have given up, and let calls begin
             left = sum(server.open for server in self.servers)
-            if not left or time.monotonic() >= until:
-                return left
-            await asyncio.sleep(_PAUSE)
+            if left and time.monotonic() < until:
+                await asyncio.sleep(_PAUSE)
+                continue
+            if left:
+                self._go_on()
+            else:
+                self._hold_for(longest)
+            return left
+
+    def _hold_for(self, longest: float) -> None:
+        def lapse() -> None:
+            _LOG.warning("nobody resumed the calls of the model within %g s of the last pause: they go on", longest)
+            self._go_on()
+
+        if self._lapse is not None:
+            self._lapse.cancel()
+        self._lapse = asyncio.get_running_loop().call_later(longest, lapse)
+
+    def _go_on(self) -> None:
+        if self._lapse is not None:
+            self._lapse.cancel()
+        self._lapse = None
+        self._free.set()
 
     async def forward(self, request: Request) -> Response:
         """The answer of a healthy server; 503, which clients try again, where there is none in time."""

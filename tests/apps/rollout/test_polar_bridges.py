@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -202,6 +203,32 @@ async def test_calls_are_held_while_weights_are_replaced(jobs: JobQueue, tmp_pat
         assert not second.done() and balancer.servers[0].open == 0
         assert service.post("/admin/inference/resume").json()["paused"] is False
         assert (await second).status_code == 200
+        await sender.aclose()
+
+
+async def test_a_pause_of_a_trainer_that_died_ends_and_one_that_is_renewed_goes_on(
+    jobs: JobQueue, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with ExitStack() as opened:
+        _, model = opened.enter_context(stub(0.01))
+        options = ServiceOptions(base_urls=(model,), model="base", longest_pause=1.0)
+        balancer = Balancer(options.base_urls)
+        behind = opened.enter_context(running_balancer(balancer))
+        keeper = Keeper(jobs, Orders(folder=tmp_path / "store", service=options))
+        service = TestClient(build_app(jobs, keeper, options, lambda stop: None, balancer))
+        pause = lambda: asyncio.to_thread(service.post, "/admin/inference/pause")  # noqa: E731
+        assert (await pause()).json()["paused"]
+        sender = await asyncio.to_thread(httpx.AsyncClient, trust_env=False)
+        call = asyncio.create_task(sender.post(f"{behind}/v1/chat/completions", json={}))
+        await asyncio.sleep(0.3)
+        renewed = time.monotonic()
+        assert (await pause()).json()["paused"]
+        assert (await call).status_code == 200 and time.monotonic() - renewed >= options.longest_pause
+        (said,) = caplog.messages
+        assert said == "nobody resumed the calls of the model within 1 s of the last pause: they go on"
+        assert (await pause()).json()["paused"] and service.post("/admin/inference/resume").status_code == 200
+        await asyncio.sleep(1.1)
+        assert len(caplog.messages) == 1, "what was resumed does not lapse"
         await sender.aclose()
 
 

@@ -51,7 +51,7 @@ class ServiceNode:
 
     async def pause(self, request: Request) -> Response:
         """``POST /admin/inference/pause?timeout_seconds=``: when it answers, no call of the model is open, and none
-        begins until ``resume``.
+        begins until ``resume``, or for ``--longest-pause``, which each pause begins anew.
         """
         try:
             seconds = float(request.query_params.get("timeout_seconds", _USUAL_SECONDS))
@@ -59,10 +59,8 @@ class ServiceNode:
             raise HTTPException(400, "timeout_seconds has to be a number") from error
         if not math.isfinite(seconds) or not 0 < seconds <= _MOST_SECONDS:
             raise HTTPException(400, f"timeout_seconds has to be at most {_MOST_SECONDS:.0f}")
-        balancer = self._known()
-        left = await asyncio.to_thread(balancer.hold, seconds)
+        left = await asyncio.to_thread(self._known().hold, seconds, self._service.longest_pause)
         if left:
-            balancer.release()
             raise HTTPException(504, f"{left} calls of the model were still open after {seconds:g} s; they go on")
         return JSONResponse({"paused": True, "inflight": 0})
 
