@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
+import pytest
+from starlette.requests import ClientDisconnect
 
 from evaluation.performance.serving.balance import CALLS_OF_AN_EPISODE, ideal_seconds, played, stub
+from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.core.servers.metrics import Metrics
 from openhands_rl_plugin.models.balancing.balancer import Balancer, running_balancer
 from openhands_rl_plugin.models.balancing.choice import ModelServer, ServerChoice
@@ -85,6 +90,76 @@ async def test_who_holds_the_calls_is_not_undone_by_another_who_gave_up():
             assert not balancer.servers[0].open, "a call begins while weights are replaced"
             balancer.release()
             assert (await late).status_code == 200
+
+
+async def _streaming(_: Any, receive: Any, send: Any) -> None:
+    """A model that streams."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+SCOPE = {
+    **{"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""},
+    "headers": [(b"content-type", b"application/json")],
+    "asgi": {"version": "3.0", "spec_version": "2.4"},
+}
+
+
+async def _request() -> dict[str, Any]:
+    return {"type": "http.request", "body": b"{}"}
+
+
+async def test_a_stream_is_open_before_its_client_takes_it():
+    """Here nothing was sent to the client yet; one that leaves then leaves no call open."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    sent: list[bytes] = []
+
+    async def slow(message: dict[str, Any]) -> None:
+        begun.set()
+        await go_on.wait()
+        sent.append(message.get("body", b""))
+
+    async def gone(message: dict[str, Any]) -> None:
+        raise OSError("the client is gone")
+
+    with listening("127.0.0.1", 0) as listener, serving(_streaming, listener, lifespan="off") as url:
+        balancer = Balancer([f"{url}/v1"])
+        app = balancer.app()
+        async with app.router.lifespan_context(app):
+            call = asyncio.create_task(app(dict(SCOPE), _request, slow))
+            await begun.wait()
+            assert await asyncio.to_thread(balancer.hold, 0.01, 60.0) == 1
+            go_on.set()
+            await call
+            assert b"data: [DONE]" in b"".join(sent)
+            with pytest.raises(ClientDisconnect):
+                await app(dict(SCOPE), _request, gone)
+            assert await asyncio.to_thread(balancer.hold, 0.01, 60.0) == 0
+
+
+async def test_a_call_that_is_let_through_and_held_again_waits():
+    """A pause that comes with the resume before it: the call has not gone on yet."""
+    with ExitStack() as opened:
+        _, address = opened.enter_context(stub(0.01))
+        balancer = Balancer([address])
+        app = balancer.app()
+        async with app.router.lifespan_context(app):
+            hold = lambda: asyncio.get_running_loop().run_in_executor(None, balancer.hold, 5.0, 60.0)  # noqa: E731
+            assert await hold() == 0
+
+            async def ignore(_: dict[str, Any]) -> None: ...
+
+            call = asyncio.create_task(app(dict(SCOPE), _request, ignore))
+            await asyncio.sleep(0.1)
+            again = hold()
+            time.sleep(0.2)  # the loop stands, so that both arrive at once
+            balancer.release()
+            assert await again == 0
+            await asyncio.sleep(0.3)
+            assert not call.done() and balancer.servers[0].calls == 0
+            balancer.release()
+            await call
 
 
 async def test_without_any_server_a_call_is_refused_as_one_to_try_again():

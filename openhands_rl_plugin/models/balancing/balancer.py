@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.core.servers.metrics import Metrics
-from openhands_rl_plugin.models.balancing.choice import ModelServer, ServerChoice
+from openhands_rl_plugin.models.balancing.choice import ModelServer, OpenCall, ServerChoice
 
 _LOG = redacting_logger(__name__)
 _SENT = ("authorization", "content-type", "accept", "x-api-key")
@@ -127,7 +128,8 @@ class Balancer:
         tried: set[str] = set()
         until = time.monotonic() + self._patience
         while True:
-            await self._free.wait()
+            while not self._free.is_set():  # it may have been cleared again before this goes on
+                await self._free.wait()
             server = self._choice.choose(episode, tried=tried)
             if server is None:
                 if time.monotonic() > until:
@@ -145,7 +147,8 @@ class Balancer:
         self, server: ModelServer, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> Response | None:
         """``None`` where the server is away; it is skipped until it answers again."""
-        with server.call() as call:
+        with ExitStack() as opened:
+            call = opened.enter_context(server.call())
             try:
                 asked = self._client.build_request(method, f"{server.url}/{path}", content=body, headers=headers)
                 answer = await self._client.send(asked, stream=True)
@@ -157,7 +160,7 @@ class Balancer:
                 tells = method == "POST" and answer.is_success
                 if "text/event-stream" in answer.headers.get("content-type", ""):
                     server.calls += 1
-                    return StreamingResponse(_stream(answer, server, tells=tells), answer.status_code, passed)
+                    return _Streamed(answer, passed, call, opened.pop_all(), tells=tells)
                 content = await _whole(answer)
                 call.tells = tells
             except httpx.TransportError as error:
@@ -219,15 +222,28 @@ async def _whole(answer: httpx.Response) -> bytes:
         await answer.aclose()
 
 
-async def _stream(answer: httpx.Response, server: ModelServer, *, tells: bool) -> AsyncIterator[bytes]:
-    """It is open until it ends; one that the client leaves says nothing of the speed."""
-    with server.call() as call:
-        try:
-            async for part in answer.aiter_bytes():
-                yield part
-            call.tells = tells
-        finally:
-            await answer.aclose()
+class _Streamed(StreamingResponse):
+    """A stream as it comes. Its ``call`` is open until it ends, also where the client left before it began; one that
+    was not heard to its end says nothing of the speed.
+    """
+
+    def __init__(
+        self, answer: httpx.Response, headers: dict[str, str], call: OpenCall, opened: ExitStack, *, tells: bool
+    ) -> None:
+        self._answer, self._call, self._opened, self._tells = answer, call, opened, tells
+        super().__init__(self._parts(), answer.status_code, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._opened:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self._answer.aclose()
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        async for part in self._answer.aiter_bytes():
+            yield part
+        self._call.tells = self._tells
 
 
 def _refusal(message: str) -> Response:
