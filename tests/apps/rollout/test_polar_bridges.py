@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +18,6 @@ from starlette.testclient import TestClient
 from evaluation.performance.serving.balance import stub
 from openhands_rl_plugin.apps.rollout.service.app import build_app
 from openhands_rl_plugin.apps.rollout.service.callbacks import send_due
-from openhands_rl_plugin.apps.rollout.service.database import FILE
 from openhands_rl_plugin.apps.rollout.service.keeper import Keeper
 from openhands_rl_plugin.apps.rollout.service.queue import JobQueue
 from openhands_rl_plugin.apps.rollout.service.requests import TaskRequest
@@ -162,18 +160,6 @@ async def taken(_: Any, receive: Any, send: Any) -> None:
     await receive()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
     await send({"type": "http.response.body", "body": b'{"ok": true}'})
-
-
-def test_a_queue_of_the_version_before_goes_on(tmp_path: Path):
-    JobQueue(tmp_path).close()
-    with sqlite3.connect(tmp_path / FILE) as db:
-        db.executescript("ALTER TABLE tasks DROP COLUMN collected; PRAGMA user_version = 1;")
-    db.close()
-    for _ in range(2):
-        jobs = JobQueue(tmp_path)
-        jobs.submit(TaskRequest.model_validate(submission()))
-        assert '"status": "running"' in (jobs.collect("a") or "")
-        jobs.close()
 
 
 async def test_calls_are_held_while_weights_are_replaced(jobs: JobQueue, tmp_path: Path):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from openhands_rl_plugin.apps.rollout.service.database import FILE
 from openhands_rl_plugin.apps.rollout.service.events import events_after, newest
 from openhands_rl_plugin.apps.rollout.service.owners import living_owner, only_server, release_dead, remove_dead
 from openhands_rl_plugin.apps.rollout.service.queue import ConflictError, FullError, JobQueue
@@ -239,6 +243,20 @@ def test_the_living_keep_what_they_have(tmp_path: Path, queue: JobQueue):
         only_server(tmp_path),
     ):
         pass
+
+
+def test_a_queue_of_the_version_before_goes_on_also_where_several_start_at_once(tmp_path: Path):
+    JobQueue(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as db, ThreadPoolExecutor() as starters:
+        db.executescript("ALTER TABLE tasks DROP COLUMN collected; PRAGMA user_version = 1; BEGIN IMMEDIATE;")
+        started = [starters.submit(JobQueue, tmp_path) for _ in range(3)]
+        time.sleep(0.5)  # all of them have seen the old version, and wait for the lock
+        db.execute("ROLLBACK")
+        for each in started:
+            queue = each.result(timeout=30)
+            queue.submit(request())
+            assert '"status": "running"' in (queue.collect("a") or "")
+            queue.close()
 
 
 def test_another_file_is_no_queue(tmp_path: Path):

@@ -66,16 +66,27 @@ class Database:
                 self.file, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
             self._connection.row_factory = sqlite3.Row
-            found = self._connection.execute("PRAGMA application_id").fetchone()[0]
-            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-            if (found, version) not in ((0, 0), (_APPLICATION_ID, 1), (_APPLICATION_ID, _VERSION)):
-                raise StorageError(f"{self.file} is no queue of rollouts of this version: choose another --store")
+            version = self._version()
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
-            if not version:
-                self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-            elif version == 1:
-                self._connection.executescript(f"BEGIN IMMEDIATE; {_SINCE_1} COMMIT;")
+        if version != _VERSION:
+            self._upgrade()
+
+    def _version(self) -> int:
+        """0 in a new file. Raises ``StorageError`` for a file of something else."""
+        found, version = (
+            self._connection.execute(f"PRAGMA {each}").fetchone()[0] for each in ("application_id", "user_version")
+        )
+        if (found, version) not in ((0, 0), (_APPLICATION_ID, 1), (_APPLICATION_ID, _VERSION)):
+            raise StorageError(f"{self.file} is no queue of rollouts of this version: choose another --store")
+        return version
+
+    def _upgrade(self) -> None:
+        with self.writing() as connection:
+            # Asked again where nobody else can write: another starter may have been faster.
+            script = {0: _SCHEMA, 1: _SINCE_1}.get(self._version(), "")
+            for statement in script.split(";\n"):  # `executescript` would commit before it begins
+                connection.execute(statement)
 
     def close(self) -> None:
         """Close the file."""
