@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, create_model
 
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.validation import problems, unknown_name
@@ -26,6 +26,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "strategies": {
         "BestOfN": "openhands_rl_plugin.rollout.strategies.best_of_n:BestOfNStrategy",
         "MCTS": "openhands_rl_plugin.rollout.strategies.mcts:MCTSStrategy",
+        "NextBest": "openhands_rl_plugin.rollout.strategies.next_best:NextBestStrategy",
         "StandardReAct": "openhands_rl_plugin.rollout.strategies.react:StandardReActStrategy",
         "ToT": "openhands_rl_plugin.rollout.strategies.tot:ToTStrategy",
     },
@@ -77,6 +78,20 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 def names(kind: Kind) -> tuple[str, ...]:
     """All known names of a kind. Imports nothing."""
     return tuple(sorted({*BUILTINS[kind], *_guests(kind)}))
+
+
+def registered(kind: Kind, *, besides: str | None = None) -> AfterValidator:
+    """Of a setting that names a plugin; ``besides`` is a word that it may say instead."""
+
+    def checked(value: str) -> str:
+        try:
+            if value != besides:
+                check(kind, value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    return AfterValidator(checked)
 
 
 def check(kind: Kind, name: str) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import AfterValidator, Field, FiniteFloat, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, FiniteFloat, ValidationError, ValidationInfo, model_validator
 from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
+from openhands_rl_plugin.config.loop import LoopSettings as LoopSettings
 from openhands_rl_plugin.config.sampling import SamplingSettings as SamplingSettings
 from openhands_rl_plugin.config.tinker import TinkerSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
@@ -45,18 +46,6 @@ _BUILT_IN_STORAGES = frozenset({"file", "mongodb"})
 
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
-
-
-def _registered(kind: registry.Kind, *, besides: str | None = None) -> AfterValidator:
-    def check(value: str) -> str:
-        try:
-            if value != besides:
-                registry.check(kind, value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return value
-
-    return AfterValidator(check)
 
 
 class StorageSettings(Settings):
@@ -134,7 +123,9 @@ class ServingSettings(Settings):
 class RewardSettings(Settings):
     """``[rl.reward]``: the reward that training maximises, by ``name``, and its ``options``."""
 
-    name: Annotated[str, _registered("rewards")] = Field(default="return", description="reward that training maximises")
+    name: Annotated[str, registry.registered("rewards")] = Field(
+        default="return", description="reward that training maximises"
+    )
     options: JsonObject = Field(default_factory=dict, description="options of that reward")
     gateway_min: FiniteFloat = Field(default=-1.0, description="lowest reward that a client may tell the gateway")
     gateway_max: FiniteFloat = Field(default=1.0, description="highest reward that a client may tell the gateway")
@@ -144,95 +135,6 @@ class RewardSettings(Settings):
         if options is None:
             options = self.options if name in (None, self.name) else {}
         return self.model_copy(update={"name": name or self.name, "options": options})
-
-
-class LoopSettings(Settings):
-    """``[rl.loop]``: synchronous or asynchronous rollouts, the staleness they may have, and the sizes of a run."""
-
-    kind: Literal["sync", "async"] = Field(
-        default="sync",
-        description="sync: rollouts and training in turn; async: rollouts continue while the policy is trained",
-    )
-    max_staleness: int = Field(
-        default=1, ge=0, le=64, description="async: policy versions that an episode may be behind the policy it trains"
-    )
-    partial_rollouts: Literal["finish", "continue"] = Field(
-        default="finish",
-        description="async: after a publication, running episodes finish on their version, or continue on the newest",
-    )
-    patience: float = Field(
-        default=600.0, ge=0, description="async: seconds that the model server may be unreachable before the run ends"
-    )
-    iterations: int = Field(default=5, ge=0, description="how often tasks are rolled out, trained on and published")
-    tasks_per_iteration: int = Field(default=8, ge=1, description="training tasks rolled out per iteration")
-    samples_per_task: int = Field(default=8, ge=2, description="episodes per task: the group size")
-    held_out: int = Field(
-        default=50, ge=1, description="tasks to evaluate on before and after training, never trained on"
-    )
-    success_at: float = Field(
-        default=0.999,
-        description="least reward of a success; at 0.999: a threshold of [rl.reward], or the environment's own",
-    )
-    demonstrations: int = Field(
-        default=0,
-        ge=0,
-        description="webshop, repair: scripted episodes to fine-tune the policy on before the iterations; 0: none",
-    )
-    warm_start_epochs: int = Field(default=2, ge=1, description="passes over the demonstrations")
-    warm_start_rate: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="its learning rate, which decays to 0; 0: learning_rate of [rl.training]",
-    )
-    warm_start_batch_size: int = Field(
-        default=0, ge=0, description="episodes per optimiser step of it; 0: batch_size of [rl.training]"
-    )
-    drills: int = Field(
-        default=0,
-        ge=0,
-        description="repair: edits of functions of Python's library that the fine-tuning has beside the demonstrations",
-    )
-    base_held_out: int = Field(
-        default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
-    )
-    evaluation_temperature: float = Field(
-        default=-1.0, ge=-1, le=2, description="of the held-out episodes; 0: greedy, -1: that of [rl.sampling]"
-    )
-    prefix_sampling: Literal["none", "adaptive"] = Field(
-        default="none",
-        description="adaptive: tasks that always fail begin with a part of a success, solved ones of a failure",
-    )
-    pivots: int = Field(
-        default=0,
-        ge=0,
-        description="single decisions of an iteration's episodes that are trained after it, without a sandbox; 0: none",
-    )
-    pivot_updates: int = Field(
-        default=2, ge=1, le=64, description="updates on these decisions, each with new answers of the policy"
-    )
-    save_total_limit: int = Field(
-        default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'
-    )
-
-    @property
-    def kept_versions(self) -> int:
-        """Versions that a server must keep loaded, so that running episodes can finish on theirs."""
-        return 2 if self.kind == "sync" else self.max_staleness + 1
-
-    @property
-    def stages(self) -> int:
-        """Number of stages of a run: iterations, evaluations, and those of a warm start on demonstrations."""
-        updates = self.pivot_updates if self.pivots else 0
-        return self.iterations * (1 + updates) + (5 if self.demonstrations else 2)
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.pivots and self.kind == "async":
-            raise ValueError('pivots are trained between iterations: set kind = "sync", or pivots = 0')
-        if self.pivots and self.prefix_sampling != "none":
-            raise ValueError('pivots come from groups with plain starts: set prefix_sampling = "none", or pivots = 0')
-        return self
 
 
 class RLSettings(Settings):
@@ -254,13 +156,13 @@ class RLSettings(Settings):
     env_server_base: HttpUrl = Field(
         default="http://127.0.0.1", min_length=1, description="address of the environment's server, without the port"
     )
-    rollout_strategy: Annotated[str, _registered("strategies")] = Field(
+    rollout_strategy: Annotated[str, registry.registered("strategies")] = Field(
         default="StandardReAct", description="name of the rollout strategy"
     )
-    storage_backend: Annotated[str, _registered("storages")] = Field(
+    storage_backend: Annotated[str, registry.registered("storages")] = Field(
         default="file", description="name of the trajectory storage"
     )
-    engine: Annotated[str, _registered("engines", besides=AUTO)] = Field(
+    engine: Annotated[str, registry.registered("engines", besides=AUTO)] = Field(
         default=AUTO, description="source of completions without OpenHands; auto: as the model needs it"
     )
     max_workers: int = Field(default=10, ge=1, le=4096, description="concurrent episodes")

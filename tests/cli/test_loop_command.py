@@ -266,7 +266,7 @@ WRONG = [
         '[extended.rl]\nrollout_strategy = "BestOfN"',
         'set [rl.training] tree = "proposals" (or "branches"), or act without a search (StandardReAct)',
     ),
-    (["--model", "MODEL"], '[rl.training]\nalgorithm = "sft"', '"sft" is not an RL algorithm'),
+    (["--model", "MODEL"], '[rl.training]\nalgorithm = "dpo"', '"dpo" learns from pairs'),
     (["--model", "MODEL", "--kind", "async"], '[rl.training]\nmethod = "full"', 'set [rl.loop] kind = "sync", or'),
     (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
     (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "several processes: set nproc_per_node"),

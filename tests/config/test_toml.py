@@ -235,7 +235,7 @@ WRONG += [
     ('[rl.reward]\nname = "retrun"', "[rl.reward] name: unknown reward 'retrun'; did you mean 'return'?"),
     ('[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),
     ('[rl.reward]\nname = "success"\noptions = {treshold = 1.0}', "[rl.reward.options] treshold: unknown key; did you"),
-    ("[rl.loop]\nsamples_per_task = 1", "[rl.loop] samples_per_task: must be greater than or equal to 2, got 1"),
+    ("[rl.loop]\nsamples_per_task = 0", "[rl.loop] samples_per_task: must be greater than or equal to 1, got 0"),
     ("[agent.RLAgent.rl.strategy]\nbeam = 2", "[agent.RLAgent.rl.strategy] beam: unknown key; available: sampling"),
     ('[rl]\nstrategy = "ToT"', "[rl] strategy: must be a valid dictionary, got 'ToT'"),
     ('[rl]\nrollout_strategy = "no.where:At"\nstrategy = {a = 1}', "[rl.strategy]: strategy 'no.where:At' cannot be"),

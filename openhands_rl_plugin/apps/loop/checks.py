@@ -30,10 +30,21 @@ def check_trainable(settings: RLSettings) -> None:
             '[rl.training] method = "full" replaces the served weights, and an asynchronous loop ends episodes on the '
             'former ones: set [rl.loop] kind = "sync", or method = "lora"'
         )
-    if algorithm_of(training).kind != "reinforcement":
+    kind = algorithm_of(training).kind
+    if kind == "preference":
         raise ConfigError(
-            f'[rl.training] algorithm = "{training.algorithm}" is not an RL algorithm: choose '
+            f'[rl.training] algorithm = "{training.algorithm}" learns from pairs, which a loop does not make: choose '
             '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
+        )
+    if kind == "reinforcement" and algorithm_of(training).estimator.grouped and settings.loop.samples_per_task < 2:
+        raise ConfigError(
+            f'[rl.loop] samples_per_task = 1: algorithm = "{training.algorithm}" compares the episodes of a task: set '
+            "2 or more"
+        )
+    if kind == "imitation" and settings.loop.pivots:
+        raise ConfigError(
+            f'[rl.training] algorithm = "{training.algorithm}" imitates episodes, and pivots are groups to compare: '
+            "set [rl.loop] pivots = 0, or choose an RL algorithm"
         )
     if training.context_parallel_size > 1 and training.nproc_per_node == 1:
         raise ConfigError(
@@ -45,6 +56,13 @@ def check_trainable(settings: RLSettings) -> None:
             '[rl.training] sharding = "layers" splits a model among several processes: set nproc_per_node to their '
             'number, or leave "auto"'
         )
+    if kind == "reinforcement":
+        _check_sampling(settings)
+
+
+def _check_sampling(settings: RLSettings) -> None:
+    """What is reinforced was sampled from the policy itself; what is imitated may come from a search."""
+    training = settings.training
     for where, name, value in _sampled_by(settings):
         if name == "temperature" and value != 1 and ENGINES[training.engine].temperatures == "1":
             engine = f'[rl.training] engine = "{training.engine}"'

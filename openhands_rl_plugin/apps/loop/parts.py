@@ -44,11 +44,12 @@ async def open_parts(
     objective: Reward,
     demonstrator: EpisodeRunner | None = None,
     lessons: Lessons | None = None,
+    evaluator: EpisodeRunner | None = None,
 ) -> AsyncIterator[LoopParts]:
     """The parts of a loop; it publishes to all servers of ``[rl.serving]``.
 
     ``model`` is the directory of the base model; ``shop`` the options that the embedded shop was started with, for its
-    demonstrations, unless a ``demonstrator`` plays them. ``lessons``: see ``LoopParts``.
+    demonstrations, unless a ``demonstrator`` plays them. ``lessons`` and ``evaluator``: see ``LoopParts``.
     Raises ``ConfigError`` and ``TrainingError``.
     """
     from openhands_rl_plugin.training.engines import make_trainer
@@ -74,6 +75,7 @@ async def open_parts(
             make_trainer=lambda chosen, adapter: make_trainer(model, chosen, settings, serving.model, adapter),
             state_file=directory / STATE,
             engine=engines,
+            evaluator=evaluator,
             **({"lessons": lessons} if lessons is not None else {}),
         )
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -104,12 +104,13 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
     """The plan of the settings. The warm start is ``[rl.training]`` with ``algorithm = "sft"``."""
     settings = job.settings
     loop, training, sampling = settings.loop, settings.training, settings.sampling_params()
+    turns = {"max_turns": loop.training_max_turns or job.limits.max_turns}
     return LoopPlan(
         run_id=job.run_id,
         base_model=settings.serving.model,
         adapter=settings.serving.adapter,
         demonstrations=_bounded(job.tasks.demonstrations, job.limits),
-        training=_bounded(job.tasks.training, job.limits),
+        training=_bounded(job.tasks.training, job.limits.model_copy(update=turns)),
         held_out=_bounded(job.tasks.held_out, job.limits),
         iterations=loop.iterations,
         tasks_per_iteration=loop.tasks_per_iteration,
@@ -181,6 +182,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     try:
         async with (
             _open_runner(job, storage) as runner,
+            _open_evaluator(job, storage) as evaluator,
             open_demonstrator(job, storage) as demonstrator,
             open_parts(
                 job.settings,
@@ -193,6 +195,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 objective=objective,
                 demonstrator=demonstrator,
                 lessons=_lessons(job),
+                evaluator=evaluator,
             ) as parts,
         ):
             await _require_servers(job, parts)
@@ -250,6 +253,18 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
     with rollout_settings(job.settings, adapters) as sampled:
         async with open_player(job, sampled, storage) as runner:
             yield RecordedRunner(runner, job.settings.serving.base_url or "the model in this process")
+
+
+@asynccontextmanager
+async def _open_evaluator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner | None]:
+    """The runner of the held-out tasks, where ``[rl.loop] evaluation_strategy`` names another strategy."""
+    name = job.settings.loop.evaluation_strategy
+    if name in ("", job.settings.rollout_strategy):
+        yield None
+        return
+    settings = job.settings.model_copy(update={"rollout_strategy": name, "strategy": {}})
+    async with _open_runner(replace(job, settings=settings), storage) as runner:
+        yield runner
 
 
 @asynccontextmanager

@@ -13,28 +13,22 @@ from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.rollout.strategies.budget import SearchBudget, StrictOptions
 
 
-class SearchOptions(StrictOptions):
-    """The options that all searches share.
+class BranchOptions(StrictOptions):
+    """The options of all strategies that sample several answers.
 
     ``temperature`` makes branches differ. ``seed`` makes a search repeatable as long as no budget cuts it and no branch
     dies: a call's seed follows from it, from the episode's own where the engine says that, and from the actions before
     the call, not from concurrent calls (``None`` leaves seeds to the engine). ``sampling`` holds the other sampling
     parameters. ``turn_budget`` bounds the search for one turn, ``episode_budget`` that of all turns together; once the
     latter is spent every turn is one plain completion. A budget with fewer calls or steps than one move takes is
-    refused. ``step_timeout`` is in seconds, for one step of a fork together with making it, and for closing one; in a
-    workspace the commands' own limits count where they are longer. ``open_worlds`` bounds the forks held at a time and
-    ``max_nodes`` the tree. ``value`` names the function that judges a state.
+    refused. ``max_nodes`` bounds the tree.
     """
 
-    value: str = "model"
-    value_options: JsonObject = Field(default_factory=dict)
     sampling: SamplingParams = SamplingParams()
     temperature: float = Field(default=1.0, gt=0)
     seed: int | None = None
     turn_budget: SearchBudget = SearchBudget()
     episode_budget: SearchBudget = SearchBudget()
-    step_timeout: float = Field(default=60.0, gt=0)
-    open_worlds: int = Field(default=64, ge=1)
     max_nodes: int = Field(default=20_000, ge=1)
 
     @field_validator("sampling")
@@ -46,6 +40,20 @@ class SearchOptions(StrictOptions):
         return sampling
 
 
+class SearchOptions(BranchOptions):
+    """The options of the strategies that judge what they sampled.
+
+    ``value`` names the function that judges a state. ``step_timeout`` is in seconds, for one step of a fork together
+    with making it, and for closing one; in a workspace the commands' own limits count where they are longer.
+    ``open_worlds`` bounds the forks held at a time.
+    """
+
+    value: str = "model"
+    value_options: JsonObject = Field(default_factory=dict)
+    step_timeout: float = Field(default=60.0, gt=0)
+    open_worlds: int = Field(default=64, ge=1)
+
+
 def checked[M: BaseModel](kind: type[M], options: Mapping[str, object]) -> M:
     """``options`` as a model. Raises ``ConfigError`` that names the wrong ones, each on a line."""
     try:
@@ -55,7 +63,7 @@ def checked[M: BaseModel](kind: type[M], options: Mapping[str, object]) -> M:
         raise ConfigError("\n".join(lines)) from error
 
 
-def options_of[O: SearchOptions](kind: type[O], options: O | None, changes: Mapping[str, object], value: object) -> O:
+def options_of[O: BranchOptions](kind: type[O], options: O | None, changes: Mapping[str, object], value: object) -> O:
     """The options of a strategy, which are given whole or one by one; ``value`` may be a name, which is one of them.
 
     Raises ``ConfigError`` for wrong ones, and where both are given.

@@ -120,12 +120,16 @@ class Search:
             self._asking[parent] -= count
         return list(dict.fromkeys(self._add(parent, completion) for completion in completions))
 
-    async def plain(self) -> int:
-        """One completion as without search; a budget does not stop it, because every turn needs an action."""
+    async def plain(self, temperature: float | None = None) -> int:
+        """One completion as without search; a budget does not stop it, because every turn needs an action.
+
+        ``temperature``: in place of the search's.
+        """
         self._enter_calls(1)
-        completion = (
-            await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=self._sampling(self.root))
-        )[0]
+        sampling = self._sampling(self.root)
+        if temperature is not None:
+            sampling = sampling.model_copy(update={"temperature": temperature})
+        completion = (await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=sampling))[0]
         return self._add(self.root, completion)
 
     def total(self, path: Sequence[int]) -> float:

@@ -104,7 +104,7 @@ class AsyncLoop(LoopStages):
         trainer = learned = None
         if credit.samples:
             trainer = await self._reinforcement_trainer()
-            learned = await self._learn(stage, trainer.reinforce, credit.samples)
+            learned = await self._learn(stage, self._update(trainer), credit.samples)
             metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
         metrics |= self._staleness(batch, played)
         if trainer is not None and learned is not None:

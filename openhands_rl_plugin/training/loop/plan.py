@@ -34,7 +34,7 @@ class LoopPlan(Frozen):
     base_held_out: int | None = Field(default=None, ge=1)
     iterations: int = Field(ge=0)
     tasks_per_iteration: int = Field(ge=1)
-    samples_per_task: int = Field(ge=2)
+    samples_per_task: int = Field(ge=1)
     warm_start: TrainingSettings
     reinforcement: TrainingSettings
     sampling: SamplingParams

@@ -25,8 +25,10 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Node, Probe, Sample, SamplingParams, Task, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
+from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.credit import Credit, credited_samples
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
+from openhands_rl_plugin.training.data.imitation import imitated
 from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, tell_notes
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
 from openhands_rl_plugin.training.loop.prefixes import PrefixSampler
@@ -85,7 +87,8 @@ def _as_they_are(demonstrations: Sequence[Trajectory]) -> Sequence[Trajectory]:
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The components of a loop. ``demonstrator`` runs the demonstrations, ``runner`` all other episodes.
+    """The components of a loop. ``demonstrator`` runs the demonstrations, ``runner`` all other episodes; ``evaluator``
+    those on held-out tasks, where they are played in another way.
 
     ``reward`` is used for evaluation and reports; ``objective`` is maximised by training. ``lessons``: what the warm
     start imitates, made of the demonstrations that succeeded. ``engine``: of a served model, for pivots.
@@ -103,6 +106,7 @@ class LoopParts:
     state_file: Path
     lessons: Lessons = _as_they_are
     engine: Callable[[str], LLMEngine] | None = None
+    evaluator: EpisodeRunner | None = None
 
 
 class LoopStages:
@@ -150,7 +154,8 @@ class LoopStages:
     async def _evaluate(self, stage: str, first: int | None = None) -> StageRecord:
         """Evaluate on the held-out tasks, or on the ``first`` of them."""
         started = time.time()
-        played = await self._roll_out(stage, self._plan.held_out[:first], 1, self._plan.evaluation)
+        held_out, sampling = self._plan.held_out[:first], self._plan.evaluation
+        played = await self._roll_out(stage, held_out, 1, sampling, runner=self._parts.evaluator)
         return self._record(stage, started, await self._judge(self._where(stage), played))
 
     async def _demonstrate(self, stage: str) -> StageRecord:
@@ -182,7 +187,16 @@ class LoopStages:
 
     async def _credit(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> Credit:
         rewards = await self._rewards(self._parts.objective, where, played)
-        return credited_samples(played, rewards, self._plan.reinforcement)
+        credited = imitated if self._imitates else credited_samples
+        return credited(played, rewards, self._plan.reinforcement)
+
+    @property
+    def _imitates(self) -> bool:
+        return algorithm_of(self._plan.reinforcement).kind == "imitation"
+
+    def _update(self, trainer: PolicyTrainer) -> Learn:
+        """What an iteration does with its samples."""
+        return trainer.sft if self._imitates else trainer.reinforce
 
     async def _roll_out(
         self,

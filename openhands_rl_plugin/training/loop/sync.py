@@ -71,7 +71,7 @@ class ClosedLoop(LoopStages):
             return self._record(stage, started, metrics)
         began = time.time()
         trainer = await self._reinforcement_trainer()
-        learned = await self._learn(stage, trainer.reinforce, samples)
+        learned = await self._learn(stage, self._update(trainer), samples)
         metrics |= learned.as_floats() | {"training_seconds": time.time() - began}
         adapter = await self._publish(stage, trainer, learned.steps, metrics)
         await self._save_trainer(trainer, adapter)

@@ -76,6 +76,41 @@ def test_other_sampling_is_refused_in_one_line(sections: dict[str, Any], says: s
         check_trainable(settings(**sections))
 
 
+def test_imitation_takes_whatever_was_played() -> None:
+    hot = {"sampling": {"temperature": 2.0, "min_p": 0.2}, "rollout_strategy": "NextBest"}
+    check_trainable(settings(training={"algorithm": "rejection-sampling"}, loop={"samples_per_task": 1}, **hot))
+    with pytest.raises(ConfigError, match=r"min_p = 0.2: .* set 0"):
+        check_trainable(settings(**hot))
+    with pytest.raises(ConfigError, match='rollout_strategy = "NextBest" chooses among what the policy sampled'):
+        check_trainable(settings(rollout_strategy="NextBest", strategy={"sampling": {}, "temperature": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"training": {"algorithm": "dpo"}}, '"dpo" learns from pairs, which a loop does not make'),
+        (
+            {"training": {"algorithm": "sft"}, "loop": {"pivots": 4}},
+            r"imitates episodes, .* set \[rl.loop\] pivots = 0",
+        ),
+        ({"loop": {"samples_per_task": 1}}, 'samples_per_task = 1: algorithm = "grpo" compares the episodes of a task'),
+    ],
+)
+def test_what_a_loop_cannot_learn_from_is_refused(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_trainable(settings(**sections))
+
+
+def test_a_group_of_one_is_enough_where_none_is_compared() -> None:
+    check_trainable(settings(training={"algorithm": "reinforce++"}, loop={"samples_per_task": 1}))
+
+
+def test_the_strategy_of_the_held_out_episodes_is_a_known_one() -> None:
+    assert settings(loop={"evaluation_strategy": "StandardReAct"}).loop.evaluation_strategy == "StandardReAct"
+    with pytest.raises(ConfigError, match=r"\[rl.loop\] evaluation_strategy: unknown strategy 'ReAct'"):
+        settings(loop={"evaluation_strategy": "ReAct"})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"top_k": -2}, {"min_p": 1.5}, {"repetition_penalty": 0}, {"presence_penalty": 3}, {"frequency_penalty": "1"}],

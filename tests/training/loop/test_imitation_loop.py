@@ -1,0 +1,71 @@
+"""Expert iteration: a loop that imitates the best of what a search played, and is evaluated without the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shopper_model import SHOP
+from shopping_loop import LIMITS, MODEL, ShopWorld, make_plan, write_talker
+
+from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import StrategySpec
+from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.strategies.next_best import NextBestStrategy
+from openhands_rl_plugin.training.loop.asynchronous import make_loop
+from openhands_rl_plugin.training.loop.stages import LoopParts
+
+LORA = {"batch_size": 4, "num_epochs": 2, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8, "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShopWorld]:
+    model = write_talker(tmp_path_factory.mktemp("talker") / "model")
+    server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8)
+    with running_webshop(SHOP) as shop, running_server(server) as url:
+        yield ShopWorld(shop, url, model)
+
+
+def searching(world: ShopWorld, parts: LoopParts) -> LoopParts:
+    """Training tasks are played by a search, held-out ones as before."""
+    search = SessionRunner(
+        make_environment=world._environment,
+        make_strategy=lambda request: NextBestStrategy(n=2),
+        make_engine=world._engine,
+        strategy_spec=StrategySpec(name="NextBest"),
+        base_model=MODEL,
+        limits=LIMITS,
+        storage=parts.storage,
+    )
+    return replace(parts, runner=search, evaluator=parts.runner)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluated(
+    world: ShopWorld, tmp_path: Path, kind: str
+) -> None:
+    parts = searching(world, world.parts(tmp_path))
+    plan = make_plan(
+        f"expert-{kind}", reinforcement=TrainingSettings.model_validate({"algorithm": "rejection-sampling", **LORA})
+    )
+    state = await make_loop(plan, parts, LoopSettings.model_validate({"kind": kind, "max_staleness": 1})).run()
+    iterations = [record.metrics for record in state.records if record.name.startswith("iteration")]
+    assert len(iterations) == 3
+    assert all(each["episodes"] == 8 and each["episodes_used"] == 2 for each in iterations), "one of each task's four"
+    assert all(each["steps"] > 0 for each in iterations) and iterations[-1]["loss"] < iterations[0]["loss"]
+    strategies: dict[str, set[str]] = {}
+    async for found, _ in parts.storage.find(TrajectoryFilter()):
+        stage = found.run_id.split("/")[1].split("-")[0]
+        strategies.setdefault(stage, set()).add(found.strategy.name)
+    assert strategies["evaluate"] == {"StandardReAct"} and strategies["demonstrate"] == {"oracle"}
+    assert strategies["iteration" if kind == "sync" else "rollouts"] == {"NextBest"}
+    for runner in (parts.runner, parts.evaluator, parts.storage):
+        assert runner is not None
+        await runner.close()
+    await parts.publisher.aclose()
