@@ -59,3 +59,6 @@ class NextBestStrategy(BranchingStrategy):
         if not tried or rank(first)[0]:
             return first
         return max([first, *await search.candidates(search.root, self.options.n)], key=rank)
+
+    async def _without_search(self, search: Search) -> int:
+        return await search.plain(temperature=0.0)

@@ -47,7 +47,7 @@ LIKELY = {"left": -0.1, "right": -1.0, "down": -2.0, "up": -5.0}
 
 async def play(engine: Ranked, turns: int, **options: object) -> tuple[EpisodeTree, list[str]]:
     world = planning()
-    tree, strategy = await opened(world), NextBestStrategy(**options)
+    tree, strategy = await opened(world), NextBestStrategy(None, **options)
     said: list[str] = []
     for _ in range(turns):
         tree.commit(await strategy.decide(tree, engine, world))  # type: ignore[arg-type]
@@ -89,9 +89,10 @@ async def test_without_logprobs_the_answer_that_was_drawn_most_often_is_taken():
 async def test_what_it_spent_is_reported_and_bounded():
     engine = Ranked(LIKELY, ["up", "down", "right", "left"])
     tree, said = await play(engine, 4, episode_budget=SearchBudget(calls=6))
-    told = report(tree, tree.path()[-2])
-    assert said[:2] == ["left", "right"] and told["strategy"] == "NextBest"
-    assert isinstance(told["episode"], dict) and told["episode"]["calls"] >= 6
+    assert said == ["left", "right", "left", "left"], "greedy when the budget is spent"
+    told = [report(tree, at) for at in tree.path() if tree.nodes[at].sampled]
+    assert [each["episode"]["calls"] for each in told] == [1, 6, 7, 8]  # type: ignore[index, call-overload]
+    assert {each["strategy"] for each in told} == {"NextBest"}
 
 
 def test_options_without_effect_are_refused():
