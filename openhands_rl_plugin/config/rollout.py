@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,8 @@ from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
+
+_OF_TRAINERS = frozenset({"base_url", "model", "base_model", "api_key_env"})
 
 
 class PlaySettings(Settings):
@@ -92,7 +95,7 @@ def options_from_trainer(given: Mapping[str, object], where: str, trainer: str, 
 
     Raises ``ConfigError``.
     """
-    known = PlaySettings.model_fields.keys() - {"base_url", "model", "base_model", "api_key_env", *said}
+    known = PlaySettings.model_fields.keys() - {*_OF_TRAINERS, *said}
     if wrong := sorted(given.keys() - known):
         own = wrong[0] in PlaySettings.model_fields
         why = f"is said by {trainer}" if own else f"is none of {', '.join(sorted(known))}"
@@ -106,3 +109,16 @@ def options_from_trainer(given: Mapping[str, object], where: str, trainer: str, 
     # Episodes are played in a process with another working folder.
     paths = {name: value for name in given if isinstance(value := getattr(options, name), Path)}
     return options.model_copy(update={name: path.expanduser().absolute() for name, path in paths.items()})
+
+
+def as_trainer_names(text: str, where: str, trainer: str, said: Collection[str]) -> str:
+    """What ``openhands-rl rollout`` says, with its options as the trainer's configuration has them: see
+    ``options_from_trainer``."""
+
+    def named(option: re.Match[str]) -> str:
+        name = option[1].replace("-", "_")
+        if name not in PlaySettings.model_fields:
+            return option[0]
+        return f"{trainer}'s {name}" if name in _OF_TRAINERS or name in said else f"{where}.{name}"
+
+    return re.sub(r"(?<!\S)--([a-z][a-z-]*)(?![\w=])", named, text)

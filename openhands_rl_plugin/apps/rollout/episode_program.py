@@ -8,11 +8,12 @@ import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from openhands_rl_plugin.apps.rollout.program import SECRET, read_episode, rollout_command
 from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
-from openhands_rl_plugin.config.rollout import options_from_trainer
+from openhands_rl_plugin.config.rollout import as_trainer_names, options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
@@ -42,6 +43,7 @@ class EpisodeProgram:
     ) -> None:
         if tries < 1:
             raise ConfigError(f"{where.removesuffix('options')}tries has to be 1 or more")
+        self._named = partial(as_trainer_names, where=where, trainer=trainer, said=said)
         checked = options_from_trainer(given, where, trainer, said)
         self._options = {name: getattr(checked, name) for name in given}
         self._seconds = checked.timeout + GRACE
@@ -88,7 +90,8 @@ class EpisodeProgram:
         words = rollout_command(
             self._python, chosen, base_url, model, options, self._store, base_model=base_model, token_ids=True
         )
-        return await run_program(words, task if row else "", key=key, seconds=self._seconds)
+        played = await run_program(words, task if row else "", key=key, seconds=self._seconds)
+        return self._named(played) if isinstance(played, str) else played
 
 
 async def run_program(words: Sequence[str], given: str, *, key: str, seconds: float) -> PlayedRollout | str:

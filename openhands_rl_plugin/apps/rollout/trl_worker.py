@@ -16,7 +16,7 @@ import numpy
 from openhands_rl_plugin.apps.rollout.play import play
 from openhands_rl_plugin.apps.rollout.tasks import GivenTask
 from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.rollout import PlayOptions
+from openhands_rl_plugin.config.rollout import PlayOptions, as_trainer_names
 from openhands_rl_plugin.core.concurrency import Job, LoopThread
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, RLError, TrainingError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -169,6 +169,7 @@ class TRLRolloutWorker:
         self._empty = 0 if valid else self._empty + 1
         if self._empty >= _EMPTY_GROUPS:
             why = next((each.failure.message for each in played if each.failure is not None), "nothing was sampled")
+            why = as_trainer_names(why, "options", "TRL", ())
             raise TrainingError(f"{self._empty} groups in a row have no valid episode; the last one: {why}")
         if len(set(rewards)) < 2:
             return []

@@ -45,7 +45,8 @@ class SkyRLGymEnvironment(GymEpisode):
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if not isinstance(row, dict) or not isinstance(prompt, list):
             raise BadEnvironmentError(
-                f"task '{task.id}' needs a row of SkyRL's data set with a 'prompt' of messages: give --dataset-file"
+                f"task '{task.id}' needs a row of SkyRL's data set with a 'prompt' of messages: give a file "
+                "with them (evaluate: --dataset-file)"
             )
         if ":" in name and name not in skyrl_gym.registry:
             skyrl_gym.register(id=name, entry_point=name)

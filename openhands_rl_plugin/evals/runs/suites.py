@@ -160,6 +160,7 @@ def _from_hub(suite: Suite) -> tuple[Instance, ...]:
         rows = datasets.load_dataset(suite.dataset, split=suite.split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise ConfigError(
-            f"{suite.dataset} cannot be downloaded ({describe(error)}); give its rows with --dataset-file FILE"
+            f"{suite.dataset} cannot be downloaded ({describe(error)}); give a file with its rows "
+            "(evaluate: --dataset-file)"
         ) from error
     return tuple(instance_of(dict(row)) for row in rows)

@@ -18,7 +18,7 @@ from openhands_rl_plugin.apps.rollout import episode_program
 from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram
 from openhands_rl_plugin.apps.rollout.program import VARIABLE
 from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
-from openhands_rl_plugin.config.rollout import options_from_trainer
+from openhands_rl_plugin.config.rollout import as_trainer_names, options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -86,6 +86,15 @@ async def test_an_episode_without_ids_is_none(model: ScriptedModel):
     model.policies["policy"] = lambda body: with_prompt_ids(says(SEARCH), None)
     played = await program(SHOP).play("webshop-3", model.url, "policy")
     assert isinstance(played, str) and played.startswith("model: ")
+
+
+async def test_what_is_said_of_options_names_them_as_the_trainer_does(model: ScriptedModel):
+    refused = await program({"mirror": "/nowhere"}).play("sdist__h11-0.16.0-0ff9ccd7", model.url, "policy")
+    assert refused == "configuration: own.options.mirror /nowhere: no such folder"
+    others = "docker run --network=none --model-dir x; --network, or --backend local; see --help"
+    assert as_trainer_names(others, "own.options", "Trainer", {"backend"}) == (
+        "docker run --network=none --model-dir x; own.options.network, or Trainer's backend local; see --help"
+    )
 
 
 async def test_what_fails_of_the_infrastructure_is_played_again_under_another_name(

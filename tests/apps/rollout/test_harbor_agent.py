@@ -88,6 +88,7 @@ async def test_trials_have_rewards_details_and_documents_or_a_reason(model: Scri
         "greedy": trial("greedy", "gives-up", temperature=0.0),
         "evaluated": trial("evaluated", "solves", temperature=0.0, collect_rollout_details=False),
         "late": trial("late", "waits", {"override_timeout_sec": 30}),
+        "brief": trial("brief", "waits", timeout=10),
         "away": trial("away", "solves", away),
         "typo": trial("typo", "solves", max_turn=6),
         "suite": trial("suite", "solves", suite="swe-local"),
@@ -120,6 +121,11 @@ async def test_trials_have_rewards_details_and_documents_or_a_reason(model: Scri
     for name, kind, why in (
         ("without-ids", "EpisodeFailedError", "model: .*token ids"),
         ("greedy", "EpisodeFailedError", "configuration: this episode is not to be trained on: .*"),
+        (
+            "brief",
+            "EpisodeFailedError",
+            r"environment: the episode was not over after 10 s: raise agent\.kwargs\.timeout$",
+        ),
         ("away", "EpisodeInfrastructureError", "infrastructure: .*127.0.0.1:9.*"),
         ("late", "AgentTimeoutError", "Agent execution timed out after 30.0 seconds"),
     ):

@@ -27,6 +27,7 @@ from openhands_rl_plugin.apps.rollout.service.app import RolloutDoor, build_app
 from openhands_rl_plugin.apps.rollout.service.callbacks import send_due
 from openhands_rl_plugin.apps.rollout.service.keeper import Keeper
 from openhands_rl_plugin.apps.rollout.service.queue import JobQueue
+from openhands_rl_plugin.apps.rollout.service.requests import TaskRequest
 from openhands_rl_plugin.apps.rollout.service.worker import Orders, work
 from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.config.rollouts import ServiceOptions
@@ -214,6 +215,21 @@ async def test_a_worker_plays(model: ScriptedModel, queue: JobQueue, client: Tes
     assert (refused["status"], refused["trajectory"]["traces"]) == ("ERROR", []) and "no task 9999" in refused["error"]
     async with FileTrajectoryStorage(tmp_path / "store") as store:
         assert len([each async for each in store.find()]) == 2
+
+
+async def test_an_episode_that_is_late_names_what_bounded_it(queue: JobQueue, tmp_path: Path):
+    metadata = {"task": "webshop-3", "agent_timeout": 1}
+    tasks = {"a": {"timeout_seconds": 1}, "b": {"metadata": metadata}, "c": {}}
+    for name, own in tasks.items():
+        queue.submit(TaskRequest.model_validate(submission(name, agent={"model_name": "late"}, **own)))
+    with serve() as model:
+        model.delay, model.policies["late"] = 3.0, lambda _: says(SEARCH)
+        async with working(tmp_path / "store", service(model.url, timeout=2)):
+            errors = [(await ended(queue, name))["results"][0] for name in tasks]
+    assert [each["status"] for each in errors] == ["TIMEOUT"] * 3
+    assert [each["error"].rpartition(": raise ")[2] for each in errors] == (
+        ["timeout_seconds", "metadata.agent_timeout", "--timeout"]
+    )
 
 
 def test_bad_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

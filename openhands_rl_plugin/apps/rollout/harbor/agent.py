@@ -26,7 +26,7 @@ from openhands_rl_plugin.apps.rollout.episode_program import GRACE, run_program
 from openhands_rl_plugin.apps.rollout.harbor.bridge import directory_of, served
 from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of
 from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
-from openhands_rl_plugin.config.rollout import options_from_trainer
+from openhands_rl_plugin.config.rollout import as_trainer_names, options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.container import programs
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
@@ -39,6 +39,7 @@ FACTS = "openhands_rl"
 _PROGRAM = "openhands_rl_plugin.apps.rollout.harbor.episode"
 # Of suites, of their grading and of our own sandbox: Harbor's task, verifier and environment are in their place.
 _SAID = frozenset({"suite", "backend", "mirror", "cache", "network", "test_timeout"})
+_NAMES = ("agent.kwargs", "Harbor", _SAID)
 _OF_HARBOR = inspect.signature(BaseAgent.__init__).parameters.keys() | {"override_setup_timeout_sec"}
 _SECONDS = 60
 
@@ -78,7 +79,7 @@ class OpenHandsHarborAgent(BaseAgent):
         ours = {name: given.pop(name) for name in [*given] if name not in _OF_HARBOR}
         super().__init__(logs_dir, model_name, *args, **given)
         try:
-            options = options_from_trainer(ours, "agent.kwargs", "Harbor", _SAID)
+            options = options_from_trainer(ours, *_NAMES)
         except ConfigError as error:
             raise _Refused(str(error)) from error
         connection = self.model_connection
@@ -134,7 +135,7 @@ class OpenHandsHarborAgent(BaseAgent):
         played = await run_program(command, json.dumps(asked), key=self._key, seconds=self._seconds)
         if isinstance(played, str):
             kind = EpisodeInfrastructureError if played.startswith("infrastructure: ") else EpisodeFailedError
-            raise kind(played)
+            raise kind(as_trainer_names(played, *_NAMES))
         if self._details and played.off_policy:
             raise EpisodeFailedError(f"configuration: this episode is not to be trained on: {played.off_policy}")
         return played

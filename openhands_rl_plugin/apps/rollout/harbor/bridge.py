@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
@@ -17,6 +18,9 @@ from typing import Protocol
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.environments.container.place import LONGEST_LINE
 from openhands_rl_plugin.environments.container.programs import answer, marked
+
+_LONGEST = 75
+"""Bytes of the folder for temporary files."""
 
 
 class Ran(Protocol):
@@ -55,7 +59,9 @@ async def served(environment: Runs) -> AsyncIterator[Path]:
         running.add(task)
         task.add_done_callback(running.discard)
 
-    with tempfile.TemporaryDirectory(prefix="rl-harbor-") as folder:  # 0700, as the module says
+    # A socket's path has at most 103 bytes (macOS).
+    long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST
+    with tempfile.TemporaryDirectory(prefix="rl-harbor-", dir="/tmp" if long else None) as folder:  # 0700, see above
         path = Path(folder) / "exec"
         server = await asyncio.start_unix_server(begin, str(path), limit=LONGEST_LINE)
         try:

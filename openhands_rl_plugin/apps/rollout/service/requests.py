@@ -142,6 +142,11 @@ class TaskRequest(Frozen):
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     @property
+    def bound(self) -> str:
+        """The field that bounds the seconds of the play."""
+        return f"metadata.{PLAY_SECONDS}" if _seconds(self.metadata.get(PLAY_SECONDS)) else "timeout_seconds"
+
+    @property
     def digest(self) -> str:
         """What tells one request from another of the same ``task_id``."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()

@@ -34,6 +34,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redact_text, redacting_logger
 from openhands_rl_plugin.core.types import Failure, FailureKind, Frozen
 from openhands_rl_plugin.evals.runs.stages import Stage, Stages
+from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
 _LOG = redacting_logger(__name__)
 _PAUSE = 0.2
@@ -196,6 +197,8 @@ class Worker:
             with boundary(FailureKind.INFRASTRUCTURE, "rollout.play"):
                 stages = self._stages.telling(held.entered)
                 played = await play(request.task, options, storage=self._storage, stages=stages)
+                if options.timeout < self._service.timeout:
+                    played = _bounded_by_its_task(played, request)
                 result = played_result(session, played, request.told, held.timing(), self._owner)
         except CaughtFailure as caught:
             return self._failed(held, request, caught.failure)
@@ -226,6 +229,14 @@ class Worker:
     async def _call[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: call(*args, **kwargs))
+
+
+def _bounded_by_its_task(played: PlayedRollout, request: TaskRequest) -> PlayedRollout:
+    """A failure names the option that is to be raised, which here is not the service's."""
+    if (failure := played.failure) is None:
+        return played
+    message = failure.message.replace("--timeout", request.bound)
+    return played.model_copy(update={"failure": failure.model_copy(update={"message": message})})
 
 
 def _delay(session: ClaimedSession) -> float:

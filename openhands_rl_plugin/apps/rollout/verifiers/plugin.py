@@ -12,7 +12,7 @@ from pydantic import Field, create_model, model_validator
 from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of, read_episode, rollout_command
 from openhands_rl_plugin.apps.rollout.pythons import check_probe, check_release, interpreter, probe
 from openhands_rl_plugin.apps.rollout.verifiers.suite_tasks import SuiteTask, suite_tasks
-from openhands_rl_plugin.config.rollout import PlaySettings
+from openhands_rl_plugin.config.rollout import PlaySettings, as_trainer_names
 from openhands_rl_plugin.core.errors import RLError
 
 try:
@@ -147,7 +147,8 @@ class OpenHandsHarness(vf.Harness[OpenHandsHarnessConfig]):
         result = await runtime.run_program(command, {**self.config.resolved_env, SECRET: secret})
         played = read_episode(result.exit_code, result.stdout, result.stderr)
         if isinstance(played, str):
-            return vf.ProgramResult(result.exit_code or 1, "", played)
+            why = as_trainer_names(played, "env.agent.harness.episode", "verifiers", _OWN)
+            return vf.ProgramResult(result.exit_code or 1, "", why)
         if played.off_policy and isinstance(ctx.client, vf.TrainClientConfig):
             return vf.ProgramResult(1, "", f"configuration: this episode is not to be trained on: {played.off_policy}")
         trace.info[FACTS] = facts_of(played)
