@@ -24,6 +24,7 @@ from openhands_rl_plugin.training.policies.visible_blocks import visible_blocks
 from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE
 from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.note_files import NOTES_FOLDER, frames, note_files, numbers_of
 
 SHARED = {"context_parallel_size": 2}
 SPLIT = {**SHARED, "sharding": "layers"}
@@ -53,6 +54,32 @@ def test_with_split_layers(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [SHARED, SPLIT], ids=["whole", "split"])
 def test_two_groups_of_two(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     compare(model, tmp_path, changes, "passes", "dpo", "gspo", size=4)
+
+
+@pytest.mark.slow
+def test_one_process_of_a_group_keeps_the_notes_of_all_tokens(model: Path, tmp_path: Path) -> None:
+    """And of each token once, by the numbers that one process computes alone."""
+    compare(model, tmp_path, SHARED, "noted")
+    (ours, numbers), (theirs, expected) = (notes_of(tmp_path / each / "noted/run") for each in ("both", "one"))
+    assert ours == theirs == ["000001.notes"]
+    assert len(numbers) == 2 * 7 and numbers.keys() == expected.keys()
+    for name, columns in numbers.items():
+        assert {len(each) for each in columns.values()} == {7 + int(name[1]) // 3}, name
+        for column, values in columns.items():
+            assert values == pytest.approx(expected[name][column], abs=1e-4), (name, column)
+
+
+def notes_of(run: Path) -> tuple[list[str], dict[tuple[int, str], dict[str, list[float | None]]]]:
+    """The files, and the columns of each sample (by step and episode), which is noted once."""
+    files, found = note_files(run / NOTES_FOLDER), {}
+    for path in files:
+        with path.open("rb") as file:
+            for each in [numbers_of(file, frame) for frame in frames(file) if frame.begins]:
+                assert each is not None
+                name = (each[0].step, each[0].episode)
+                assert name not in found
+                found[name] = dict(each[1])
+    return [path.name for path in files], found
 
 
 @pytest.mark.slow
