@@ -6,9 +6,14 @@ episodes to learn from (``algorithm = "sft"`` in a loop imitates them), and for 
 
 from __future__ import annotations
 
+import math
+from typing import ClassVar
+
 from pydantic import Field
 
+from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import SamplingParams
 from openhands_rl_plugin.rollout.strategies.annotations import action_key, notes, times_merged
@@ -17,9 +22,14 @@ from openhands_rl_plugin.rollout.strategies.budget import Least
 from openhands_rl_plugin.rollout.strategies.options import BranchOptions, SearchOptions, options_of
 from openhands_rl_plugin.rollout.strategies.search import Search
 
+_LOG = redacting_logger(__name__)
+
 
 class NextBestOptions(BranchOptions):
-    """Where the greedy answer was acted on before, ``n`` others are drawn, hot, and without what is far less likely."""
+    """Where the greedy answer was acted on before, ``n`` others are drawn, hot, and without what is far less likely.
+
+    A server that refuses this ``temperature`` or ``sampling`` is asked at temperature 1, unless they are a user's own.
+    """
 
     n: int = Field(default=4, ge=1)
     temperature: float = Field(default=2.0, gt=0)
@@ -29,17 +39,22 @@ class NextBestOptions(BranchOptions):
 class NextBestStrategy(BranchingStrategy):
     """Answers greedily; where that repeats a turn of the episode, takes the likeliest of ``n`` samples that does not.
 
-    Likelihoods are the server's logprobs (of temperature 1, whatever was sampled at); without any, the answer that was
-    drawn most often is taken. Where all repeat, the likeliest is acted on again. It needs no forks, and no value.
+    Turns before a host rewrote the history count, too, and those whose answer it could not read. Likelihoods are the
+    server's logprobs (of temperature 1, or of what was sampled at, as the server reports them); without any, the
+    answer that was drawn most often is taken. Where all repeat, the likeliest is acted on again. It needs no forks, and
+    no value.
     """
 
     Options = NextBestOptions
     name = "NextBest"
+    greedy: ClassVar[bool] = True
+    """Its answers have no probability, whatever the options, so that they are imitated and not reinforced."""
 
     def __init__(self, options: NextBestOptions | None = None, **changes: object) -> None:
         self.options = options_of(NextBestOptions, options, changes, None)
         shared = {name: getattr(self.options, name) for name in BranchOptions.model_fields}
         super().__init__(SearchOptions.model_validate(shared), Least(calls=1))
+        self._adapted = False
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """As in ``BranchingStrategy``; nothing is tried in forks."""
@@ -47,18 +62,33 @@ class NextBestStrategy(BranchingStrategy):
 
     async def choose(self, search: Search) -> int | None:
         """The greedy answer, or the likeliest other one."""
-        tree = search.tree
-        tried = {action_key(tree.nodes[at].message) for at in tree.path(search.root) if tree.nodes[at].sampled}
+        tree, path = search.tree, frozenset(search.tree.path(search.root))
+        turns = (node for at, node in enumerate(tree.nodes) if node.sampled and (at in path or "report" in notes(node)))
+        tried = {action_key(node.message) for node in turns}
 
         def rank(at: int) -> tuple[bool, float, int]:
             tokens, noted = tree.nodes[at].tokens, notes(tree.nodes[at])
-            likelihood = sum(tokens.logprobs) if tokens is not None else 0.0
+            likelihood = sum(tokens.logprobs) if tokens is not None and tokens.logprobs else -math.inf
             return action_key(tree.nodes[at].message) not in tried, likelihood, times_merged(noted)
 
-        first = await search.plain(temperature=0.0)
-        if not tried or rank(first)[0]:
+        first = await search.plain(greedy=True)
+        if rank(first)[0]:
             return first
-        return max([first, *await search.candidates(search.root, self.options.n)], key=rank)
+        return max([first, *await self._others(search)], key=rank)
+
+    async def _others(self, search: Search) -> list[int]:
+        try:
+            return await search.candidates(search.root, self.options.n)
+        except ModelError as error:
+            # The server answered the same prompt greedily, so it refuses how this one was to be sampled.
+            if self._adapted or self.options.model_fields_set & {"temperature", "sampling"}:
+                raise
+            _LOG.warning("%s draws at temperature 1, as the model server refuses its own: %s", self.name, error)
+        self._adapted = True
+        self._options = search.options = self._options.model_copy(
+            update={"temperature": 1.0, "sampling": SamplingParams()}
+        )
+        return await search.candidates(search.root, self.options.n)
 
     async def _without_search(self, search: Search) -> int:
-        return await search.plain(temperature=0.0)
+        return await search.plain(greedy=True)

@@ -120,15 +120,15 @@ class Search:
             self._asking[parent] -= count
         return list(dict.fromkeys(self._add(parent, completion) for completion in completions))
 
-    async def plain(self, temperature: float | None = None) -> int:
+    async def plain(self, *, greedy: bool = False) -> int:
         """One completion as without search; a budget does not stop it, because every turn needs an action.
 
-        ``temperature``: in place of the search's.
+        ``greedy``: the likeliest one, without those parameters of the search that only say what may be drawn.
         """
         self._enter_calls(1)
         sampling = self._sampling(self.root)
-        if temperature is not None:
-            sampling = sampling.model_copy(update={"temperature": temperature})
+        if greedy:
+            sampling = sampling.model_copy(update={"temperature": 0.0, "top_p": None, "top_k": None, "min_p": None})
         completion = (await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=sampling))[0]
         return self._add(self.root, completion)
 
