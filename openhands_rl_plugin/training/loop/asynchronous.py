@@ -54,7 +54,8 @@ class AsyncLoop(LoopStages):
         self._server = OutageTolerantServer(parts.publisher, settings.patience, self._tell)
         self._served: dict[str, str] = {}  # version -> its model name on the server
         self._patient = OutageTolerantRunner(parts.runner, self._server)
-        super().__init__(plan, replace(parts, runner=self._patient), listener)
+        evaluator = OutageTolerantRunner(parts.evaluator, self._server) if parts.evaluator is not None else None
+        super().__init__(plan, replace(parts, runner=self._patient, evaluator=evaluator), listener)
         self._settings = settings
         self._at = ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,9 +307,11 @@ async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["evaluate-base", ITERATIONS[0]])
+@pytest.mark.parametrize(
+    ("stage", "evaluator"), [("evaluate-base", False), ("evaluate-base", True), (ITERATIONS[0], False)]
+)
 async def test_a_server_that_is_away_before_anything_is_published_pauses_the_loop(
-    served: ShopWorld, tmp_path: Path, stage: str
+    served: ShopWorld, tmp_path: Path, stage: str, evaluator: bool
 ) -> None:
     config = ServerConfig(
         model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
@@ -317,6 +320,7 @@ async def test_a_server_that_is_away_before_anything_is_published_pauses_the_loo
         outage = Outage(config, generator, 6.0, stage)
         world = ShopWorld(served.shop, outage.url, served.model)
         parts = world.parts(tmp_path)
+        parts = replace(parts, evaluator=parts.runner if evaluator else None)
         plan = make_plan("cold", demonstrations=(), iterations=1)
         state = await AsyncLoop(plan, parts, BEHIND, outage).run()
         outage.serving.__exit__(None, None, None)
