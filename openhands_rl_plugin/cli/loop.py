@@ -195,6 +195,7 @@ def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
 
 def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
     """The output of a dry run."""
+    from openhands_rl_plugin.apps.loop.checks import evaluated_by
     from openhands_rl_plugin.apps.loop.parts import STATE
     from openhands_rl_plugin.apps.loop.run import objective_of
     from openhands_rl_plugin.training.loop.plan import LoopState
@@ -206,13 +207,16 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
     if loop.pivots:
         prefixed += f", then {loop.pivot_updates} updates on up to {loop.pivots} single decisions of them"
     ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
+    turns, other = loop.training_max_turns or settings.max_turns, evaluated_by(settings)
+    apart = f"; held-out tasks: {(other or settings).rollout_strategy}, at most {settings.max_turns} turns"
+    held_out = apart if other is not None or turns != settings.max_turns else ""
     policy = f"{serving.model or 'the base model'} at {serving.base_url}"
     return [
         f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
         f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
         f"{loop.samples_per_task} episodes, {loop.kind}{ahead}{prefixed}",
         f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
-        f"  agent: {settings.rollout_strategy}, at most {settings.max_turns} turns, {settings.max_workers} at a time",
+        f"  agent: {settings.rollout_strategy}, at most {turns} turns, {settings.max_workers} at a time{held_out}",
         f"  model: {policy if serving.base_url else f'{given_weights(args.model)}, by the embedded server'}",
         f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {args.run_dir.absolute()}",
         f"  starts from {start.name if start is not None else 'the base model'}",

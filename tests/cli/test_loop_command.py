@@ -28,7 +28,8 @@ from openhands_rl_plugin.apps.loop.run import LoopJob, loop_plan
 from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.types import Score, Trajectory
+from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, Trajectory
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.evals.runs.suites import local_rows
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
@@ -185,6 +186,50 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert cli.main([*command, "--samples-per-task", "4"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "holds a run with other options (rl.loop.samples_per_task: 3, now 4)" in line and "--fresh" in line
+
+
+class LastTurnOptions(HttpEnvironmentOptions):
+    max_turns: int = 0
+
+
+class LastTurn(WebEnvClient):
+    """Ends an episode at the last turn that it is told."""
+
+    Options = LastTurnOptions
+
+    def __init__(self, options: LastTurnOptions) -> None:
+        super().__init__(options)
+        self._left = options.max_turns
+
+    async def step(self, action: Message) -> Observation:
+        self._left -= 1
+        return (await super().step(action)).model_copy(update={"truncated": self._left == 0})
+
+
+@pytest.mark.timeout(400)
+def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[str, str], tmp_path: Path) -> None:
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    played_by = 'env_name = "test_loop_command:LastTurn"\nrollout_strategy = "NextBest"'
+    text = config.read_text().replace('env_name = "webshop"', f'{played_by}\nenvironment = {{system_prompt = "Shop."}}')
+    config.write_text(text.replace("[rl.training]", '[rl.training]\nalgorithm = "rejection-sampling"'))
+    command = words(config, "--iterations", "1", "--training-max-turns", "3", "--samples-per-task", "2")
+    assert cli.main([*command, "--evaluation-strategy", "StandardReAct"]) == 0
+    record = LoopState.load(tmp_path / "run" / "state.json").record("iteration-000")
+    assert record is not None and record.metrics["episodes_used"] == 2 and record.adapter is not None
+    played: dict[str, list[Trajectory]] = {}
+    for trajectory, _ in stored(tmp_path):
+        played.setdefault(trajectory.run_id.rpartition("/")[2], []).append(trajectory)
+    found = {stage: {(t.strategy.name, len([*t.sampled()]), t.stop) for t in each} for stage, each in played.items()}
+    assert found == {
+        "evaluate-base": {("StandardReAct", 2, StopReason.TRUNCATED)},
+        "iteration-000": {("NextBest", 3, StopReason.TRUNCATED)},
+        "evaluate-final": {("StandardReAct", 2, StopReason.TRUNCATED)},
+    }
+    asked = {
+        stage: {node.sampling.temperature for t in each for node in t.sampled() if node.sampling}
+        for stage, each in played.items()
+    }
+    assert asked["evaluate-final"] == {1.0} and asked["iteration-000"] <= {0.0, 2.0} and 0.0 in asked["iteration-000"]
 
 
 @pytest.mark.timeout(400)
@@ -347,8 +392,10 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_episode
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         what = "token ids" if field == "return_token_ids" else "logprobs"
         assert f"{deaf.url} answers: no {what}: the model server ignores {field}; serve the model with" in line
-    if field == "logprobs":
-        return
+        if field == "logprobs":  # which nobody who imitates needs
+            config.write_text(config.read_text().replace("[rl.training]", '[rl.training]\nalgorithm = "sft"'))
+            assert cli.main([*command, "--fresh", "--held-out", "1"]) == 0
+            return
     # With a server that sends them the same command goes on, and keeps what was played.
     config.write_text(config.read_text().replace(deaf.url, f"{served[1]}/v1").replace('server = "vllm"', ""))
     assert cli.main(command) == 0
@@ -385,6 +432,10 @@ def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys:
     assert "1195 tasks to train on, 2 held out, 5 for demonstrations" in said
     assert "stages: 7, 0 done" in said and "async, at most 1 versions behind" in said
     assert "by the embedded server" in said and "'counted_reward:CountedReward'" in said
+    assert "agent: StandardReAct, at most 2 turns, 6 at a time\n" in said
+    assert cli.main([*command, "--training-max-turns", "4", "--evaluation-strategy", "BestOfN"]) == 0
+    also = "agent: StandardReAct, at most 4 turns, 6 at a time; held-out tasks: BestOfN, at most 2 turns\n"
+    assert also in capsys.readouterr().out
     assert cli.main(["loop", "swe-local", *command[2:]]) == 0
     assert "swe-local: 52 tasks to train on, 2 held out" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and not (tmp_path / "trajectories").exists()

@@ -13,6 +13,8 @@ from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 from openhands_rl_plugin.rollout.scoring import refuse_labels
 from openhands_rl_plugin.training.algorithms import algorithm_of
 
+_PIVOTS = "pivots compare so many answers of a state"
+
 
 def check_trainable(settings: RLSettings) -> None:
     """Raise ``ConfigError`` for settings that a loop cannot train with, or whose adapter could not be served."""
@@ -36,11 +38,10 @@ def check_trainable(settings: RLSettings) -> None:
             f'[rl.training] algorithm = "{training.algorithm}" learns from pairs, which a loop does not make: choose '
             '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
         )
-    if kind == "reinforcement" and algorithm_of(training).estimator.grouped and settings.loop.samples_per_task < 2:
-        raise ConfigError(
-            f'[rl.loop] samples_per_task = 1: algorithm = "{training.algorithm}" compares the episodes of a task: set '
-            "2 or more"
-        )
+    grouped = kind == "reinforcement" and algorithm_of(training).estimator.grouped
+    if settings.loop.samples_per_task < 2 and (grouped or settings.loop.pivots):
+        compares = f'algorithm = "{training.algorithm}" compares the episodes of a task' if grouped else _PIVOTS
+        raise ConfigError(f"[rl.loop] samples_per_task = 1: {compares}: set 2 or more")
     if kind == "imitation" and settings.loop.pivots:
         raise ConfigError(
             f'[rl.training] algorithm = "{training.algorithm}" imitates episodes, and pivots are groups to compare: '
@@ -56,13 +57,35 @@ def check_trainable(settings: RLSettings) -> None:
             '[rl.training] sharding = "layers" splits a model among several processes: set nproc_per_node to their '
             'number, or leave "auto"'
         )
+    if (evaluation := evaluated_by(settings)) is not None:
+        _check_evaluation(evaluation)
     if kind == "reinforcement":
         _check_sampling(settings)
 
 
+def evaluated_by(settings: RLSettings) -> RLSettings | None:
+    """The settings that held-out tasks are played with, where ``[rl.loop] evaluation_strategy`` makes them others."""
+    name = settings.loop.evaluation_strategy
+    if not name or (name, {}) == (settings.rollout_strategy, settings.strategy):
+        return None
+    return settings.model_copy(update={"rollout_strategy": name, "strategy": {}})
+
+
+def _check_evaluation(settings: RLSettings) -> None:
+    try:
+        make_strategy(settings)
+    except ConfigError as error:
+        raise ConfigError(f"[rl.loop] evaluation_strategy, which has no options: {error}") from error
+
+
 def _check_sampling(settings: RLSettings) -> None:
     """What is reinforced was sampled from the policy itself; what is imitated may come from a search."""
-    training = settings.training
+    training, strategy = settings.training, make_strategy(settings)
+    if getattr(strategy, "greedy", False):
+        raise ConfigError(
+            f'[rl] rollout_strategy = "{settings.rollout_strategy}" answers greedily, so there is no probability to '
+            'reinforce: set [rl.training] algorithm = "sft" or "rejection-sampling", or choose another strategy'
+        )
     for where, name, value in _sampled_by(settings):
         if name == "temperature" and value != 1 and ENGINES[training.engine].temperatures == "1":
             engine = f'[rl.training] engine = "{training.engine}"'
@@ -77,7 +100,7 @@ def _check_sampling(settings: RLSettings) -> None:
             )
     if _gives_unscaled(settings):
         refuse_unscaled(settings, EmbeddedServer.NAME)
-    if training.tree == "path" and getattr(make_strategy(settings), "selects", False):
+    if training.tree == "path" and getattr(strategy, "selects", False):
         raise ConfigError(
             f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
             'episodes are no samples of the policy: set [rl.training] tree = "proposals" (or "branches"), or act '

@@ -13,11 +13,13 @@ class RecordedRunner:
     """An ``EpisodeRunner`` over another, until one of whose episodes has token ids and logprobs none may lack them.
 
     Answers that lost theirs with a secret do not count: the server sent them. ``server``: its address, for the message.
+    ``logprobs``: whether they are needed, which imitation does without.
     """
 
-    def __init__(self, runner: EpisodeRunner, server: str) -> None:
+    def __init__(self, runner: EpisodeRunner, server: str, *, logprobs: bool = True) -> None:
         self._runner = runner
         self._server = server
+        self._logprobs = logprobs
         self._proven = False
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
@@ -33,7 +35,7 @@ class RecordedRunner:
 
     def _look(self, trajectory: Trajectory) -> None:
         own = [node for node in trajectory.sampled() if not is_replayed(node)]
-        if any(node.tokens is not None and node.tokens.logprobs for node in own):
+        if any(node.tokens is not None and (node.tokens.logprobs or not self._logprobs) for node in own):
             self._proven = True
             return
         causes = [[*causes_of(node.metadata)] for node in own]

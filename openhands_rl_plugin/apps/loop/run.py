@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from openhands_rl_plugin.apps.loop.checks import check_trainable, needs_scaled, refuse_unscaled
+from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by, needs_scaled, refuse_unscaled
 from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
@@ -46,6 +46,7 @@ from openhands_rl_plugin.evals.tasks.repair.rows import spec_of
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
+from openhands_rl_plugin.training.algorithms import needs_logprobs
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
@@ -181,7 +182,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     storage = open_storage(job.settings)
     try:
         async with (
-            _open_runner(job, storage) as runner,
+            _open_runner(replace(job, settings=_training(job.settings)), storage) as runner,
             _open_evaluator(job, storage) as evaluator,
             open_demonstrator(job, storage) as demonstrator,
             open_parts(
@@ -252,19 +253,25 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
         remove_tree(job.directory / CHECKOUTS)  # left by a killed process
     with rollout_settings(job.settings, adapters) as sampled:
         async with open_player(job, sampled, storage) as runner:
-            yield RecordedRunner(runner, job.settings.serving.base_url or "the model in this process")
+            server = job.settings.serving.base_url or "the model in this process"
+            yield RecordedRunner(runner, server, logprobs=needs_logprobs(job.settings.training))
 
 
 @asynccontextmanager
 async def _open_evaluator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner | None]:
-    """The runner of the held-out tasks, where ``[rl.loop] evaluation_strategy`` names another strategy."""
-    name = job.settings.loop.evaluation_strategy
-    if name in ("", job.settings.rollout_strategy):
+    """The runner of the held-out tasks, where they are played by another strategy, or in an environment that is told
+    another last turn."""
+    settings, last = evaluated_by(job.settings), _training(job.settings).max_turns
+    if settings is None and (job.tasks.suite.software or last == job.settings.max_turns):
         yield None
         return
-    settings = job.settings.model_copy(update={"rollout_strategy": name, "strategy": {}})
-    async with _open_runner(replace(job, settings=settings), storage) as runner:
+    async with _open_runner(replace(job, settings=settings or job.settings), storage) as runner:
         yield runner
+
+
+def _training(settings: RLSettings) -> RLSettings:
+    """The settings of the training episodes: some environments are told ``max_turns``, and end an episode at it."""
+    return settings.model_copy(update={"max_turns": settings.loop.training_max_turns or settings.max_turns})
 
 
 @asynccontextmanager

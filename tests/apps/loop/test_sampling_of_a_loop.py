@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 
 
 def settings(**sections: Any) -> RLSettings:
     return RLSettings.model_validate({"training": {"algorithm": "grpo"}, **sections})
+
+
+class Choosy(StandardReActStrategy):
+    """A strategy that cannot be without an option."""
+
+    class Options(BaseModel):
+        taste: str
 
 
 @pytest.mark.parametrize(
@@ -79,10 +88,14 @@ def test_other_sampling_is_refused_in_one_line(sections: dict[str, Any], says: s
 def test_imitation_takes_whatever_was_played() -> None:
     hot = {"sampling": {"temperature": 2.0, "min_p": 0.2}, "rollout_strategy": "NextBest"}
     check_trainable(settings(training={"algorithm": "rejection-sampling"}, loop={"samples_per_task": 1}, **hot))
-    with pytest.raises(ConfigError, match=r"min_p = 0.2: .* set 0"):
-        check_trainable(settings(**hot))
-    with pytest.raises(ConfigError, match='rollout_strategy = "NextBest" chooses among what the policy sampled'):
-        check_trainable(settings(rollout_strategy="NextBest", strategy={"sampling": {}, "temperature": 1.0}))
+
+
+@pytest.mark.parametrize("tree", ["path", "branches", "proposals"])
+def test_greedy_answers_are_not_reinforced_whatever_the_options_of_the_strategy_are(tree: str) -> None:
+    training, plain = {"algorithm": "grpo", "tree": tree}, {"sampling": {}, "temperature": 1.0}
+    for options in ({}, plain):
+        with pytest.raises(ConfigError, match=r'"NextBest" answers greedily, .* algorithm = "sft"'):
+            check_trainable(settings(training=training, rollout_strategy="NextBest", strategy=options))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +107,14 @@ def test_imitation_takes_whatever_was_played() -> None:
             r"imitates episodes, .* set \[rl.loop\] pivots = 0",
         ),
         ({"loop": {"samples_per_task": 1}}, 'samples_per_task = 1: algorithm = "grpo" compares the episodes of a task'),
+        (
+            {"training": {"algorithm": "reinforce++"}, "loop": {"samples_per_task": 1, "pivots": 4}},
+            "samples_per_task = 1: pivots compare so many answers of a state: set 2 or more",
+        ),
+        (
+            {"loop": {"evaluation_strategy": "test_sampling_of_a_loop:Choosy"}},
+            r"\[rl.loop\] evaluation_strategy, which has no options: .*taste",
+        ),
     ],
 )
 def test_what_a_loop_cannot_learn_from_is_refused(sections: dict[str, Any], says: str) -> None:
