@@ -217,6 +217,10 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     assert price["ended_by"] == "the timeout of an episode" and price["in_time"] < 768
     assert cli.main(words(repository, tmp_path, *given, "--timeout", "0.001")) == 0
     assert "bounded by the timeout of an episode (0 of 768 tokens sampled by then)" in capsys.readouterr().out
+    file = tmp_path / "config.toml"
+    file.write_text(file.read_text().replace("[rl.loop]", "[rl.loop]\ntraining_max_turns = 6"))
+    assert cli.main(words(repository, tmp_path, *given, "--timeout", "0.001")) == 0
+    assert "(0 of 1,536 tokens sampled by then)" in capsys.readouterr().out
 
     huge = ["--iterations", "100000000", "--tasks-per-iteration", "100"]
     assert cli.main(words(repository, tmp_path, *given, *huge)) == 1

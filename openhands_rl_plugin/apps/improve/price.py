@@ -75,7 +75,8 @@ def price_of(
     loop, training = settings.loop, settings.training
     played = loop.iterations * loop.tasks_per_iteration * loop.samples_per_task
     measured = 2 * gym.counts[1]
-    sampled = min(settings.max_turns * settings.max_response_length, lengths.episode - lengths.prompt)
+    turns = max(settings.max_turns, loop.training_max_turns)
+    sampled = min(turns * settings.max_response_length, lengths.episode - lengths.prompt)
     read = lengths.episode - sampled
     episodes, trained = played + measured, played * lengths.episode * training.num_epochs
     check_fits(model, training, lengths.episode, free_memory())
