@@ -40,6 +40,7 @@ from openhands_rl_plugin.hosts.v1.text_calls import TextExchange, TextLLM, is_te
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
 from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM, WrittenTool
 from openhands_rl_plugin.models.engines.extensions import (
+    SAMPLING,
     TOKEN_IDS,
     ExtensionAttempt,
     extension_values,
@@ -206,7 +207,8 @@ class ConversationEngine:
     def _send(self, call: _Call, llm: LLM, asking: ExtensionAttempt, exchange: TextExchange) -> LLMResponse:
         wanted = call.sampling
         given = {name: getattr(wanted, name) for name in NEUTRAL_PARAMETERS}
-        own = {**altering_parameters(given), **(call.llm.litellm_extra_body or {})}
+        left_out = _left_out_by_sdk(wanted, llm, asking)
+        own = {**left_out, **altering_parameters(given), **(call.llm.litellm_extra_body or {})}
         body = {**extension_values(asking.fields, own), **own}
         lengths = [length for length in (wanted.max_tokens, call.llm.max_output_tokens) if length is not None]
         settings = {
@@ -316,6 +318,16 @@ def _with_status(error: Exception) -> Exception:
     while below is not None and not isinstance(getattr(below, "status_code", None), int):
         below = below.__cause__
     return below if isinstance(below, Exception) else error
+
+
+def _left_out_by_sdk(wanted: SamplingParams, llm: LLM, asking: ExtensionAttempt) -> dict[str, float]:
+    """Sampling parameters that newer releases send to no model that they do not know, as if it were a vendor's for
+    reasoning. For servers of a user's own only; neutral ones unless they are refused."""
+    if not wanted_fields({"model": llm.model, "base_url": llm.base_url}):
+        return {}
+    values = {"temperature": wanted.temperature, "top_p": wanted.top_p}
+    neutral = SAMPLING in asking.fields
+    return {name: value for name, value in values.items() if value is not None and (value != 1 or neutral)}
 
 
 def _is_refused(asking: ExtensionAttempt, error: Exception) -> bool:
