@@ -1,5 +1,6 @@
 """For all tests: nothing is fetched, and tiny models that several folders train are made once."""
 
+import gc
 import os
 import shutil
 import sys
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 # Nothing is fetched: no model hub, and not the price list that OpenHands' LLM library asks for at import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
+# What the hosts and torch import stays: to look through it for garbage again and again takes a fifth of the time.
+gc.set_threshold(50_000, 20, 100)
 
 # Shared machines are slow at times; what a test may take is bounded by pytest's timeout.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -12,6 +12,7 @@ from typing import Protocol
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
+from openhands_rl_plugin.core.memory import without_collection
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
@@ -60,7 +61,8 @@ class SessionHostRunner(ABC):
         self._options = options or HostOptions()
         self._storage = storage
         self._spec = self._options.strategy_spec(settings)
-        self._prepare()
+        with without_collection():
+            self._prepare()
         self._make_strategy()
         sessions = self._options.sessions or settings.max_workers
         self._gate = asyncio.Semaphore(sessions)

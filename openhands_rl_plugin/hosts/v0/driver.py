@@ -50,7 +50,8 @@ def _quieten() -> None:
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     from openhands.core.logger import openhands_logger
 
-    import openhands_rl_plugin.hosts.v0.agent  # noqa: F401  # registers RLAgent
+    import openhands_rl_plugin.hosts.v0.agent  # registers RLAgent
+    import openhands_rl_plugin.hosts.v0.controller_session  # noqa: F401  # what sessions need, in one go
 
     if "LOG_LEVEL" not in os.environ:
         openhands_logger.setLevel(logging.ERROR)

@@ -31,7 +31,7 @@ from openhands_rl_plugin.training.launched.worker import PAIRS, SAMPLES
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
 from openhands_rl_plugin.training.trainer.trainer import OnProgress
 
-_MODULE = "openhands_rl_plugin.training.launched.worker"
+_MODULE = "openhands_rl_plugin.training.launched"
 _SECONDS_TO_END = 10.0
 _SECONDS_TO_MISS = 2.0
 """How long the other processes need to notice that one has died."""

@@ -137,7 +137,3 @@ def _obey(trainer: LoraTrainer, command: JsonObject, told: Callable[[TrainProgre
     if trainer.is_main_process:
         getattr(trainer, do)(Path(str(given["directory"])))
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -152,17 +152,14 @@ SHOPPING = [says("Thought: I look for shoes.\nAction: search[shoes]")]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "shopping", "short")}
-    with serve() as server, serve() as small, running_webshop() as shop:
-        small.script("short", NATIVE)
-        small.context = 8192
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "shopping")}
+    with serve() as server, running_webshop() as shop:
         server.script("policy-v000003", NATIVE)
         server.script("tiny", IN_PROMPT)
         server.script("shopper", SHOPPING)
         processes = {
             "plain": start(folders["plain"], server, "policy-v000003", JUDGED),
             "layered": start(folders["layered"], server, "tiny", LAYERED, native="false", log_level="ERROR"),
-            "short": start(folders["short"], small, "short", PLAIN),
             "shopping": start(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop),
         }
         try:
@@ -172,10 +169,9 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
             for process in processes.values():
                 process.kill()
                 process.wait()
-        models = {"plain": "policy-v000003", "layered": "tiny", "shopping": "shopper", "short": "short"}
-        requests = server.requests | {"short": small.requests["short"]}
+        models = {"plain": "policy-v000003", "layered": "tiny", "shopping": "shopper"}
         yield {
-            name: Run(folder, (folder / "output.txt").read_text(), requests[models[name]])
+            name: Run(folder, (folder / "output.txt").read_text(), server.requests[models[name]])
             for name, folder in folders.items()
         }
 
@@ -349,10 +345,21 @@ def test_refused_request_ends_the_session_as_the_models_failure(runs):
     assert isinstance(failed, list) and len(failed) == 2, "with the fields for training, and without them"
 
 
-def test_a_context_that_is_too_short_is_refused_before_the_run_in_one_line(runs):
-    run = runs["short"]
-    assert not run.requests and "Traceback" not in run.output
-    last = run.output.splitlines()[-1]
+@pytest.mark.slow
+def test_a_context_that_is_too_short_is_refused_before_the_run_in_one_line(tmp_path):
+    with serve() as server:
+        server.script("short", NATIVE)
+        server.context = 8192
+        process = start(tmp_path, server, "short", PLAIN)
+        try:
+            process.wait(timeout=PATIENCE)
+        finally:
+            process.kill()
+            process.wait()
+        assert not server.requests["short"]
+    output = (tmp_path / "output.txt").read_text()
+    assert "Traceback" not in output
+    last = output.splitlines()[-1]
     assert last.startswith("error: OpenHands' first prompt has ")
     assert "more than the 8,192 of the model's context" in last
     assert "serve a model with a context of 16,384 or more (vLLM: --max-model-len), or set " in last

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,16 @@ from safetensors.torch import load_file
 
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, TrainingError
-from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.core.types import Adapter, PolicyRef
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.engines import make_trainer
 from openhands_rl_plugin.training.launched.trainer import LaunchedTrainer
+from openhands_rl_plugin.training.trainer import old_logprobs
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
 GRPO = EXACT.model_copy(update={"algorithm": "grpo", "correction": "truncate", "kl": "k3", "batch_size": 3})
+SFT = EXACT.model_copy(update={"algorithm": "sft"})
 LONGER = GRPO.model_copy(update={"num_epochs": 4, "checkpoint_steps": 1})
 
 
@@ -68,7 +72,14 @@ SPLIT = {"sharding": "layers", "gradient_checkpointing": True, "activation_offlo
 SHARED = {**SPLIT, "context_parallel_size": 2}
 
 
-@pytest.mark.parametrize("changes", [{"sharding": "none"}, SPLIT, SHARED], ids=["replicated", "sharded", "shared"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"sharding": "none"}, id="replicated", marks=pytest.mark.slow),
+        pytest.param(SPLIT, id="sharded", marks=pytest.mark.slow),
+        pytest.param(SHARED, id="shared"),
+    ],
+)
 def test_a_course_of_calls_ends_where_one_process_ends(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     """As a loop makes it: train, save, probe, go on from what was saved, in another trainer."""
     samples = make_samples(7)
@@ -101,17 +112,35 @@ def test_a_course_of_calls_ends_where_one_process_ends(model: Path, tmp_path: Pa
     again = resumed.reinforce(samples[:4])
     assert again.loss == pytest.approx(two[1].loss, abs=1e-6) and resumed.step == step
     assert resumed.notes[0].startswith("trained in 2 processes of this machine (1 threads; 1 threads)")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        resumed.save_state(tmp_path / "file" / "state")
+    assert gone(ids_of(resumed))
 
 
-def test_other_ways_of_learning_are_the_same_calls(model: Path) -> None:
+def test_other_ways_of_learning_are_the_same_calls_and_two_trainers_at_once_do_not_meet(model: Path) -> None:
     samples = make_samples(6)
     pairs = [PreferencePair((samples[at],), (samples[at + 1],)) for at in (0, 2, 4)]
-    alone, together = LoraTrainer(model, EXACT), launched(model, EXACT)
-    assert together.sft(samples).loss == pytest.approx(alone.sft(samples).loss, rel=1e-5)
-    assert together.prefer(pairs).loss == pytest.approx(alone.prefer(pairs).loss, rel=1e-5)
+    alone, trainers = LoraTrainer(model, SFT), [launched(model, SFT) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda trainer: trainer.sft(samples).loss, trainers)
+    assert one == two == pytest.approx(alone.sft(samples).loss, rel=1e-5)
+    assert trainers[0].prefer(pairs).loss == pytest.approx(alone.prefer(pairs).loss, rel=1e-5)
+    with pytest.raises(TrainingError, match="does not reinforce"):
+        trainers[1].reinforce(samples)
 
 
-def test_a_killed_process_is_one_line_and_the_next_trainer_goes_on(model: Path, tmp_path: Path) -> None:
+class CancelledError(Exception):
+    pass
+
+
+def cancel(at: Any) -> None:
+    raise CancelledError
+
+
+def test_a_killed_process_is_one_line_and_the_next_trainer_goes_on_until_it_is_cancelled(
+    model: Path, tmp_path: Path
+) -> None:
     samples, run = make_samples(7), tmp_path / "run"
     expected = LoraTrainer(model, LONGER).reinforce(samples)
     trainer = launched(model, LONGER)
@@ -132,29 +161,12 @@ def test_a_killed_process_is_one_line_and_the_next_trainer_goes_on(model: Path, 
     metrics = second.reinforce(samples, lambda at: steps.append(at.done), run=run)
     assert steps[0] > 1, "it goes on from a checkpoint"
     assert metrics.loss == pytest.approx(expected.loss, rel=1e-5) and metrics.steps == expected.steps
-
-
-def test_a_cancelled_call_ends_them(model: Path) -> None:
-    class CancelledError(Exception):
-        pass
-
-    def cancel(at: Any) -> None:
-        raise CancelledError
-
-    trainer = launched(model, LONGER)
     with pytest.raises(CancelledError):
-        trainer.reinforce(make_samples(7), cancel)
-    assert gone(ids_of(trainer))
+        second.reinforce(samples, cancel)
+    assert gone(ids_of(second))
 
 
 def test_errors_are_those_of_the_trainer(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    trainer = launched(model, GRPO)
-    with pytest.raises(StorageError):
-        trainer.save_state(tmp_path / "file" / "state")
-    assert gone(ids_of(trainer))
-    with pytest.raises(TrainingError, match="does not reinforce"):
-        launched(model, EXACT, algorithm="sft").reinforce(make_samples(3))
     with pytest.raises(TrainingError) as alone:
         LoraTrainer(tmp_path / "none", GRPO)
     with pytest.raises(TrainingError) as together:
@@ -162,8 +174,16 @@ def test_errors_are_those_of_the_trainer(model: Path, tmp_path: Path) -> None:
     assert str(together.value) == str(alone.value)
 
 
-def test_they_end_with_the_trainer(model: Path) -> None:
-    trainer = launched(model, GRPO)
+def test_what_they_log_is_logged_here_and_they_end_with_the_trainer(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = PolicyRef(base_model="tiny", version=3)
+    stale = [each.model_copy(update={"policy": older}) for each in make_samples(4)]
+    trainer = launched(model, EXACT, algorithm="gspo")
+    with caplog.at_level(logging.INFO):
+        trainer.reinforce(stale)
+    (said,) = (each for each in caplog.records if "samples are of other versions" in each.getMessage())
+    assert (said.levelname, said.name) == ("WARNING", old_logprobs.__name__)
     pids, folder = ids_of(trainer), trainer._folder
     del trainer
     gc.collect()
