@@ -106,8 +106,12 @@ def options_from_trainer(given: Mapping[str, object], where: str, trainer: str, 
     except (ValidationError, TypeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ("",), "msg": str(error)}
         raise ConfigError(f"{where}.{first['loc'][0]}: {first['msg']}") from error
-    # Episodes are played in a process with another working folder.
-    paths = {name: value for name in given if isinstance(value := getattr(options, name), Path)}
+    return with_absolute_paths(options)
+
+
+def with_absolute_paths[S: PlaySettings](options: S) -> S:
+    """For a process with another working folder."""
+    paths = {name: value for name, value in options if isinstance(value, Path)}
     return options.model_copy(update={name: path.expanduser().absolute() for name, path in paths.items()})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from openhands_rl_plugin.config.fields import HttpUrl, VariableName
@@ -22,7 +24,10 @@ class ServiceOptions(PlaySettings):
     service_key_env: VariableName = Field(
         default=API_KEY, description="NAME of the environment variable with the key that clients must send"
     )
-    workers: int = Field(default=1, ge=1, le=256, description="worker processes")
+    executor: Literal["processes", "ray"] = Field(
+        default="processes", description="where workers run: processes of this machine, or Ray actors with a CPU each"
+    )
+    workers: int = Field(default=1, ge=1, le=256, description="worker processes, or actors")
     playing: int = Field(default=4, ge=1, le=256, description="episodes that each worker plays at a time")
     prepared: int = Field(
         default=0, ge=0, le=256, description="workspaces of repository tasks that each worker makes ahead of play"
@@ -46,6 +51,11 @@ class ServiceOptions(PlaySettings):
             raise ValueError("give --base-url for one endpoint, or --base-urls for several")
         if len(set(self.base_urls)) != len(self.base_urls):
             raise ValueError("--base-urls: an endpoint is named twice")
+        if self.base_urls and self.executor == "ray":
+            raise ValueError(
+                "--executor ray: other machines do not reach the balancer of --base-urls; give --base-url with one "
+                "address that all machines reach"
+            )
         return self
 
     @property

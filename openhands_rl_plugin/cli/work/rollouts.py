@@ -18,6 +18,7 @@ EPILOG = """examples:
   openhands-rl rollouts serve --base-url http://127.0.0.1:8100/v1 --model policy --store ./rollouts
   openhands-rl rollouts serve --config config.toml --workers 4 --playing 8
   openhands-rl rollouts serve --base-urls http://10.0.0.5:8000/v1,http://10.0.0.6:8000/v1 --model policy
+  RAY_ADDRESS=10.0.0.2:6379 openhands-rl rollouts serve --config config.toml --executor ray --workers 32
   OPENHANDS_RL_API_KEY=... openhands-rl rollouts serve --config config.toml --listen 0.0.0.0
 
   curl http://127.0.0.1:8500/rollout/task/submit --json \\
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped. Raises ``RLError`` when the options, the port or the store cannot be used."""
+    """Serve until stopped. Raises ``RLError`` when the options, the port, the store or the cluster cannot be used."""
     from openhands_rl_plugin.apps.rollout.service.server import running_service
 
     service = read_fields(args, ServiceOptions)

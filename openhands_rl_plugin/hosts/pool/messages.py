@@ -134,14 +134,14 @@ TO_WORKER: TypeAdapter[ToWorker] = TypeAdapter(Annotated[ToWorker, Field(discrim
 FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
 
 
-def to_line(message: ToWorker | FromWorker) -> bytes:
+def to_line(message: Frozen) -> bytes:
     """The message as one line, with its newline."""
     return message.model_dump_json().encode() + b"\n"
 
 
-def from_line[T](adapter: TypeAdapter[T], line: bytes) -> T:
-    """Read one line. Raises ``InfrastructureError`` for anything but a complete message."""
+def from_line[T](adapter: TypeAdapter[T], line: bytes, *, strict: bool | None = None) -> T:
+    """Read one line; ``strict`` is pydantic's. Raises ``InfrastructureError`` for anything but a complete message."""
     try:
-        return adapter.validate_json(line)
+        return adapter.validate_json(line, strict=strict)
     except ValidationError as error:
         raise InfrastructureError(f"not a message: {describe(error)}") from error

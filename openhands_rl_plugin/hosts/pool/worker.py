@@ -6,19 +6,17 @@ python -m openhands_rl_plugin.hosts.pool.worker       # messages on stdin and st
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Awaitable, Callable
+from typing import BinaryIO
 
-from openhands_rl_plugin.core.errors import RLError, StorageError, boundary
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
-from openhands_rl_plugin.core.types import FailureKind, Trajectory
+from openhands_rl_plugin.core.errors import RLError, boundary
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.pool.messages import (
     MAX_LINE_BYTES,
@@ -28,71 +26,15 @@ from openhands_rl_plugin.hosts.pool.messages import (
     Refused,
     RunEpisode,
     Start,
-    Store,
     Stored,
     WorkerResult,
     from_line,
     to_line,
 )
+from openhands_rl_plugin.hosts.pool.storage import PoolStorage
 
 _CLOSE_SECONDS = 2.0
 """What open sessions have to close in, when the pool is gone."""
-
-
-class PoolStorage:
-    """The pool's storage, as a worker's runner uses it: a call returns when the pool has stored the record.
-
-    One process writes for all workers: their episodes share a flush, and workers need no secrets of the storage.
-    """
-
-    def __init__(self, send: Callable[[FromWorker], Awaitable[None]]) -> None:
-        self._send = send
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Stored]] = {}
-
-    async def add(self, trajectory: Trajectory) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._store(trajectory=trajectory)
-
-    async def begin(self, start: EpisodeStart) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._store(start=start)
-
-    async def grow(self, growth: EpisodeGrowth) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._store(growth=growth)
-
-    async def end(self, end: EpisodeEnd) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._store(end=end)
-
-    async def drop(self, trajectory_ids: Sequence[str]) -> int:
-        """As in ``TrajectoryStorage``."""
-        return (await self._store(drop=tuple(trajectory_ids))).dropped
-
-    def answered(self, answer: Stored) -> None:
-        """Complete the call that ``answer`` belongs to. Answers to cancelled calls are ignored."""
-        waiting = self._waiting.get(answer.number)
-        if waiting is None or waiting.done():
-            return
-        if answer.error:
-            waiting.set_exception(StorageError(answer.error))
-        else:
-            waiting.set_result(answer)
-
-    def disconnect(self) -> None:
-        """Fail the calls that wait for an answer: the pool is gone."""
-        for number in list(self._waiting):
-            self.answered(Stored(number=number, error="the worker pool is gone"))
-
-    async def _store(self, **record: Any) -> Stored:
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            await self._send(Store(number=number, **record))
-            return await answer
-        finally:
-            del self._waiting[number]
 
 
 class EpisodeWorker:

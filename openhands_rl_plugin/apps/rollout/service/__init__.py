@@ -1,1 +1,1 @@
-"""Rollouts as a service: tasks come over HTTP, wait in a queue on the disk, and are played by worker processes."""
+"""Rollouts as a service: tasks come over HTTP, wait in a queue on the disk, and are played by workers."""

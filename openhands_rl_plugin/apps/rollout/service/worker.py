@@ -1,4 +1,4 @@
-"""A worker process: claims episodes, plays them, stores their results.
+"""A worker: claims episodes, plays them, stores their results.
 
 python -m openhands_rl_plugin.apps.rollout.service.worker       # its orders on stdin as JSON; ends with its stdin
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Protocol
 
 from openhands_rl_plugin.apps.rollout.play import play
 from openhands_rl_plugin.apps.rollout.service.owners import living_owner
@@ -64,6 +65,30 @@ class Orders(Frozen):
         return cls.model_validate_json(line, strict=False)
 
 
+class SessionQueue(Protocol):
+    """What a worker does with the queue, as ``JobQueue`` says."""
+
+    def claim(self, owner: str) -> ClaimedSession | None:
+        """The next episode, which is the owner's from now on."""
+        ...
+
+    def owned(self, owner: str) -> set[str]:
+        """The episodes that still are the owner's."""
+        ...
+
+    def entered(self, session: ClaimedSession, owner: str, state: RolloutState) -> None:
+        """An episode is in another stage."""
+        ...
+
+    def finish(self, session: ClaimedSession, owner: str, result: Result) -> bool:
+        """Store the result."""
+        ...
+
+    def again(self, session: ClaimedSession, owner: str, *, delay: float, counts: bool = True) -> None:
+        """Give an episode back."""
+        ...
+
+
 class _Held:
     """An episode that this worker has."""
 
@@ -105,7 +130,7 @@ class _Held:
 class Worker:
     """Plays for ``owner`` what lies in ``queue``. The queue is used from one thread, so that its calls keep order."""
 
-    def __init__(self, queue: JobQueue, owner: str, orders: Orders, storage: TrajectoryStorage) -> None:
+    def __init__(self, queue: SessionQueue, owner: str, orders: Orders, storage: TrajectoryStorage) -> None:
         service = orders.service
         self._queue = queue
         self._owner = owner
@@ -243,10 +268,15 @@ def _delay(session: ClaimedSession) -> float:
     return min(_LONGEST_DELAY, _FIRST_DELAY * 2**session.attempt)
 
 
+def store_in(folder: Path) -> TrajectoryStorage:
+    """The episodes of a service, beside its queue. Raises ``StorageError``."""
+    return build("storages", "file", {"path": str(folder)})
+
+
 async def work(orders: Orders, stopped: asyncio.Event) -> None:
     """Play for the queue in the folder of ``orders``. Raises ``StorageError``."""
     queue = JobQueue(orders.folder)
-    storage: TrajectoryStorage = build("storages", "file", {"path": str(orders.folder)})
+    storage = store_in(orders.folder)
     try:
         with living_owner(orders.folder) as owner:
             await Worker(queue, owner, orders, storage).run(stopped)
