@@ -179,6 +179,7 @@ def test_the_service_is_killed_while_its_actors_play(cluster: str, tmp_path: Pat
                 else:
                     results = served.ended("a")
                     process.terminate()
+            assert process.returncode == (-signal.SIGKILL if kills < 2 else 0)
     assert [each["status"] for each in results] == ["COMPLETED"] * 8
     assert stored_in(store) == ids_of(results) and len(set(ids_of(results))) == 8
 
