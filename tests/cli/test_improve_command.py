@@ -118,7 +118,7 @@ def test_what_is_no_gym_is_refused_in_one_line(model: Path, tmp_path: Path, caps
         (empty, [], "has no commit yet"),
         (units, ["--commit", "v9"], "has no commit v9"),
         (units, ["--model", str(plain)], "this is not the folder of a model"),
-        (units, ["--model", str(model), "--samples-per-task", "1"], "--samples-per-task: "),
+        (units, ["--model", str(model), "--samples-per-task", "1"], "samples_per_task = 1: algorithm = "),
         (units, ["--model", str(model), "--python", "2.7"], "--python: "),
         (units, ["--model", str(model), "--held-out", "1"], "--held-out: must be greater than or equal to 4"),
         (units, ["--model", str(model), "--config", "nowhere.toml"], "there is no such file"),

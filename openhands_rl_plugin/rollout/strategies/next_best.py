@@ -1,4 +1,4 @@
-"""Next best: the likeliest answer that was not acted on before, as a beam would find it, with any server.
+"""Next best: the greedy answer, or the likeliest of some samples that was not acted on before, with any server.
 
 A policy that is sure of a wrong answer repeats it for as long as it may. This makes it go on to its next best one: for
 episodes to learn from (``algorithm = "sft"`` in a loop imitates them), and for tasks where another try costs little.
@@ -11,29 +11,19 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import SamplingParams
 from openhands_rl_plugin.rollout.strategies.annotations import action_key, notes, times_merged
 from openhands_rl_plugin.rollout.strategies.branching import BranchingStrategy
 from openhands_rl_plugin.rollout.strategies.budget import Least
 from openhands_rl_plugin.rollout.strategies.options import BranchOptions, SearchOptions, options_of
 from openhands_rl_plugin.rollout.strategies.search import Search
 
-_LOG = redacting_logger(__name__)
-
 
 class NextBestOptions(BranchOptions):
-    """Where the greedy answer was acted on before, ``n`` others are drawn, hot, and without what is far less likely.
-
-    A server that refuses this ``temperature`` or ``sampling`` is asked at temperature 1, unless they are a user's own.
-    """
+    """Where the greedy answer was acted on before, ``n`` others are drawn."""
 
     n: int = Field(default=4, ge=1)
-    temperature: float = Field(default=2.0, gt=0)
-    sampling: SamplingParams = SamplingParams(min_p=0.1)
 
 
 class NextBestStrategy(BranchingStrategy):
@@ -54,7 +44,6 @@ class NextBestStrategy(BranchingStrategy):
         self.options = options_of(NextBestOptions, options, changes, None)
         shared = {name: getattr(self.options, name) for name in BranchOptions.model_fields}
         super().__init__(SearchOptions.model_validate(shared), Least(calls=1))
-        self._adapted = False
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """As in ``BranchingStrategy``; nothing is tried in forks."""
@@ -74,21 +63,7 @@ class NextBestStrategy(BranchingStrategy):
         first = await search.plain(greedy=True)
         if rank(first)[0]:
             return first
-        return max([first, *await self._others(search)], key=rank)
-
-    async def _others(self, search: Search) -> list[int]:
-        try:
-            return await search.candidates(search.root, self.options.n)
-        except ModelError as error:
-            # The server answered the same prompt greedily, so it refuses how this one was to be sampled.
-            if self._adapted or self.options.model_fields_set & {"temperature", "sampling"}:
-                raise
-            _LOG.warning("%s draws at temperature 1, as the model server refuses its own: %s", self.name, error)
-        self._adapted = True
-        self._options = search.options = self._options.model_copy(
-            update={"temperature": 1.0, "sampling": SamplingParams()}
-        )
-        return await search.candidates(search.root, self.options.n)
+        return max([first, *await search.candidates(search.root, self.options.n)], key=rank)
 
     async def _without_search(self, search: Search) -> int:
         return await search.plain(greedy=True)

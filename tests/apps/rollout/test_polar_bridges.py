@@ -197,7 +197,7 @@ async def test_a_pause_of_a_trainer_that_died_ends_and_one_that_is_renewed_goes_
 ):
     with ExitStack() as opened:
         _, model = opened.enter_context(stub(0.01))
-        options = ServiceOptions(base_urls=(model,), model="base", longest_pause=1.0)
+        options = ServiceOptions(base_urls=(model,), model="base", longest_pause=2.0)
         balancer = Balancer(options.base_urls)
         behind = opened.enter_context(running_balancer(balancer))
         keeper = Keeper(jobs, Orders(folder=tmp_path / "store", service=options))
@@ -210,11 +210,11 @@ async def test_a_pause_of_a_trainer_that_died_ends_and_one_that_is_renewed_goes_
         renewed = time.monotonic()
         assert (await pause()).json()["paused"]
         assert (await call).status_code == 200 and time.monotonic() - renewed >= options.longest_pause
-        (said,) = caplog.messages
-        assert said == "nobody resumed the calls of the model within 1 s of the last pause: they go on"
+        said = "nobody resumed the calls of the model within 2 s of the last pause: they go on"
+        assert caplog.messages.count(said) == 1
         assert (await pause()).json()["paused"] and service.post("/admin/inference/resume").status_code == 200
-        await asyncio.sleep(1.1)
-        assert len(caplog.messages) == 1, "what was resumed does not lapse"
+        await asyncio.sleep(2.1)
+        assert caplog.messages.count(said) == 1, "what was resumed does not lapse"
         await sender.aclose()
 
 

@@ -137,7 +137,7 @@ async def test_the_next_best_answer_follows_what_was_repeated_and_what_could_not
     assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
     assert "+right" in trajectory.evidence["git_patch"] and len(trajectory.acted()) == 2
     asked = [(body["temperature"], body["min_p"]) for body in server.requests["sure"]]
-    greedy, hot = (0.0, 0.0), (2.0, 0.1)
+    greedy, hot = (0.0, 0.0), (1.0, 0.0)
     assert asked == [greedy, greedy, *[hot] * 4, greedy, *[hot] * 4]
 
 

@@ -73,8 +73,8 @@ async def test_it_goes_down_the_ranking_and_then_starts_again():
     assert said == ["left", "right", "down", "up", "left"]
     greedy = (1, 0.0)
     asked = [(n, sampling.temperature) for n, sampling in engine.asked]
-    assert asked == [greedy, *[greedy, (4, 2.0)] * 4]
-    assert {(sampling.temperature, sampling.min_p) for _, sampling in engine.asked} == {(0.0, None), (2.0, 0.1)}
+    assert asked == [greedy, *[greedy, (4, 1.0)] * 4]
+    assert {(sampling.temperature, sampling.min_p) for _, sampling in engine.asked} == {(0.0, None), (1.0, None)}
 
 
 async def test_a_greedy_answer_that_is_new_is_all_that_is_asked_for():
@@ -120,18 +120,12 @@ async def test_an_answer_that_the_host_could_not_read_counts():
     assert tree.nodes[chosen].message.content == "right"
 
 
-@pytest.mark.parametrize("refused", ["min_p", "temperature"])
-async def test_a_server_that_refuses_the_usual_way_of_drawing_is_asked_at_temperature_1(
-    refused: str, caplog: pytest.LogCaptureFixture
-):
-    engine = Ranked(LIKELY, ["up", "down", "right", "left"], refuses=refused)
+async def test_a_server_without_the_ways_of_drawing_is_asked_greedily_and_at_temperature_1():
+    engine = Ranked(LIKELY, ["up", "down", "right", "left"], refuses="min_p")
     _, said = await play(engine, 3)
     assert said == ["left", "right", "down"]
-    hot = [(sampling.temperature, sampling.min_p) for _, sampling in engine.asked if sampling.temperature]
-    assert hot == [(2.0, 0.1), (1.0, None), (1.0, None)], "asked in vain once"
-    assert f"unknown parameter {refused}" in caplog.text
-    with pytest.raises(ModelError, match=refused):
-        await play(Ranked(LIKELY, ["up"], refuses=refused), 2, temperature=2.0)
+    with pytest.raises(ModelError, match="min_p"):
+        await play(Ranked(LIKELY, ["up"], refuses="min_p"), 2, sampling={"min_p": 0.2})
 
 
 async def test_what_it_spent_is_reported_and_bounded():
