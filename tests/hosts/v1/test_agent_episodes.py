@@ -152,7 +152,8 @@ async def test_the_next_best_answer_follows_what_was_repeated(server: ScriptedMo
 
     server.policies[name] = policy
     store = workspace.parent / "store"
-    rl = {"rollout_strategy": "NextBest", "sampling": {"temperature": 0.7}}
+    hot_options = {"temperature": 2.0, "sampling": {"min_p": 0.1}}
+    rl = {"rollout_strategy": "NextBest", "sampling": {"temperature": 0.7}, "strategy": hot_options}
     conversation = converse(make_agent(make_llm(server, name), store, rl=rl), workspace)
     conversation.send_message("Think.")
     conversation.run()
