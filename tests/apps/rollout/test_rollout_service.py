@@ -38,11 +38,17 @@ RELEASED = threading.Event()
 SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
 
 
+async def until_released(_: dict[str, Any]) -> dict[str, Any]:
+    """Other calls are answered meanwhile."""
+    await asyncio.to_thread(RELEASED.wait, 60)
+    return says(SEARCH)
+
+
 @pytest.fixture(scope="module")
 def model() -> Iterator[ScriptedModel]:
     with serve() as server:
         server.context = 4096
-        server.policies |= {"base": lambda _: says(SEARCH), "held": lambda _: RELEASED.wait(60) and says(SEARCH)}
+        server.policies |= {"base": lambda _: says(SEARCH), "held": until_released}
         server.scripts["base"].clear()
         yield server
 

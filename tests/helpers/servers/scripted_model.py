@@ -8,12 +8,13 @@ nothing was rewritten. Every sampled token has the logprob ``-0.5``.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +58,7 @@ def refusal(status: int, message: str) -> dict[str, Any]:
     return {"status": status, "message": message}
 
 
-Policy = Callable[[dict[str, Any]], dict[str, Any]]
+Policy = Callable[[dict[str, Any]], dict[str, Any] | Awaitable[dict[str, Any]]]
 """The body of a request -> an assistant message. Needed where requests come side by side, in no order."""
 
 
@@ -111,6 +112,8 @@ class ScriptedModel:
         self.requests[model].append(body)
         if model in self.policies:
             answer = self.policies[model](body)
+            if inspect.isawaitable(answer):
+                answer = await answer
         elif self.scripts[model]:
             answer = self.scripts[model].popleft()
         else:
