@@ -61,31 +61,23 @@ class ReturnReward(_OfReturn):
 
 
 class SuccessOptions(Frozen):
-    """``threshold``: the least return of a success (default: the criterion of the episode's environment);
-    ``premature_end`` in [-1, 0]: the reward of an episode that ended by itself without a success, as an agent's does
-    that says it is done when it is not. One that a limit ended has 0: where few attempts are solved, this tells those
-    that gave up from those that went on trying."""
+    """``threshold``: the least return of a success (default: the criterion of the episode's environment)."""
 
     threshold: float | None = Field(default=None, allow_inf_nan=False)
-    premature_end: float = Field(default=0.0, ge=-1, le=0)
 
 
 class SuccessReward(_OfReturn):
-    """1.0 for a success, else 0.0, or ``premature_end``."""
+    """1.0 for a success, else 0.0."""
 
     Options = SuccessOptions
 
     def __init__(self, options: SuccessOptions | None = None) -> None:
         self.options = options or SuccessOptions()
         # Thresholds give different scores.
-        early = f"/{self.options.premature_end:g}" if self.options.premature_end else ""
-        self.version = f"success-1@{_named(self.options.threshold)}{early}"
+        self.version = f"success-1@{_named(self.options.threshold)}"
 
     def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
-        if _success(total, trajectory, self.options.threshold):
-            return 1.0, {"return": total}
-        early = trajectory.stop is StopReason.TERMINATED
-        return self.options.premature_end if early else 0.0, {"return": total}
+        return float(_success(total, trajectory, self.options.threshold)), {"return": total}
 
 
 class BonusOptions(Frozen):

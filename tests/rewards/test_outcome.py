@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import GraderError
-from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Node, StopReason, Trajectory
 from openhands_rl_plugin.rewards.outcome import (
     BonusOptions,
     ReturnReward,
@@ -46,30 +46,6 @@ async def test_success_is_reaching_the_threshold(rewards: tuple[float, ...], thr
     assert score.reward == expected
 
 
-@pytest.mark.parametrize(
-    ("total", "stop", "expected"),
-    [
-        (0.0, StopReason.TERMINATED, -0.5),
-        (0.0, StopReason.MAX_TURNS, 0.0),
-        (0.0, StopReason.TRUNCATED, 0.0),
-        (1.0, StopReason.TERMINATED, 1.0),
-    ],
-)
-async def test_who_ends_too_early_can_earn_less_than_who_goes_on(total: float, stop: StopReason, expected: float):
-    charging = SuccessReward(SuccessOptions(premature_end=-0.5))
-    assert (await charging(with_rewards(total, stop=stop))).reward == expected
-    assert (await SuccessReward()(with_rewards(total, stop=stop))).reward == max(expected, 0.0)
-
-
-async def test_a_verdict_of_an_early_end_is_charged_too():
-    charging = SuccessReward(SuccessOptions(premature_end=-0.5))
-    unpaid = with_rewards(stop=StopReason.TERMINATED)
-    episode = unpaid.model_copy(update={"task": unpaid.task.model_copy(update={"environment": "workspace"})})
-    verdicts = [Score(trajectory_id=episode.id, reward=value, reward_version="tests-1") for value in (0.0, 1.0)]
-    scores = [charging.from_record(episode, [verdict]) for verdict in verdicts]
-    assert [score and score.reward for score in scores] == [-0.5, 1.0]
-
-
 @pytest.mark.parametrize("reward", [SuccessReward(), SuccessBonusReward(BonusOptions(share=1.0))])
 async def test_without_a_threshold_success_is_the_environments(reward: SuccessReward | SuccessBonusReward):
     solved = with_rewards(0.72, stop=StopReason.TERMINATED)
@@ -81,7 +57,6 @@ async def test_without_a_threshold_success_is_the_environments(reward: SuccessRe
 def test_another_threshold_is_another_version():
     assert SuccessReward().version == "success-1@environment"
     assert SuccessReward(SuccessOptions(threshold=0.5)).version == "success-1@0.5"
-    assert SuccessReward(SuccessOptions(premature_end=-0.5)).version == "success-1@environment/-0.5"
     with pytest.raises(ValidationError):
         SuccessOptions(threshold=float("nan"))
 
