@@ -209,6 +209,11 @@ class TrainingSettings(Settings):
         ge=0,
         description="taken off the advantage of a turn that repeats an earlier one and sees the same again; 0: off",
     )
+    premature_end_penalty: Annotated[float, _Only(_RL)] = Field(
+        default=0.0,
+        ge=0,
+        description="taken off the advantage of the turn that ended an episode without any reward; 0: off",
+    )
     tree: Annotated[Literal["path", "branches", "proposals"], _Only((*_RL, "dpo"))] = Field(
         default="path",
         description="what of a search tree is trained on: the acted path, also its branches, or each state's proposals",
@@ -344,11 +349,18 @@ class TrainingSettings(Settings):
     def _check_proposals(self) -> None:
         if self.algorithm == "dpo":
             raise ValueError('tree = "proposals" is a policy gradient: for dpo set tree = "branches", which pairs them')
-        if self.step_rewards != "episode" or self.state_weight or self.repeat_penalty or self.condensations:
+        if self.credits_turns or self.condensations:
             raise ValueError(
                 'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
-                '"episode", state_weight = 0.0, repeat_penalty = 0.0 and condensations = false'
+                '"episode", condensations = false, and state_weight, repeat_penalty and premature_end_penalty = 0.0'
             )
+
+    @property
+    def credits_turns(self) -> bool:
+        """Whether the turns of an episode may have advantages of their own."""
+        return self.step_rewards != "episode" or bool(
+            self.state_weight or self.repeat_penalty or self.premature_end_penalty
+        )
 
     def as_fine_tuning(self) -> Self:
         """``as_algorithm("sft")``."""

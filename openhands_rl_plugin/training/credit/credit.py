@@ -2,8 +2,8 @@
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
 go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``repeat_penalty`` takes something
-off where a turn repeats another, ``tree`` also trains the branches of search trees, or all that was proposed in them,
-whatever was chosen.
+off where a turn repeats another, ``premature_end_penalty`` where it ends an episode that earned nothing, ``tree`` also
+trains the branches of search trees, or all that was proposed in them, whatever was chosen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.types import Sample, Trajectory
+from openhands_rl_plugin.core.types import Sample, StopReason, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.advantages import GroupAdvantages, group_advantages, valid_groups
 from openhands_rl_plugin.training.credit.estimators import whiten
@@ -49,8 +49,7 @@ def credited_samples(
     """
     late = settings.kl != "none" and settings.kl_in == "reward"
     baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
-    of_turns = settings.step_rewards != "episode" or settings.state_weight or settings.repeat_penalty
-    if settings.tree == "path" and not of_turns:
+    if settings.tree == "path" and not settings.credits_turns:
         weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
         summaries = settings.condensations
         return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a, condensations=summaries)])
@@ -58,8 +57,7 @@ def credited_samples(
     times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
     if algorithm_of(settings).estimator.whitened and not late:
         first, again = _whitened(trajectories, first, again, times, settings)
-    if settings.repeat_penalty:
-        _take_off_repeats(trajectories, rewards, first, settings)
+    _take_off(trajectories, rewards, first, settings)
     samples: list[Sample] = []
     for index, of_nodes in first.items():
         more = {at: (times[index][at] - 1, value) for at, value in again.get(index, {}).items()}
@@ -97,21 +95,27 @@ def _node_advantages(
     return _filled(nodes), _sampled_again(trajectories, proposed)
 
 
-def _take_off_repeats(
+def _take_off(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
     nodes: dict[int, NodeAdvantages],
     settings: TrainingSettings,
 ) -> None:
-    """The penalty of invalid actions in verl-agent (GiGPO's code), for actions that repeat others.
+    """The penalty of invalid actions in verl-agent (GiGPO's code), for actions that repeat others or end for nothing.
 
-    After whitening, which would take its sign from it where all repeat. Groups of equal rewards have repeats, too.
+    After whitening, which would take its sign from it where all do. Groups of equal rewards have them, too. Were it a
+    part of the episode's reward, it would reward all that others did in a group where nobody succeeds.
     """
+    if not (settings.repeat_penalty or settings.premature_end_penalty):
+        return
     for index in valid_groups(trajectories, rewards, settings).valid:
-        trained = set(trained_nodes(trajectories[index]))
-        repeats = {at: 1.0 for at in repeated_turns(trajectories[index]) if at in trained}
-        if repeats:
-            _add(nodes, {index: repeats}, -settings.repeat_penalty)
+        one, trained = trajectories[index], set(trained_nodes(trajectories[index]))
+        off = dict.fromkeys(repeated_turns(one), settings.repeat_penalty) if settings.repeat_penalty else {}
+        if settings.premature_end_penalty and one.stop is StopReason.TERMINATED and (rewards[index] or 0.0) <= 0:
+            last = one.acted()[-1:]
+            off |= {at: off.get(at, 0.0) + settings.premature_end_penalty for at in last}
+        if mine := {at: -value for at, value in off.items() if at in trained}:
+            _add(nodes, {index: mine}, 1.0)
 
 
 def _filled(nodes: Mapping[int, NodeAdvantages]) -> dict[int, NodeAdvantages]:
