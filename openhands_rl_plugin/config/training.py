@@ -209,10 +209,10 @@ class TrainingSettings(Settings):
         ge=0,
         description="taken off the advantage of a turn that repeats an earlier one and sees the same again; 0: off",
     )
-    premature_end_penalty: Annotated[float, _Only(_RL)] = Field(
+    end_weight: Annotated[float, _Only(_RL)] = Field(
         default=0.0,
         ge=0,
-        description="taken off the advantage of the turn that ended an episode without any reward; 0: off",
+        description="added to the advantage of the turn that ended a rewarded episode, else taken off it; 0: off",
     )
     tree: Annotated[Literal["path", "branches", "proposals"], _Only((*_RL, "dpo"))] = Field(
         default="path",
@@ -352,15 +352,13 @@ class TrainingSettings(Settings):
         if self.credits_turns or self.condensations:
             raise ValueError(
                 'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
-                '"episode", condensations = false, and state_weight, repeat_penalty and premature_end_penalty = 0.0'
+                '"episode", condensations = false, and state_weight, repeat_penalty and end_weight = 0.0'
             )
 
     @property
     def credits_turns(self) -> bool:
         """Whether the turns of an episode may have advantages of their own."""
-        return self.step_rewards != "episode" or bool(
-            self.state_weight or self.repeat_penalty or self.premature_end_penalty
-        )
+        return self.step_rewards != "episode" or bool(self.state_weight or self.repeat_penalty or self.end_weight)
 
     def as_fine_tuning(self) -> Self:
         """``as_algorithm("sft")``."""

@@ -2,8 +2,8 @@
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
 go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``repeat_penalty`` takes something
-off where a turn repeats another, ``premature_end_penalty`` where it ends an episode that earned nothing, ``tree`` also
-trains the branches of search trees, or all that was proposed in them, whatever was chosen.
+off where a turn repeats another, ``end_weight`` where it ends an episode for nothing, and adds as much where it ends a
+rewarded one, ``tree`` also trains the branches of search trees, or all that was proposed in them, whatever was chosen.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def credited_samples(
     times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
     if algorithm_of(settings).estimator.whitened and not late:
         first, again = _whitened(trajectories, first, again, times, settings)
-    _take_off(trajectories, rewards, first, settings)
+    _correct_turns(trajectories, rewards, first, settings)
     samples: list[Sample] = []
     for index, of_nodes in first.items():
         more = {at: (times[index][at] - 1, value) for at, value in again.get(index, {}).items()}
@@ -95,26 +95,29 @@ def _node_advantages(
     return _filled(nodes), _sampled_again(trajectories, proposed)
 
 
-def _take_off(
+def _correct_turns(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
     nodes: dict[int, NodeAdvantages],
     settings: TrainingSettings,
 ) -> None:
-    """The penalty of invalid actions in verl-agent (GiGPO's code), for actions that repeat others or end for nothing.
+    """What single turns lose and gain whatever their group earned: the penalty of invalid actions in verl-agent
+    (GiGPO's code), for actions that repeat others; and the sign of the reward for the decision to end the episode.
 
-    After whitening, which would take its sign from it where all do. Groups of equal rewards have them, too. Were it a
-    part of the episode's reward, it would reward all that others did in a group where nobody succeeds.
+    After whitening, which would take the sign from it where all have it. Groups of equal rewards count, too: where no
+    attempt is solved, ends that were too early are all there is to learn, and to charge them alone, without what ended
+    in time, teaches not to end at all. As a part of the reward it would credit all that the others of a group did.
     """
-    if not (settings.repeat_penalty or settings.premature_end_penalty):
+    if not (settings.repeat_penalty or settings.end_weight):
         return
     for index in valid_groups(trajectories, rewards, settings).valid:
-        one, trained = trajectories[index], set(trained_nodes(trajectories[index]))
-        off = dict.fromkeys(repeated_turns(one), settings.repeat_penalty) if settings.repeat_penalty else {}
-        if settings.premature_end_penalty and one.stop is StopReason.TERMINATED and (rewards[index] or 0.0) <= 0:
-            last = one.acted()[-1:]
-            off |= {at: off.get(at, 0.0) + settings.premature_end_penalty for at in last}
-        if mine := {at: -value for at, value in off.items() if at in trained}:
+        one = trajectories[index]
+        more = dict.fromkeys(repeated_turns(one), -settings.repeat_penalty) if settings.repeat_penalty else {}
+        if settings.end_weight and one.stop is StopReason.TERMINATED and (ending := one.acted()[-1:]):
+            sign = 1 if (rewards[index] or 0.0) > 0 else -1
+            more[ending[0]] = more.get(ending[0], 0.0) + sign * settings.end_weight
+        trained = set(trained_nodes(one))
+        if mine := {at: value for at, value in more.items() if at in trained}:
             _add(nodes, {index: mine}, 1.0)
 
 

@@ -62,7 +62,7 @@ class ClosedLoop(LoopStages):
                 "step_rewards": "episode",
                 "state_weight": 0.0,
                 "repeat_penalty": 0.0,
-                "premature_end_penalty": 0.0,
+                "end_weight": 0.0,
             }
         )
         credit = credited_samples(groups.answers, groups.values, settings)
