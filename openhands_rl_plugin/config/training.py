@@ -212,7 +212,7 @@ class TrainingSettings(Settings):
     end_weight: Annotated[float, _Only(_RL)] = Field(
         default=0.0,
         ge=0,
-        description="added to the advantage of the turn that ended a rewarded episode, else taken off it; 0: off",
+        description="weight of an advantage for the decision to end an episode, by whether it earned anything; 0: off",
     )
     tree: Annotated[Literal["path", "branches", "proposals"], _Only((*_RL, "dpo"))] = Field(
         default="path",

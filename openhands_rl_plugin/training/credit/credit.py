@@ -2,8 +2,8 @@
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
 go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``repeat_penalty`` takes something
-off where a turn repeats another, ``end_weight`` where it ends an episode for nothing, and adds as much where it ends a
-rewarded one, ``tree`` also trains the branches of search trees, or all that was proposed in them, whatever was chosen.
+off where a turn repeats another, ``end_weight`` compares the turns that end an episode, ``tree`` also trains the
+branches of search trees, or all that was proposed in them, whatever was chosen.
 """
 
 from __future__ import annotations
@@ -102,23 +102,33 @@ def _correct_turns(
     settings: TrainingSettings,
 ) -> None:
     """What single turns lose and gain whatever their group earned: the penalty of invalid actions in verl-agent
-    (GiGPO's code), for actions that repeat others; and the sign of the reward for the decision to end the episode.
+    (GiGPO's code), for actions that repeat others; and an advantage of the decision to end the episode, by its reward.
 
     After whitening, which would take the sign from it where all have it. Groups of equal rewards count, too: where no
-    attempt is solved, ends that were too early are all there is to learn, and to charge them alone, without what ended
-    in time, teaches not to end at all. As a part of the reward it would credit all that the others of a group did.
+    attempt is solved, what ended too early is all there is to learn. To charge that alone, without what ended in time,
+    teaches not to end at all; as a part of the reward it would credit all that the others of a group did.
     """
-    if not (settings.repeat_penalty or settings.end_weight):
-        return
-    for index in valid_groups(trajectories, rewards, settings).valid:
+    chosen = (
+        valid_groups(trajectories, rewards, settings).valid if settings.repeat_penalty or settings.end_weight else ()
+    )
+    ending = {index: at for index in chosen if (at := _own_end(trajectories[index])) is not None}
+    paid = {index: float((rewards[index] or 0.0) > 0) for index in ending}
+    for index in chosen:
         one = trajectories[index]
         more = dict.fromkeys(repeated_turns(one), -settings.repeat_penalty) if settings.repeat_penalty else {}
-        if settings.end_weight and one.stop is StopReason.TERMINATED and (ending := one.acted()[-1:]):
-            sign = 1 if (rewards[index] or 0.0) > 0 else -1
-            more[ending[0]] = more.get(ending[0], 0.0) + sign * settings.end_weight
+        if settings.end_weight and index in ending:
+            # Against their mean: else it would be learnt to end always, or never.
+            above = paid[index] - sum(paid.values()) / len(paid)
+            more[ending[index]] = more.get(ending[index], 0.0) + settings.end_weight * above
         trained = set(trained_nodes(one))
         if mine := {at: value for at, value in more.items() if at in trained}:
             _add(nodes, {index: mine}, 1.0)
+
+
+def _own_end(trajectory: Trajectory) -> int | None:
+    """The turn with which the policy ended the episode; ``None`` where something else did."""
+    acted = trajectory.acted()
+    return acted[-1] if acted and trajectory.stop is StopReason.TERMINATED else None
 
 
 def _filled(nodes: Mapping[int, NodeAdvantages]) -> dict[int, NodeAdvantages]:

@@ -223,16 +223,16 @@ def test_the_turn_that_ends_an_episode_is_judged_by_its_reward() -> None:
     rewards = [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     for more in ({}, {"algorithm": "dr-grpo"}, {"step_rewards": "environment", "state_weight": 1.0}):
         plain = turns_of(played[:3], rewards[:3], settings(**more))
-        mine = turns_of(played[:3], rewards[:3], settings(**more, end_weight=0.75))
+        mine = turns_of(played[:3], rewards[:3], settings(**more, end_weight=1.0))
         changes = [[m - p for m, p in zip(now, before, strict=True)] for now, before in zip(mine, plain, strict=True)]
-        assert changes == [pytest.approx(each) for each in ([0, 0.75], [0, 0, -0.75], [0, 0, 0])]
-    samples = credited_samples(played, rewards, settings(end_weight=0.75)).samples
+        assert changes == [pytest.approx(each) for each in ([0, 0.5], [0, 0, -0.5], [0, 0, 0])]
+    samples = credited_samples(played, rewards, settings(end_weight=1.0)).samples
     flat = {
-        sample.trajectory_id: {sample.advantage_at(at) for at, sampled in enumerate(sample.mask) if sampled}
+        sample.trajectory_id: {round(sample.advantage_at(at), 6) for at, sampled in enumerate(sample.mask) if sampled}
         for sample in samples
         if sample.trajectory_id in "3456"
     }
-    assert flat == {"3": {-0.75}, "5": {0.75}, "6": {0.75}}, "of a group of equal rewards the end alone is trained"
+    assert flat == {"3": {-0.6}, "5": {0.4}, "6": {0.4}}, "of a group of equal rewards the end alone is trained"
 
 
 def test_an_episode_that_a_secret_cut_has_no_end_to_charge() -> None:
