@@ -209,11 +209,6 @@ class TrainingSettings(Settings):
         ge=0,
         description="taken off the advantage of a turn that repeats an earlier one and sees the same again; 0: off",
     )
-    end_weight: Annotated[float, _Only(_RL)] = Field(
-        default=0.0,
-        ge=0,
-        description="weight of an advantage for the decision to end an episode, by whether it earned anything; 0: off",
-    )
     tree: Annotated[Literal["path", "branches", "proposals"], _Only((*_RL, "dpo"))] = Field(
         default="path",
         description="what of a search tree is trained on: the acted path, also its branches, or each state's proposals",
@@ -349,16 +344,11 @@ class TrainingSettings(Settings):
     def _check_proposals(self) -> None:
         if self.algorithm == "dpo":
             raise ValueError('tree = "proposals" is a policy gradient: for dpo set tree = "branches", which pairs them')
-        if self.credits_turns or self.condensations:
+        if self.step_rewards != "episode" or self.state_weight or self.repeat_penalty or self.condensations:
             raise ValueError(
                 'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
-                '"episode", condensations = false, and state_weight, repeat_penalty and end_weight = 0.0'
+                '"episode", state_weight = 0.0, repeat_penalty = 0.0 and condensations = false'
             )
-
-    @property
-    def credits_turns(self) -> bool:
-        """Whether the turns of an episode may have advantages of their own."""
-        return self.step_rewards != "episode" or bool(self.state_weight or self.repeat_penalty or self.end_weight)
 
     def as_fine_tuning(self) -> Self:
         """``as_algorithm("sft")``."""

@@ -2,8 +2,8 @@
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
 go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``repeat_penalty`` takes something
-off where a turn repeats another, ``end_weight`` compares the turns that end an episode, ``tree`` also trains the
-branches of search trees, or all that was proposed in them, whatever was chosen.
+off where a turn repeats another, ``tree`` also trains the branches of search trees, or all that was proposed in them,
+whatever was chosen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.types import Sample, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Sample, Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.advantages import GroupAdvantages, group_advantages, valid_groups
 from openhands_rl_plugin.training.credit.estimators import whiten
@@ -49,7 +49,8 @@ def credited_samples(
     """
     late = settings.kl != "none" and settings.kl_in == "reward"
     baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
-    if settings.tree == "path" and not settings.credits_turns:
+    of_turns = settings.step_rewards != "episode" or settings.state_weight or settings.repeat_penalty
+    if settings.tree == "path" and not of_turns:
         weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
         summaries = settings.condensations
         return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a, condensations=summaries)])
@@ -57,7 +58,8 @@ def credited_samples(
     times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
     if algorithm_of(settings).estimator.whitened and not late:
         first, again = _whitened(trajectories, first, again, times, settings)
-    _correct_turns(trajectories, rewards, first, settings)
+    if settings.repeat_penalty:
+        _take_off_repeats(trajectories, rewards, first, settings)
     samples: list[Sample] = []
     for index, of_nodes in first.items():
         more = {at: (times[index][at] - 1, value) for at, value in again.get(index, {}).items()}
@@ -95,40 +97,21 @@ def _node_advantages(
     return _filled(nodes), _sampled_again(trajectories, proposed)
 
 
-def _correct_turns(
+def _take_off_repeats(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
     nodes: dict[int, NodeAdvantages],
     settings: TrainingSettings,
 ) -> None:
-    """What single turns lose and gain whatever their group earned: the penalty of invalid actions in verl-agent
-    (GiGPO's code), for actions that repeat others; and an advantage of the decision to end the episode, by its reward.
+    """The penalty of invalid actions in verl-agent (GiGPO's code), for actions that repeat others.
 
-    After whitening, which would take the sign from it where all have it. Groups of equal rewards count, too: where no
-    attempt is solved, what ended too early is all there is to learn. To charge that alone, without what ended in time,
-    teaches not to end at all; as a part of the reward it would credit all that the others of a group did.
+    After whitening, which would take its sign from it where all repeat. Groups of equal rewards have repeats, too.
     """
-    chosen = (
-        valid_groups(trajectories, rewards, settings).valid if settings.repeat_penalty or settings.end_weight else ()
-    )
-    ending = {index: at for index in chosen if (at := _own_end(trajectories[index])) is not None}
-    paid = {index: float((rewards[index] or 0.0) > 0) for index in ending}
-    for index in chosen:
-        one = trajectories[index]
-        more = dict.fromkeys(repeated_turns(one), -settings.repeat_penalty) if settings.repeat_penalty else {}
-        if settings.end_weight and index in ending:
-            # Against their mean: else it would be learnt to end always, or never.
-            above = paid[index] - sum(paid.values()) / len(paid)
-            more[ending[index]] = more.get(ending[index], 0.0) + settings.end_weight * above
-        trained = set(trained_nodes(one))
-        if mine := {at: value for at, value in more.items() if at in trained}:
-            _add(nodes, {index: mine}, 1.0)
-
-
-def _own_end(trajectory: Trajectory) -> int | None:
-    """The turn with which the policy ended the episode; ``None`` where something else did."""
-    acted = trajectory.acted()
-    return acted[-1] if acted and trajectory.stop is StopReason.TERMINATED else None
+    for index in valid_groups(trajectories, rewards, settings).valid:
+        trained = set(trained_nodes(trajectories[index]))
+        repeats = {at: 1.0 for at in repeated_turns(trajectories[index]) if at in trained}
+        if repeats:
+            _add(nodes, {index: repeats}, -settings.repeat_penalty)
 
 
 def _filled(nodes: Mapping[int, NodeAdvantages]) -> dict[int, NodeAdvantages]:

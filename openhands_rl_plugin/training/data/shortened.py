@@ -13,9 +13,9 @@ from openhands_rl_plugin.training.data.batch import recorded_nodes
 def may_be_shortened(settings: TrainingSettings) -> bool:
     """Whether the algorithm gives each answer the weight of its episode, so that one can be left out of the sum.
 
-    Rewards to go and the weight of the end need all later steps, and a preference compares whole episodes.
+    Rewards to go need all later steps, and a preference compares whole episodes.
     """
-    whole = settings.step_rewards == "episode" and not (settings.state_weight or settings.end_weight)
+    whole = settings.step_rewards == "episode" and not settings.state_weight
     return whole and algorithm_of(settings).kind != "preference"
 
 

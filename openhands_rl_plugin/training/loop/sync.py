@@ -57,13 +57,7 @@ class ClosedLoop(LoopStages):
         served, advance = await self._served_model(), partial(self._listener.advanced, stage)
         groups = await self._pivots.groups(index, update, served, advance)
         settings = self._plan.reinforcement.model_copy(
-            update={
-                "tree": "path",
-                "step_rewards": "episode",
-                "state_weight": 0.0,
-                "repeat_penalty": 0.0,
-                "end_weight": 0.0,
-            }
+            update={"tree": "path", "step_rewards": "episode", "state_weight": 0.0, "repeat_penalty": 0.0}
         )
         credit = credited_samples(groups.answers, groups.values, settings)
         metrics = groups.metrics | credit.baseline.as_floats() | {"rollout_seconds": time.time() - started}

@@ -49,7 +49,7 @@ def policy_rows(
         if algorithm_of(settings).objective == "gspo" and bool((factors != factors[0]).any()):
             raise TrainingError(
                 'engine = "trl" has one advantage a sequence with algorithm = "gspo": leave step_rewards, tree, '
-                'repeat_penalty, end_weight and correction at their defaults, or set engine = "local"'
+                'repeat_penalty and correction at their defaults, or set engine = "local"'
             )
         made.append(TrainedRow(item, weight, factors, item.old))
     return made

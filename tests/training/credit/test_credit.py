@@ -20,7 +20,6 @@ from openhands_rl_plugin.training.credit.tree_advantages import (
     sibling_advantages,
     times_sampled,
 )
-from openhands_rl_plugin.training.data.shortened import may_be_shortened
 
 PLAYED = [episode(0, 0.0, 1.0), episode(1, 0.5, 0.0), episode(2, 0.0), episode(3, 1.0, group="alone")]
 REWARDS = [1.0, 0.5, 0.0, 1.0]
@@ -207,37 +206,6 @@ def test_what_repeats_an_action_and_its_observation_is_worth_less() -> None:
     values = [flat.advantage_at(at) for at, sampled in enumerate(flat.mask) if sampled]
     assert values == [-0.75] * 4, "of a group of equal rewards the second answer alone is trained, which has 4 tokens"
     assert "3" not in {sample.trajectory_id for sample in samples}
-
-
-def test_the_turn_that_ends_an_episode_is_judged_by_its_reward() -> None:
-    ended, limit = {"stop": StopReason.TERMINATED}, {"stop": StopReason.MAX_TURNS}
-    played = [
-        doing(0, ("edit", "0 failed")).model_copy(update=ended),
-        doing(1, ("edit", "no"), ("look", "no")).model_copy(update=ended),
-        doing(2, ("edit", "no"), ("look", "no")).model_copy(update=limit),
-        doing(3, ("edit", "no")).model_copy(update=ended | {"group_id": "flat"}),
-        doing(4, ("edit", "no")).model_copy(update=limit | {"group_id": "flat"}),
-        doing(5, ("edit", "0 failed")).model_copy(update=ended | {"group_id": "solved"}),
-        doing(6, ("edit", "0 failed")).model_copy(update=ended | {"group_id": "solved"}),
-    ]
-    rewards = [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
-    for more in ({}, {"algorithm": "dr-grpo"}, {"step_rewards": "environment", "state_weight": 1.0}):
-        plain = turns_of(played[:3], rewards[:3], settings(**more))
-        mine = turns_of(played[:3], rewards[:3], settings(**more, end_weight=1.0))
-        changes = [[m - p for m, p in zip(now, before, strict=True)] for now, before in zip(mine, plain, strict=True)]
-        assert changes == [pytest.approx(each) for each in ([0, 0.5], [0, 0, -0.5], [0, 0, 0])]
-    samples = credited_samples(played, rewards, settings(end_weight=1.0)).samples
-    flat = {
-        sample.trajectory_id: {round(sample.advantage_at(at), 6) for at, sampled in enumerate(sample.mask) if sampled}
-        for sample in samples
-        if sample.trajectory_id in "3456"
-    }
-    assert flat == {"3": {-0.6}, "5": {0.4}, "6": {0.4}}, "of a group of equal rewards the end alone is trained"
-
-
-def test_an_episode_that_a_secret_cut_has_no_end_to_charge() -> None:
-    assert may_be_shortened(settings())
-    assert not may_be_shortened(settings(end_weight=1.0)), "its last answer is not the one that ended it"
 
 
 def test_an_answer_repeats_another_by_its_calls() -> None:

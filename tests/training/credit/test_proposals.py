@@ -225,7 +225,6 @@ async def test_equal_and_single_proposals_have_no_signal() -> None:
         ({"step_rewards": "environment"}, "credits each proposal"),
         ({"state_weight": 0.5}, "credits each proposal"),
         ({"repeat_penalty": 0.5}, "credits each proposal"),
-        ({"end_weight": 0.5}, "credits each proposal"),
         ({"tree_visits": 3}, "tree_visits = 3 has no effect"),
     ],
 )
