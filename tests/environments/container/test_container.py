@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from base64 import b64encode
 from collections.abc import AsyncIterator
@@ -206,7 +207,9 @@ async def test_what_an_agent_that_is_root_lets_programs_tell_is_not_believed(
     assert not shell.failure
 
 
-async def test_an_agent_that_removes_what_is_the_sessions_own_ends_its_shell_and_no_episode(shell: ContainerShell):
+async def test_an_agent_that_removes_what_is_the_sessions_own_ends_its_shell_and_no_episode(
+    shell: ContainerShell, container: FolderContainer
+):
     assert await said(shell, "export NAME=kept && cd / && echo $NAME") == "kept\n"
     for broken in (
         f"rm -rf {FOLDER}",
@@ -216,7 +219,8 @@ async def test_an_agent_that_removes_what_is_the_sessions_own_ends_its_shell_and
         told = await said(shell, broken) + await said(shell, "true")
         assert told.startswith("[The shell was lost, and a new one was begun: "), broken
         assert await said(shell, "echo ${NAME:-gone}; pwd") == "gone\n/app\n"
-    await said(shell, f"rm -rf {FOLDER}")
+    # Not by a command: a slow one is told of the loss itself, and there is a new shell then.
+    shutil.rmtree(container.root / FOLDER[1:])
     with pytest.raises(OSError, match="/app/after"):
         await asyncio.to_thread(ContainerFiles(shell).write, "/app/after", b"1")
     assert not shell.failure
