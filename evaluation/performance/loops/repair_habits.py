@@ -69,5 +69,7 @@ def _looked_at(trajectory: Trajectory) -> tuple[bool, bool, bool]:
 
 
 def _is_edit(answer: str) -> bool:
-    """By OpenHands' editor, or by ``sed`` with the tests in the same command."""
-    return "<parameter=command>str_replace</parameter>" in answer or "sed -i" in answer
+    """By OpenHands' editor, or by ``sed``, alone or with the tests in the same command."""
+    return any(
+        each in answer for each in ("<parameter=command>str_replace</parameter>", "sed -i", f"{RUN_TESTS} --edit")
+    )

@@ -52,9 +52,10 @@ class RepairOptions(Frozen):
     samples_per_task: int = Field(default=8, ge=2)
     concurrency: int = Field(default=12, ge=1)
     processes: int = Field(default=1, ge=0)
-    max_turns: int = 10  # the oracle takes 7 where it errs most; the others are the policy's to try again
-    answer_tokens: int = Field(default=192, ge=16)
-    """Of an answer at most; the longest edit of the oracle takes 186."""
+    max_turns: int = 6
+    """As many as the oracle takes where it errs most, at level 1; it looks for the bug in three more at the others."""
+    answer_tokens: int = Field(default=128, ge=16)
+    """Of an answer at most; 99 of 100 edits of the oracle take no more than 97."""
     warm_start_epochs: int = 1
     warm_start_rate: float = 1e-3
     warm_start_batch_size: int = 12
@@ -88,7 +89,7 @@ class RepairOptions(Frozen):
     def settings(self) -> RLSettings:
         """The ``[rl]`` section of this run, but for the address of the model."""
         return RLSettings(
-            max_turns=self.max_turns,
+            max_turns=self.max_turns + (3 if self.level > 1 else 0),
             max_prompt_length=CONTEXT_TOKENS - self.answer_tokens,
             max_response_length=self.answer_tokens,
             max_workers=self.concurrency,

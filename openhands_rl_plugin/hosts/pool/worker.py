@@ -35,6 +35,8 @@ from openhands_rl_plugin.hosts.pool.storage import PoolStorage
 
 _CLOSE_SECONDS = 2.0
 """What open sessions have to close in, when the pool is gone."""
+_SWITCH_SECONDS = 0.1
+"""OpenHands has a dozen threads a session: at Python's 0.005 most time goes into switches when many sessions begin."""
 
 
 class EpisodeWorker:
@@ -121,6 +123,7 @@ def main() -> None:
     """Serve a pool on stdin and stdout. Output of other libraries goes to stderr; the pool handles signals."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # what is ignored would be ignored in the agent's shells, too
+    sys.setswitchinterval(_SWITCH_SECONDS)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)

@@ -126,6 +126,12 @@ def test_a_group_of_one_is_enough_where_none_is_compared() -> None:
     check_trainable(settings(training={"algorithm": "reinforce++"}, loop={"samples_per_task": 1}))
 
 
+def test_the_proposals_of_a_tree_are_a_group_of_their_own() -> None:
+    training = {"algorithm": "grpo", "tree": "proposals"}
+    best = {"rollout_strategy": "BestOfN", "strategy": {"value": "none", "temperature": 1.0}}
+    check_trainable(settings(training=training, loop={"samples_per_task": 1}, **best))
+
+
 def test_the_strategy_of_the_held_out_episodes_is_a_known_one() -> None:
     assert settings(loop={"evaluation_strategy": "StandardReAct"}).loop.evaluation_strategy == "StandardReAct"
     with pytest.raises(ConfigError, match=r"\[rl.loop\] evaluation_strategy: unknown strategy 'ReAct'"):

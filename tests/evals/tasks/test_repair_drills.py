@@ -23,7 +23,7 @@ from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_o
 from openhands_rl_plugin.testing.samples import sample_episode
 
 V0 = TOOLS["v0"]
-EDIT = re.compile(r"sed -i -f - (\S+) <<'E' && [^\n]*\n((\d+).*)\nE\n</parameter>")
+EDIT = re.compile(r"python3 run_tests.py --edit (\S+) <<'E'\n((\d+).*)\nE\n</parameter>")
 
 
 def numbered(text: str) -> str:
@@ -40,6 +40,9 @@ def played(instance: Instance, seed: int = 0) -> Trajectory:
     for call in oracle_plan(instance, V0, seed):
         nodes.append(Node(parent=len(nodes) - 1, message=Message(role="assistant", content=call.text), sampled=True))
         shown = f"file {spec.path}:\n{numbered(spec.files[spec.path])}\n" if "view" in call.text else "done"
+        if call.errs:
+            line = spec.files[spec.path].split("\n")[spec.line - 1].strip()
+            shown = f"RESULT:\n2 failed, 3 passed\nUndone. Line {spec.line} of {spec.path}:\n{line}\n[exit code 1]"
         nodes.append(Node(parent=len(nodes) - 1, message=Message(role="user", content=shown)))
     task = Task(id=instance.instance_id, environment="swe", data={})
     return sample_episode("e").model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1, "task": task})
@@ -88,7 +91,9 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
         paths[file] += 1
         if level == 1:
             # The line is told: nothing else is needed. What was tried before is not what is tried now.
-            assert f"The bug is in line {line} of {file}:\n" in told
+            [reads] = re.findall(rf"The bug is in line {line} of {re.escape(file)}:\n(.*)\n", told)
+            again = f"RESULT:\n2 failed, 3 passed\nUndone. Line {line} of {file}:\n{reads}\n[exit code 1]"
+            assert all(text == again for text in seen[1::2])
             tried = [found for text in seen[::2] for _, found, _ in re.findall(EDIT, text)]
             assert 2 * len(set(tried)) == len(seen) and script not in tried
             retries[len(tried)] += 1

@@ -45,7 +45,7 @@ def test_edits_end_with_the_fix_and_some_err_before(instances: tuple[Instance, .
     wrong = 0
     for each in instances:
         spec = spec_of(each)
-        edits = [call for call in oracle_plan(each, V0, 0) if "sed -i" in call.text]
+        edits = [call for call in oracle_plan(each, V0, 0) if "--edit" in call.text]
         assert len({call.text for call in edits}) == len(edits)
         for call in edits:
             script = parsed_call(call.text)[1]["command"].split("\n")[2]
@@ -68,14 +68,17 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
         folder = tmp_path / str(at)
         checkout = asyncio.run(RepairBackend().checkout(each, folder))
         for call in oracle_plan(each, V0, 1):
-            if "sed -i" in call.text:
+            if "--edit" in call.text:
                 command = parsed_call(call.text)[1]["command"]
                 environment = {"PATH": os.environ["PATH"], **checkout.variables}
                 done = subprocess.run(
                     ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
                 )
-                passed = done.stdout.startswith("0 failed, ")
-                assert (passed or call.errs) and "FAILED" not in done.stdout
+                passed = done.returncode == 0
+                assert (passed or call.errs) and done.stdout.startswith("0 failed, ") == passed
+                line = spec.files[spec.path].split("\n")[spec.line - 1].strip()
+                again = f"Undone. Line {spec.line} of {spec.path}:\n{line}\n"
+                assert done.stdout.endswith(again) != passed and "FAILED" not in done.stdout
                 assert ((folder / spec.path).read_text() == spec.files[spec.path]) != passed, done.stdout
         exactly += (folder / spec.path).read_text().rstrip("\n") == fixed_text(each).rstrip("\n")
     assert exactly >= 10  # another edit may repair, too
@@ -92,15 +95,46 @@ def test_a_loop_that_does_not_end_fails(instances: tuple[Instance, ...], tmp_pat
     assert done.returncode == -signal.SIGALRM
 
 
-def test_who_is_told_the_line_tries_first_and_looks_when_that_does_not_help():
-    for level, first in ((1, "sed -i"), (2, "python3 run_tests.py<"), (3, "cat test_")):
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("2s/2/1/", "0 failed, 1 passed\n"),
+        ("2s/2/3/", "1 failed, 0 passed\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
+        ("2s/x/y/", "sed: nothing changed\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
+        ("9s/x/y/", "sed: nothing changed\nUndone.\n"),
+        ("nonsense", "sed: file - line 1: extra characters after command\nUndone.\n"),
+        ("2s/2/2)/", "SyntaxError: unmatched ')' (m.py, line 2)\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
+        ("2s/re.*/while 1: pass/", "the tests did not end\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
+        ("1,2s/2/3/", "1 failed, 0 passed\nUndone. Line 1 of m.py:\ndef f(a):\nLine 2 of m.py:\nreturn a + 2\n"),
+    ],
+)
+def test_an_edit_says_what_came_of_it_and_shows_its_lines_again(script: str, said: str, tmp_path: Path):
+    runner = repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS]
+    text = "def f(a):\n    return a + 2\n"
+    (tmp_path / RUN_TESTS).write_text(runner.replace("alarm(20)", "alarm(1)"))
+    (tmp_path / "m.py").write_text(text)
+    (tmp_path / "test_f.py").write_text("from m import f\n\ndef test_1():\n    assert f(1) == 2\n")
+    command = [sys.executable, "-B", RUN_TESTS, "--edit", "m.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, input=script + "\n", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == said.format(tmp_path) and done.returncode == ("Undone" in said)
+    assert ((tmp_path / "m.py").read_text() == text) == ("Undone" in said)
+
+
+def test_a_file_that_is_not_there_is_not_edited(tmp_path: Path):
+    (tmp_path / RUN_TESTS).write_text(repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS])
+    command = [sys.executable, RUN_TESTS, "--edit", "m.py"]
+    done = subprocess.run(command, cwd=tmp_path, input="1d\n", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "No such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_who_is_told_the_line_edits_at_once_and_others_look_first():
+    for level, first in ((1, "--edit"), (2, "python3 run_tests.py<"), (3, "cat test_")):
         plans = [oracle_plan(each, V0, 0) for each in repair_instances(level, "train")[:30]]
         assert all(first in plan[0].text for plan in plans)
         looks = [next((at for at, call in enumerate(plan) if ">view<" in call.text), None) for plan in plans]
-        if level == 1:
-            assert looks == [2 if [call.errs for call in plan[:2]] == [True, True] else None for plan in plans]
-        else:
-            assert all(at == level - 1 for at in looks)
+        assert all(at == (None if level == 1 else level - 1) for at in looks)
 
 
 def test_only_the_names_of_the_tools_are_the_hosts(instances: tuple[Instance, ...]):

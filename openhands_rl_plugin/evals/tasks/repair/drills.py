@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ _LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site
 _MOST_OF_A_FUNCTION = 8
 _LONGEST = 48
 """Characters of an edit, where the line is all that is known: what nobody can guess is not to be learnt."""
+_SHOWN = re.compile(r"Undone\. Line \d+ of \S+:\n[^\n]*")
 _TRIED = 0.5
 """Share of drills with an edit before that does not help, of these that with one more, and so on. Were there always
 one, it would be learnt from the number of edits when to end an episode, and not from what the tests say."""
@@ -177,7 +179,8 @@ def _drill(
             if choice.random() >= _TRIED:
                 break
             # The tests only say how many failed, so that what was seen after one edit may stand after any.
-            kept += [_saying(path[asked], edit_call(tools, function.path, wrong, other)), choice.choice(failures)]
+            seen_then = _of_line(choice.choice(failures), function.path, edit.first, wrong)
+            kept += [_saying(path[asked], edit_call(tools, function.path, wrong, other)), seen_then]
     else:
         shown = _numbered(spec.files[spec.path])
         seen = next((at for at in range(asked + 1, len(path)) if shown in str(path[at].message.content)), 0)
@@ -201,6 +204,15 @@ def _after_errors(episode: Trajectory) -> Iterator[Node]:
     for node, seen in pairwise(path):
         if node.message.role == "assistant" and not node.sampled:
             yield seen
+
+
+def _of_line(node: Node, path: str, number: int, text: str) -> Node:
+    """What was seen after an edit, with this line where it shows that of its own task."""
+    line = text.split("\n")[number - 1].strip()
+    content = _SHOWN.sub(
+        lambda _: f"Undone. Line {number} of {path}:\n{line}", str(node.message.content or ""), count=1
+    )
+    return node.model_copy(update={"message": node.message.model_copy(update={"content": content})})
 
 
 def _saying(node: Node, text: str) -> Node:

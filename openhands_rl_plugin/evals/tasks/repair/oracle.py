@@ -1,5 +1,5 @@
 """The scripted oracle: it runs the tests, looks at the file, edits, runs them again, and errs now and then on the way.
-Where it is told the line it begins with an edit.
+Where it is told the line it only edits.
 
 Its answers are text as OpenHands writes calls for a model without tool calling, with the host's names of its tools.
 They follow from the conversation and a seed, so that the same episodes can be played in any process.
@@ -23,8 +23,6 @@ ORACLE = "repair-oracle"
 WRONG_FIX = 0.6
 """Share of edits that do not repair, where there are others to make."""
 MOST_ERRORS = 4
-_TRIES = 2
-"""Edits that fail before the file is looked at, where the line is told."""
 _TESTS = {"command": f"python3 {RUN_TESTS}", "security_risk": "LOW"}
 _END = "E"
 _NAME = re.compile(r"\A<function=(\w+)>\n")
@@ -77,21 +75,17 @@ def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleC
     spec = spec_of(instance)
     choice = random.Random(f"{seed} {instance.instance_id}")
     wrong, right = spec.files[spec.path], fixed_text(instance)
-    look = OracleCall(
-        _call(tools.editor, command="view", path=f"/workspace/{DIRECTORY}/{spec.path}", security_risk="LOW")
-    )
     plan: list[OracleCall] = []
     told = f" line {spec.line} of {spec.path}:" in instance.problem_statement
     if not told:
-        plan += [*map(OracleCall, (*_search(instance, tools), _call(tools.shell, **_TESTS))), look]
+        look = _call(tools.editor, command="view", path=f"/workspace/{DIRECTORY}/{spec.path}", security_risk="LOW")
+        plan += map(OracleCall, (*_search(instance, tools), _call(tools.shell, **_TESTS), look))
     others = other_edits(wrong, right, spec.function)
     choice.shuffle(others)
-    for at, other in enumerate(others[:MOST_ERRORS], start=1):
+    for other in others[:MOST_ERRORS]:
         if choice.random() >= WRONG_FIX:
             break
         plan.append(OracleCall(edit_call(tools, spec.path, wrong, other), errs=True))
-        # Who was told the line tries first, which is cheap, and looks at what is around it when that does not help.
-        plan += [look] if told and at == _TRIES else []
     return [
         *plan,
         OracleCall(edit_call(tools, spec.path, wrong, right)),
@@ -143,12 +137,11 @@ def other_edits(wrong: str, right: str, function: str) -> list[str]:
 
 
 def edit_call(tools: ToolNames, path: str, old: str, new: str) -> str:
-    """The edit that makes the text ``new`` of the text ``old`` of a file of the repository and the tests after it,
+    """The edit that makes the text ``new`` of the text ``old`` of a file of the repository, with the tests after it,
     which is undone where they fail: the next one begins from the text that is known."""
-    # The script has a here-document of its own: nothing in it needs quotes for the shell. Of the tests only the counts
-    # are shown: a small model loses the line that it was told behind what they say. "!": it is an error to have failed.
-    ran = f"{_TESTS['command']} -q || ! git checkout ."
-    command = f"sed -i -f - {path} <<'{_END}' && {ran}\n{sed_script(old, new)}\n{_END}"
+    # The script has a here-document of its own: nothing in it needs quotes for the shell. What failed is undone and
+    # the line shown again: a small model loses what it was told behind its own words.
+    command = f"{_TESTS['command']} --edit {path} <<'{_END}'\n{sed_script(old, new)}\n{_END}"
     # OpenHands writes a value of several lines on lines of its own.
     return _call(tools.shell, command=f"\n{command}\n", security_risk="MEDIUM")
 

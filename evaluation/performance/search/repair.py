@@ -1,0 +1,196 @@
+"""Repairs against tokens spent, with and without search: ``python -m evaluation.performance.search.repair``.
+
+Plays held-out repair tasks by ``openhands-rl evaluate`` with the adapter of an ``openhands-rl demo --task repair``:
+ReAct, and searches whose value is the tests, run in a fork for every answer that is considered. All may spend more than
+they need; a task counts for a budget if it was resolved with no more tokens than that: prompt and sampled, as a server
+without a cache bills them, and sampled alone, which is what a cache of prefixes leaves to pay. Writes tables,
+``search_repair.json`` and ``repair.svg`` into ``--out``; a stopped run goes on where it was.
+
+    python -m evaluation.performance.search.repair --run-dir runs/repair --tasks 100 --out runs/search-repair
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
+from openhands_rl_plugin.apps.demo.child import free_port, running_command
+from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
+from openhands_rl_plugin.apps.demo.repair import ADAPTER, CONTEXT_TOKENS, RepairOptions
+from openhands_rl_plugin.core.statistics import paired_difference, wilson
+from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+TESTS: JsonObject = {
+    "value": "reward",
+    "value_options": {"reward": "command", "reward_options": {"command": "python3 run_tests.py -q", "timeout": 30}},
+}
+BUDGETS = {"billed": (1_000, 2_000, 4_000, 8_000, 16_000, 32_000), "sampled": (75, 150, 300, 600, 1_200, 2_400)}
+COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "NextBest": "#ff7f0e", "MCTS": "#2ca02c"}
+
+
+class Row(Frozen):
+    """A task: whether it was resolved, and the tokens that were spent on it. ``billed``: prompt and sampled."""
+
+    task: str
+    resolved: bool
+    billed: int
+    sampled: int
+
+    def spent(self, kind: str) -> int:
+        """Tokens of one of the kinds of ``BUDGETS``."""
+        return self.billed if kind == "billed" else self.sampled
+
+
+class Played(Frozen):
+    """A strategy's episodes. ``failed``: those that the machine failed, not the agent."""
+
+    strategy: str
+    rows: tuple[Row, ...]
+    failed: int
+
+    def within(self, kind: str, budget: int) -> dict[str, float]:
+        """Task -> 1 if it was resolved with no more tokens of that kind than ``budget``."""
+        return {row.task: float(row.resolved and row.spent(kind) <= budget) for row in self.rows}
+
+
+def options_of(strategy: str) -> JsonObject:
+    """The options of a strategy."""
+    match strategy:
+        case "BestOfN" | "NextBest":
+            return {**TESTS, "n": 4, "temperature": 1.0} if strategy == "BestOfN" else {"n": 4, "temperature": 1.0}
+        case "MCTS":
+            return {**TESTS, "num_simulations": 8, "num_branches": 4, "temperature": 1.0}
+    return {}
+
+
+def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) -> Played:
+    """A strategy's episodes of all tasks, by the command that a user has."""
+    sizes = RepairOptions(run_directory=args.run_dir)
+    config = args.out / "config.toml"
+    config.write_text(
+        f'[llm.eval]\nmodel = "openai/{adapter.name}"\nbase_url = "{url}/v1"\napi_key = "none"\n'
+        f"temperature = 1.0\nnative_tool_calling = false\nmax_output_tokens = {sizes.answer_tokens}\n"
+        f"[rl]\nmax_response_length = {sizes.answer_tokens}\n"
+        f"max_prompt_length = {CONTEXT_TOKENS - sizes.answer_tokens}\n"
+        f'[rl.workspace]\nprompt = "compact"\n[rl.serving]\nmodel = "{NAME}"\n'
+    )
+    words = [sys.executable, "-m", "openhands_rl_plugin", "evaluate", "repair-1", "--config", str(config)]
+    words += ["--llm", "eval", "--agent", "RLAgent", "--limit", str(args.tasks), "--workers", str(args.workers)]
+    words += ["--max-iterations", str(args.turns), "--note", strategy, "--out", str(args.out), "--shuffle", "0"]
+    words += [] if strategy == "ReAct" else ["--strategy", strategy]
+    for name, value in options_of(strategy).items():
+        words += ["--strategy-option", f"{name}={json.dumps(value)}"]
+    subprocess.run(words, check=True)
+    [output] = args.out.glob(f"repair-1-*/RLAgent/*_N_{strategy}-run_0/output.jsonl")
+    outcomes = [json.loads(line)["test_result"]["outcome"] for line in output.read_text().splitlines()]
+    rows = [
+        Row(
+            task=each["instance_id"],
+            resolved=each["kind"] == "resolved",
+            billed=each["prompt_tokens"] + each["completion_tokens"],
+            sampled=each["completion_tokens"],
+        )
+        for each in outcomes
+        if each["valid"]
+    ]
+    return Played(strategy=strategy, rows=tuple(rows), failed=len(outcomes) - len(rows))
+
+
+def measure(args: argparse.Namespace) -> list[Played]:
+    """Every strategy, written down as soon as it is there."""
+    store = AdapterStore(args.run_dir / "adapters")
+    adapter = store.get(args.adapter) if args.adapter else store.current(ADAPTER)
+    if adapter is None:
+        raise SystemExit(f"{args.run_dir} has no adapter: give a run of openhands-rl demo --task repair")
+    serve = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]
+    serve += [f"--max-batch={4 * args.workers}", f"--max-model-len={CONTEXT_TOKENS}"]
+    played: list[Played] = []
+    with running_command(serve, free_port(), args.out / "serve.log") as url:
+        asyncio.run(AdapterPublisher(f"{url}/v1", store).publish(adapter))
+        for strategy in args.strategies:
+            played.append(play(strategy, adapter, url, args))
+            found = {"adapter": adapter.name, "played": [each.model_dump() for each in played]}
+            (args.out / "search_repair.json").write_text(json.dumps(found, indent=1))
+    return played
+
+
+def table(played: Sequence[Played], kind: str) -> Table:
+    """The share of tasks resolved within each budget, and what was spent."""
+    budgets = BUDGETS[kind]
+    shown = Table(f"{kind} tokens", *(f"{budget:,}" for budget in budgets), "95 %", "spent", "episodes", "failed")
+    for each in played:
+        within = [sum(each.within(kind, budget).values()) for budget in budgets]
+        last = wilson(int(within[-1]), len(each.rows))
+        shown.add_row(
+            each.strategy,
+            *(f"{solved / len(each.rows):.2f}" for solved in within),
+            f"{last.low:.2f}-{last.high:.2f}",
+            f"{sum(row.spent(kind) for row in each.rows) / len(each.rows):,.0f}",
+            str(len(each.rows)),
+            str(each.failed),
+        )
+    return shown
+
+
+def differences(played: Sequence[Played], kind: str) -> Iterator[str]:
+    """What each search resolves beyond ReAct with the same tokens, task by task."""
+    plain = next((each for each in played if each.strategy == "ReAct"), None)
+    for each in played:
+        for budget in BUDGETS[kind] if plain is not None and each is not plain else ():
+            assert plain is not None
+            one, other = plain.within(kind, budget), each.within(kind, budget)
+            tasks = sorted(one.keys() & other.keys())
+            found = paired_difference([one[task] for task in tasks], [other[task] for task in tasks])
+            yield (
+                f"{budget:,} {kind} tokens: {each.strategy} - ReAct: {found.mean:+.2f} [{found.low:+.2f}, "
+                f"{found.high:+.2f}] (paired bootstrap over {found.n} tasks)"
+            )
+
+
+def chart(played: Sequence[Played], kind: str) -> str:
+    """The share resolved against the budget."""
+    series = []
+    for each in played:
+        points = []
+        for slot, budget in enumerate(BUDGETS[kind]):
+            share = wilson(int(sum(each.within(kind, budget).values())), len(each.rows))
+            points.append(Point(slot=slot, value=share.mean, low=share.low, high=share.high))
+        series.append(Series(name=each.strategy, colour=COLOURS[each.strategy], points=tuple(points)))
+    return line_chart(series, [f"{budget:,}" for budget in BUDGETS[kind]], "resolved")
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, required=True, help="a run of openhands-rl demo --task repair")
+    parser.add_argument("--adapter", help="one of its versions (default: the current one)")
+    parser.add_argument("--model", type=Path, help="the base model's directory (default: the demo's)")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tasks", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--strategies", nargs="+", choices=list(COLOURS), default=["ReAct", "BestOfN", "MCTS"])
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    played = measure(args)
+    (args.out / "repair.svg").write_text(svg_file(chart(played, "sampled")))
+    console = Console(width=110)  # of the tables, also where the output is a file
+    for kind in BUDGETS:
+        console.print(table(played, kind))
+        for line in differences(played, kind):
+            console.print(line, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
