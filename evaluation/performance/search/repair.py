@@ -67,8 +67,10 @@ class Played(Frozen):
 def options_of(strategy: str) -> JsonObject:
     """The options of a strategy."""
     match strategy:
-        case "BestOfN" | "NextBest":
-            return {**TESTS, "n": 4, "temperature": 1.0} if strategy == "BestOfN" else {"n": 4, "temperature": 1.0}
+        case "BestOfN":
+            return {**TESTS, "n": 4, "temperature": 1.0}
+        case "NextBest":
+            return {"n": 4, "temperature": 1.0}
         case "MCTS":
             return {**TESTS, "num_simulations": 8, "num_branches": 4, "temperature": 1.0}
     return {}
@@ -87,12 +89,13 @@ def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) ->
     )
     words = [sys.executable, "-m", "openhands_rl_plugin", "evaluate", "repair-1", "--config", str(config)]
     words += ["--llm", "eval", "--agent", "RLAgent", "--limit", str(args.tasks), "--workers", str(args.workers)]
-    words += ["--max-iterations", str(args.turns), "--note", strategy, "--out", str(args.out), "--shuffle", "0"]
+    note = f"{strategy}-{adapter.sha256[:8]}"  # versions of other runs have the same names
+    words += ["--max-iterations", str(args.turns), "--note", note, "--out", str(args.out), "--shuffle", "0"]
     words += [] if strategy == "ReAct" else ["--strategy", strategy]
     for name, value in options_of(strategy).items():
         words += ["--strategy-option", f"{name}={json.dumps(value)}"]
     subprocess.run(words, check=True)
-    [output] = args.out.glob(f"repair-1-*/RLAgent/*_N_{strategy}-run_0/output.jsonl")
+    [output] = args.out.glob(f"repair-1-*/RLAgent/{adapter.name}_maxiter_{args.turns}_N_{note}-run_0/output.jsonl")
     outcomes = [json.loads(line)["test_result"]["outcome"] for line in output.read_text().splitlines()]
     rows = [
         Row(
@@ -104,6 +107,8 @@ def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) ->
         for each in outcomes
         if each["valid"]
     ]
+    if not rows:
+        raise SystemExit(f"no episode of {strategy} is valid: see {output.parent}")
     return Played(strategy=strategy, rows=tuple(rows), failed=len(outcomes) - len(rows))
 
 

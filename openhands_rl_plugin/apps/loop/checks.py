@@ -38,8 +38,9 @@ def check_trainable(settings: RLSettings) -> None:
             f'[rl.training] algorithm = "{training.algorithm}" learns from pairs, which a loop does not make: choose '
             '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
         )
-    # A tree's proposals are compared with each other.
-    grouped = kind == "reinforcement" and algorithm_of(training).estimator.grouped and training.tree != "proposals"
+    grouped = kind == "reinforcement" and algorithm_of(training).estimator.grouped
+    if training.tree == "proposals" and getattr(make_strategy(settings), "selects", False):
+        grouped = False  # what a search considered is compared with each other, in every episode
     if settings.loop.samples_per_task < 2 and (grouped or settings.loop.pivots):
         compares = f'algorithm = "{training.algorithm}" compares the episodes of a task' if grouped else _PIVOTS
         raise ConfigError(f"[rl.loop] samples_per_task = 1: {compares}: set 2 or more")

@@ -130,6 +130,8 @@ def test_the_proposals_of_a_tree_are_a_group_of_their_own() -> None:
     training = {"algorithm": "grpo", "tree": "proposals"}
     best = {"rollout_strategy": "BestOfN", "strategy": {"value": "none", "temperature": 1.0}}
     check_trainable(settings(training=training, loop={"samples_per_task": 1}, **best))
+    with pytest.raises(ConfigError, match=r"samples_per_task = 1: algorithm = .* compares the episodes of a task"):
+        check_trainable(settings(training=training, loop={"samples_per_task": 1}))  # nothing is searched
 
 
 def test_the_strategy_of_the_held_out_episodes_is_a_known_one() -> None:
