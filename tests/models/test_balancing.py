@@ -84,7 +84,8 @@ async def test_who_holds_the_calls_is_not_undone_by_another_who_gave_up():
                 await asyncio.sleep(0.01)
             holding = asyncio.create_task(asyncio.to_thread(balancer.hold, 20.0, 60.0))
             assert await asyncio.to_thread(balancer.hold, 0.3, 60.0) == 1
-            assert await holding == 0 and first.done()
+            assert await holding == 0
+            assert (await asyncio.wait_for(first, 10)).status_code == 200, "its answer may reach it a moment later"
             late = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={}))
             await asyncio.sleep(0.3)
             assert not balancer.servers[0].open, "a call begins while weights are replaced"
