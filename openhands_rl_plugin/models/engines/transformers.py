@@ -229,7 +229,7 @@ class _ModelBackend:
         # One row for each sequence. Layers with a recurrent state have this method, and not `batch_repeat_interleave`.
         past.reorder_cache(torch.zeros(len(sequences), dtype=torch.int64, device=self._model.device))
         while not cancelled.is_set():
-            chosen = sample(logits, [s.params for s in sequences], [s.rng for s in sequences])
+            chosen = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
             for sequence, token in zip(sequences, chosen, strict=True):
                 # A finished sequence stays in the batch until the last one ends; its further tokens are dropped.
                 if not sequence.finished:

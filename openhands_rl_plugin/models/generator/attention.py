@@ -1,8 +1,8 @@
-"""Attention over slots: decoding rows in batches of neighbouring slots, prompt chunks one by one."""
+"""Attention over slots: short rows in batches of neighbouring slots, prompt chunks one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -19,6 +19,9 @@ ATTENTION_NAME = "openhands_rl_slots"
 # A kernel call costs as much as attending to about this many tokens (measured on 2 cores: 90 us per call, 0.11 us per
 # token and row), so rows are batched while their padding costs less.
 CALL_COST_TOKENS = 400
+
+SHORT_ROW_TOKENS = 16
+"""Rows of at most as many tokens, those that decode, are batched."""
 
 
 @dataclass(frozen=True)
@@ -38,60 +41,68 @@ class StepRow:
     def count(self) -> int:
         return len(self.ids)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether it is computed in a batch with others."""
+        return len(self.ids) <= SHORT_ROW_TOKENS
+
 
 @dataclass(frozen=True)
 class _Group:
-    """Decoding rows ``first:last`` (in slot order) that lie in neighbouring slots starting at ``slot``."""
+    """Short rows that lie in neighbouring slots starting at ``slot``, each with ``width`` queries.
 
-    first: int
-    last: int
+    ``queries`` [rows * width]: the token of the step that each query is; a row with fewer tokens repeats its last one.
+    ``tokens``: all tokens of these rows, and ``places``: where they are among the queries.
+    """
+
     slot: int
-    lengths: tuple[int, ...]
+    rows: tuple[StepRow, ...]
+    width: int
+    queries: Tensor
+    tokens: Tensor
+    places: Tensor
 
     @property
-    def longest(self) -> int:
-        return max(self.lengths)
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens in each slot after the step."""
+        return tuple(row.start + row.count for row in self.rows)
 
 
 @dataclass
 class StepPlan:
-    """The slot and position of each token of one flat step. Rows with one token come first, then the longer ones."""
+    """The slot and position of each token of one flat step. Short rows come first, then prompt chunks."""
 
     store: KVCache
     rows: Sequence[StepRow]
     groups: tuple[_Group, ...] = field(init=False)
     chunks: tuple[tuple[int, StepRow], ...] = field(init=False)
-    decoding: int = field(init=False)
-    order: Tensor | None = field(init=False)
-    inverse: Tensor | None = field(init=False)
+    short: int = field(init=False)
     slots: Tensor = field(init=False)
     positions: Tensor = field(init=False)
     _masks: dict[tuple[int, int, int | None], Tensor | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         device = self.store.device
-        single = [row for row in self.rows if row.count == 1]
-        self.decoding = len(single)
-        by_slot = sorted(range(len(single)), key=lambda i: single[i].slot)
-        self.order = self.inverse = None
-        if by_slot != list(range(len(single))):
-            self.order = torch.tensor(by_slot, device=device)
-            self.inverse = torch.argsort(self.order)
-        self.groups = _group([single[i] for i in by_slot])
-        self.slots = torch.tensor([row.slot for row in single], device=device)
-        self.positions = torch.tensor([row.start for row in single], device=device)
-        chunks, offset = [], self.decoding
+        placed, offset = list[tuple[int, StepRow]](), 0
         for row in self.rows:
-            if row.count > 1:
-                chunks.append((offset, row))
-                offset += row.count
-        self.chunks = tuple(chunks)
+            placed.append((offset, row))
+            offset += row.count
+        short = [(at, row) for at, row in placed if row.is_short]
+        self.chunks = tuple((at, row) for at, row in placed if not row.is_short)
+        self.short = sum(row.count for _, row in short)
+        self.slots = torch.tensor([row.slot for _, row in short for _ in row.ids], device=device)
+        self.positions = torch.tensor([row.start + at for _, row in short for at in range(row.count)], device=device)
+        by_slot = sorted(short, key=lambda item: item[1].slot)
+        self.groups = tuple(_padded(by_slot[first:last], device) for first, last in _groups([r for _, r in by_slot]))
 
-    def group_mask(self, group: _Group, window: int | None) -> Tensor | None:
-        """Additive [rows, 1, 1, longest] mask of the padding; ``None`` without padding."""
-        key = (group.first, -1, window)
+    def group_mask(self, group: _Group, heads: int, window: int | None) -> Tensor | None:
+        """Additive [rows, 1, heads * width, longest] mask of what a query does not see; ``None`` if each sees all.
+
+        ``heads``: those that share keys.
+        """
+        key = (group.slot, -1, window)
         if key not in self._masks:
-            self._masks[key] = self._make_group_mask(group, window)
+            self._masks[key] = self._make_group_mask(group, heads, window)
         return self._masks[key]
 
     def chunk_mask(self, row: StepRow, window: int | None) -> Tensor:
@@ -107,34 +118,45 @@ class StepPlan:
         assert mask is not None
         return mask
 
-    def _make_group_mask(self, group: _Group, window: int | None) -> Tensor | None:
-        clipped = window is not None and group.longest > window
-        if len(set(group.lengths)) == 1 and not clipped:
+    def _make_group_mask(self, group: _Group, heads: int, window: int | None) -> Tensor | None:
+        lengths, longest = group.lengths, max(group.lengths)
+        clipped = window is not None and longest > window
+        if group.width == 1 and len(set(lengths)) == 1 and not clipped:
             return None
-        lengths = torch.tensor(group.lengths, device=self.store.device)[:, None]
-        at = torch.arange(group.longest, device=self.store.device)[None]
-        hidden = at >= lengths if window is None else (at >= lengths) | (at < lengths - window)
-        return self._additive(hidden, self.store.keys.dtype)[:, None, None]
+        positions = [[row.start + min(at, row.count - 1) for at in range(group.width)] for row in group.rows]
+        query = torch.tensor(positions, device=self.store.device)[:, None, :, None]
+        at = torch.arange(longest, device=self.store.device)
+        hidden = at > query if window is None else (at > query) | (at <= query - window)
+        mask = self._additive(hidden, self.store.keys.dtype)
+        return mask.expand(-1, heads, -1, -1).reshape(len(group.rows), 1, heads * group.width, longest)
 
     @staticmethod
     def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
-def _group(rows: Sequence[StepRow]) -> tuple[_Group, ...]:
+def _groups(rows: Sequence[StepRow]) -> Iterator[tuple[int, int]]:
     """Batch rows of neighbouring slots while the padding costs less than another call would."""
-    groups: list[_Group] = []
     first = 0
     for index in range(1, len(rows) + 1):
-        lengths = [row.start + 1 for row in rows[first:index]]
+        lengths = [row.start + row.count for row in rows[first:index]]
         if index < len(rows) and rows[index].slot == rows[index - 1].slot + 1:
-            together = (len(lengths) + 1) * max(*lengths, rows[index].start + 1)
-            apart = len(lengths) * max(lengths) + rows[index].start + 1
+            following = rows[index].start + rows[index].count
+            together = (len(lengths) + 1) * max(*lengths, following)
+            apart = len(lengths) * max(lengths) + following
             if together - apart <= CALL_COST_TOKENS:
                 continue
-        groups.append(_Group(first, index, rows[first].slot, tuple(lengths)))
+        yield first, index
         first = index
-    return tuple(groups) if rows else ()
+
+
+def _padded(placed: Sequence[tuple[int, StepRow]], device: torch.device) -> _Group:
+    width = max(row.count for _, row in placed)
+    queries = [offset + min(at, row.count - 1) for offset, row in placed for at in range(width)]
+    tokens = [offset + at for offset, row in placed for at in range(row.count)]
+    places = [index * width + at for index, (_, row) in enumerate(placed) for at in range(row.count)]
+    indices = (torch.tensor(each, device=device) for each in (queries, tokens, places))
+    return _Group(placed[0][1].slot, tuple(row for _, row in placed), width, *indices)
 
 
 def attend(
@@ -163,10 +185,10 @@ def attend(
     keys, values = plan.store.keys[layer], plan.store.values[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if plan.decoding:
-        keys[plan.slots, :, plan.positions] = k[: plan.decoding].to(keys.dtype)
-        values[plan.slots, :, plan.positions] = v[: plan.decoding]
-        _attend_decoding(plan, q, out, keys, values, scaling, sliding_window)
+    if plan.short:
+        keys[plan.slots, :, plan.positions] = k[: plan.short].to(keys.dtype)
+        values[plan.slots, :, plan.positions] = v[: plan.short]
+        _attend_short(plan, q, out, keys, values, scaling, sliding_window)
     for offset, row in plan.chunks:
         tokens, stored = slice(offset, offset + row.count), slice(row.start, row.start + row.count)
         keys[row.slot, :, stored] = key[0, :, tokens]
@@ -175,32 +197,27 @@ def attend(
     return out[None], None
 
 
-def _attend_decoding(
+def _attend_short(
     plan: StepPlan, q: Tensor, out: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
 ) -> None:
-    """One query per row. Heads that share keys become the query length, so keys are not repeated."""
+    """A few queries per row. Heads that share keys become further queries, so keys are not repeated."""
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[1]
-    q = q[: plan.decoding].reshape(plan.decoding, kv_heads, heads // kv_heads, dim)
-    if plan.order is not None:
-        q = q.index_select(0, plan.order)
+    shared = heads // kv_heads
     attention = _attend_float32_keys if plan.store.float32_keys else F.scaled_dot_product_attention
-    parts = []
     for group in plan.groups:
-        slots = slice(group.slot, group.slot + len(group.lengths))
-        parts.append(
-            attention(
-                q[group.first : group.last],
-                keys[slots, :, : group.longest],
-                values[slots, :, : group.longest],
-                attn_mask=plan.group_mask(group, window),
-                scale=scale,
-            )
+        rows, width, longest = len(group.rows), group.width, max(group.lengths)
+        query = q.index_select(0, group.queries).view(rows, width, kv_heads, shared, dim)
+        slots = slice(group.slot, group.slot + rows)
+        result = attention(
+            query.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, shared * width, dim),
+            keys[slots, :, :longest],
+            values[slots, :, :longest],
+            attn_mask=plan.group_mask(group, shared, window),
+            scale=scale,
         )
-    result = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if plan.inverse is not None:
-        result = result.index_select(0, plan.inverse)
-    out[: plan.decoding] = result.reshape(plan.decoding, heads, dim)
+        result = result.view(rows, kv_heads, shared, width, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
+        out[group.tokens] = result if width == 1 else result.index_select(0, group.places)
 
 
 def _attend_float32_keys(

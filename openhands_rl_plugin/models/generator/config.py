@@ -31,6 +31,12 @@ class GeneratorConfig(BaseModel):
         ge=16,
         description="Prompt tokens computed per step beside the decoding ones; None: 256, on a GPU 2048.",
     )
+    draft_tokens: int = Field(
+        default=8,
+        ge=0,
+        le=64,
+        description="Tokens of an answer guessed at once from earlier text and checked in one step; 0: none.",
+    )
     max_adapters: int = Field(default=8, ge=1, description="LoRA adapters held at once.")
     cache_bytes: int = Field(default=GIB, ge=0, description="Bound of the prefix cache; 0 turns it off.")
     kv_bytes: int = Field(

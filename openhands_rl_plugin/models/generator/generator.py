@@ -27,6 +27,7 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers.metrics import Metrics
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
+from openhands_rl_plugin.models.generator.drafts import Draft
 from openhands_rl_plugin.models.generator.errors import (
     InvalidUserInput,
     NotFound,
@@ -40,6 +41,7 @@ from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.scheduler import Scheduler
 from openhands_rl_plugin.models.generator.sequence import DeltaCallback, Generation, RequestHandle, SequenceState
+from openhands_rl_plugin.models.generator.threads import in_passing_thread
 
 _LOG = redacting_logger(__name__)
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
@@ -59,7 +61,7 @@ class Generator:
     def __init__(self, config: GeneratorConfig) -> None:
         """Load the model (seconds) and start the thread. Raises StartError."""
         self.config = config
-        self.model = ServedModel(config)
+        self.model = in_passing_thread(lambda: ServedModel(config))
         self._first = self.model.directory
         self.tokenizer = self.model.tokenizer
         self.max_model_len = self.model.max_model_len
@@ -93,6 +95,8 @@ class Generator:
         told.read("vllm:num_requests_running", "Requests that are computed.", lambda: scheduler.counts[0])
         told.read("vllm:num_requests_waiting", "Requests that wait for a place.", lambda: scheduler.counts[1])
         told.read("vllm:kv_cache_usage_perc", "Share of the slots in use; 1 is all.", lambda: scheduler.tokens / most)
+        told.read("vllm:spec_decode_num_draft_tokens_total", "Tokens that were guessed.", lambda: scheduler.drafted)
+        told.read("vllm:spec_decode_num_accepted_tokens_total", "Guesses that were right.", lambda: scheduler.accepted)
         return told
 
     def submit(
@@ -124,7 +128,8 @@ class Generator:
                 raise NotFound(f"The weights were replaced by `{self.weights}` meanwhile.", param="model")
             if self._in_flight.total() >= self.config.max_queue + self.config.max_batch:
                 raise Overloaded("The server is overloaded: its queue is full; retry later.")
-            sequence = SequenceState(ids, params, version, self.tokenizer, limit, on_delta)
+            drafts = Draft(self._scheduler.forms, self.config.draft_tokens)
+            sequence = SequenceState(ids, params, version, self.tokenizer, limit, on_delta, drafts)
             self._in_flight[version] += 1
             self._inbox.put(sequence)
         return sequence.handle
@@ -157,6 +162,11 @@ class Generator:
             raise InfrastructureError(f"the generator has stopped, start the server again: {describe(self._failure)}")
 
     @property
+    def guesses(self) -> tuple[int, int]:
+        """Tokens that were guessed ahead, and those of them that were right."""
+        return self._scheduler.drafted, self._scheduler.accepted
+
+    @property
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """The loaded adapters, oldest first."""
         with self._lock:
@@ -176,7 +186,7 @@ class Generator:
             with self._lock:
                 self._check_open()
                 self._check_new(name)
-            adapter = self.model.read_adapter(name, path)
+            adapter = in_passing_thread(lambda: self.model.read_adapter(name, path))
             with self._lock:
                 self._adapters[name] = adapter
         return adapter
@@ -226,7 +236,8 @@ class Generator:
             raise NotFound(f"There is no model in {str(directory)[:200]}.", param="model_path")
         name = self.config.model if first else str(path)
         try:
-            fresh = ServedModel(self.config.model_copy(update={"model": name}), directory)
+            config = self.config.model_copy(update={"model": name})
+            fresh = in_passing_thread(lambda: ServedModel(config, directory))
         except (StartError, RuntimeError) as error:  # RuntimeError: torch has no memory for both
             raise ServingError(f"The weights cannot be served: {describe(error)}", param="model_path") from error
         alike = fresh.tokenizer.get_vocab() == self.tokenizer.get_vocab() and fresh.vocabulary == self.model.vocabulary

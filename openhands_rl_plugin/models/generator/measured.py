@@ -26,12 +26,12 @@ class GeneratorMetrics:
             each.add(0, **self._labels)
 
     def read(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """A value that is read when it is asked for."""
+        """A value that is read when it is asked for; by its name, a gauge or a counter."""
 
         def samples() -> Samples:
             return [(self._labels, value())]
 
-        self.metrics.read(name, about, samples)
+        self.metrics.read(name, about, samples, "counter" if name.endswith("_total") else "gauge")
 
     def ended(self, sequence: SequenceState) -> None:
         """Count a sequence that left the scheduler: finished, failed or cancelled."""

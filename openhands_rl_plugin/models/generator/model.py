@@ -95,7 +95,7 @@ class ServedModel:
         Stores the new tokens' keys and values in the slots. Returns float32 logits [wanted positions, vocabulary]
         in the order of ``rows``, each row's in the order of its ``wanted``.
         """
-        order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids) > 1, id(rows[i].adapter), rows[i].slot))
+        order = sorted(range(len(rows)), key=lambda i: (not rows[i].is_short, id(rows[i].adapter), rows[i].slot))
         self.slots.ensure(max(row.start + len(row.ids) for row in rows))
         plan = StepPlan(self.slots, [rows[i] for i in order])
         ids: list[int] = []

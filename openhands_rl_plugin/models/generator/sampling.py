@@ -75,27 +75,46 @@ class ScoredToken:
     top: TopTokens
 
 
-def new_rng(seed: int | None) -> torch.Generator:
-    """The random generator of one sequence; seeded from the system's entropy when ``seed`` is ``None``."""
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed % 2**63)
-    return generator
+class RandomNumbers:
+    """The uniform numbers of one sequence, which are the same with the same seed however many are drawn at once.
+
+    Those that were drawn for tokens which are not taken come again: ``keep``. Not thread-safe.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        """``seed``: ``None`` for one from the system's entropy."""
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed % 2**63)
+        self._drawn: list[Tensor] = []
+        self._next = 0
+
+    def draw(self) -> Tensor:
+        """The next number, in [0, 1): [1]."""
+        if self._next == len(self._drawn):
+            self._drawn.append(torch.rand(1, generator=self._generator))
+        self._next += 1
+        return self._drawn[self._next - 1]
+
+    def keep(self, count: int) -> None:
+        """Of the numbers that were drawn since the last call the first ``count`` are used; the others come again."""
+        del self._drawn[:count]
+        self._next = 0
 
 
-def sample(logits: Tensor, params: Sequence[DecodingParams], rngs: Sequence[torch.Generator]) -> list[SampledToken]:
+def sample(logits: Tensor, params: Sequence[DecodingParams], random: Sequence[RandomNumbers]) -> list[SampledToken]:
     """logits: float32 [rows, vocabulary], one row per element of ``params``.
 
     The reported logprobs are ``log_softmax(logits)``: temperature 1, before top_p and top_k, whatever was sampled
-    with (vLLM's default, ``raw_logprobs``). One uniform number is drawn per sampled token.
+    with (vLLM's default, ``raw_logprobs``). One uniform number is drawn per sampled token, none for a greedy one.
     """
     normaliser = logits.logsumexp(-1)
     chosen = logits.argmax(-1)
     warm = [i for i, p in enumerate(params) if p.warm]
     if warm:
-        uniform = torch.cat([torch.rand(1, generator=rngs[i]) for i in warm]).to(logits.device)
+        uniform = torch.cat([random[i].draw() for i in warm]).to(logits.device)
         temperature = torch.tensor([params[i].temperature for i in warm], device=logits.device)
         scaled = (logits if len(warm) == len(params) else logits[warm]) / temperature[:, None]
         picked = _draw(scaled, uniform)
