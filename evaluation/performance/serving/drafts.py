@@ -1,7 +1,7 @@
 """What guessing tokens ahead earns: ``python -m evaluation.performance.serving.drafts RUN --model PATH``.
 
 The turns of a run of ``openhands-rl demo`` (their prompts, as they were recorded, several tasks beside each other) are
-answered again by its latest adapter, with ``draft_tokens`` 0 and as it is by default, in turns on the same machine.
+answered again by its latest adapter, with ``draft_tokens`` 0 and 8, in turns on the same machine.
 Prints tokens sampled a second of both, their ratio, the share of guesses that were right, and the share of answers that
 are the same token for token (with equal seeds; what differs are ties of floating-point numbers). Prints a table and one
 JSON line.
@@ -31,6 +31,7 @@ from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 ADAPTER = "latest"
+DRAFTS = 8
 
 
 def prompts_of(trajectory: Trajectory) -> Iterator[tuple[int, ...]]:
@@ -81,10 +82,9 @@ def main() -> None:
     path = next(iter(sorted(store.root.glob("*-v*"))[-1:]), None)
     if path is None:
         parser.error(f"there is no adapter in {store.root}")
-    default = GeneratorConfig.model_fields["draft_tokens"].default
     params = DecodingParams(max_tokens=options.max_tokens)
     first, rest = prompts[: options.batch], prompts[options.batch :]
-    rates: dict[int, list[float]] = {0: [], default: []}
+    rates: dict[int, list[float]] = {0: [], DRAFTS: []}
     found: dict[int, list[tuple[int, ...]]] = {}
     drafted = accepted = 0
     for turn in range(options.repeats):
@@ -97,11 +97,11 @@ def main() -> None:
                 found[drafts], seconds = answered(generator, rest, params, options.batch)
                 rates[drafts].append(sum(map(len, found[drafts])) / seconds)
                 drafted, accepted = drafted + generator.guesses[0], accepted + generator.guesses[1]
-    same = [one == other for one, other in zip(found[0], found[default], strict=True)]
-    ratio = statistics.median(after / before for before, after in zip(rates[0], rates[default], strict=True))
+    same = [one == other for one, other in zip(found[0], found[DRAFTS], strict=True)]
+    ratio = statistics.median(after / before for before, after in zip(rates[0], rates[DRAFTS], strict=True))
     figures = {
         "tokens a second without drafts": statistics.median(rates[0]),
-        "tokens a second with drafts": statistics.median(rates[default]),
+        "tokens a second with drafts": statistics.median(rates[DRAFTS]),
         "ratio": ratio,
         "guesses that were right": accepted / max(drafted, 1),
         "answers that are the same": statistics.mean(same),

@@ -32,6 +32,7 @@ from openhands_rl_plugin.training.loop.stages import LoopListener
 TITLE = "A small model is trained to repair code"
 ADAPTER = "repair"
 CONTEXT_TOKENS = 3072  # twelve episodes of the oracle took at most 2,345; the server reserves it for each that runs
+DRAFT_TOKENS = 8  # most of an answer is the form of a call
 CACHE_BYTES = 512 * 1024**2  # twelve episodes of 1,900 tokens, at 23 kB each token
 
 
@@ -141,7 +142,7 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     asyncio.run(RepairBackend().check())
     model = ensure_model(options.model_directory)
     words = ["serve", "--model", str(model), "--served-model-name", NAME, f"--max-batch={options.concurrency}"]
-    words += [f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}"]
+    words += [f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}", f"--draft-tokens={DRAFT_TOKENS}"]
     with running_command(words, free_port(), options.run_directory / "logs" / "serve.log") as url:
         serving = settings.serving.model_copy(update={"base_url": f"{url}/v1"})
         job = LoopJob(

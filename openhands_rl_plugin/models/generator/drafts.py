@@ -4,7 +4,8 @@ Agents say much of what they say again: the form of a call, the name of a file, 
 step that checks several guessed tokens costs little more than one that computes a single one. Each token is still drawn
 from the model's own distribution with the sequence's own random numbers, and a guess counts where it is the token that
 was drawn: what comes out does not depend on the guesses, which is speculative decoding (Leviathan et al. 2023, arXiv
-2211.17192) with drafts by n-grams ("prompt lookup", as vLLM's method "ngram").
+2211.17192) with drafts by n-grams ("prompt lookup", as vLLM's method "ngram"). As with other sizes of a batch, numbers
+are rounded otherwise in steps of other sizes, so that logprobs differ in their last digits.
 """
 
 from __future__ import annotations

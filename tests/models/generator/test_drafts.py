@@ -29,9 +29,18 @@ ASKED = [
 
 
 @pytest.fixture(scope="module")
+def generator(tiny_model: Path, adapter_a: Path) -> Iterator[Generator]:
+    """It guesses up to eight tokens."""
+    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, max_batch=8, draft_tokens=8)
+    with Generator(config) as generator:
+        generator.load_adapter("a", adapter_a)
+        yield generator
+
+
+@pytest.fixture(scope="module")
 def plain(tiny_model: Path, adapter_a: Path) -> Iterator[Generator]:
     """It guesses nothing."""
-    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, max_batch=8, draft_tokens=0)
+    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, max_batch=8)
     with Generator(config) as generator:
         generator.load_adapter("a", adapter_a)
         yield generator
