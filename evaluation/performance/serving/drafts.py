@@ -3,8 +3,7 @@
 The turns of a run of ``openhands-rl demo`` (their prompts, as they were recorded, several tasks beside each other) are
 answered again by its latest adapter, with ``draft_tokens`` 0 and 8, in turns on the same machine.
 Prints tokens sampled a second of both, their ratio, the share of guesses that were right, and the share of answers that
-are the same token for token (with equal seeds; what differs are ties of floating-point numbers). Prints a table and one
-JSON line.
+are the same token for token (with equal seeds; the others differ by rounding). Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def prompts_of(trajectory: Trajectory) -> Iterator[tuple[int, ...]]:
 
 
 async def recorded(run: Path, count: int) -> list[tuple[int, ...]]:
-    """The prompts of the newest episodes of a run, in the order of turns, as if all had been played together."""
+    """``count`` prompts of the episodes that a run stored last, turn by turn."""
     async with FileTrajectoryStorage(run / "trajectories") as storage:
         episodes = [list(prompts_of(each)) async for each, _ in storage.find(TrajectoryFilter())]
     turns = [prompt for episode in episodes[-count:] for prompt in episode]
@@ -78,6 +77,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     prompts = asyncio.run(recorded(options.run, options.batch * (options.rounds + 1)))
+    if len(prompts) <= options.batch:
+        parser.error(f"{options.run} has {len(prompts)} turns with token ids; set --batch to less")
     store = AdapterStore(options.run / "adapters")
     path = next(iter(sorted(store.root.glob("*-v*"))[-1:]), None)
     if path is None:

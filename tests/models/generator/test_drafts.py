@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_model import write_model
 
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.drafts import Draft, SharedForms
@@ -60,6 +61,31 @@ def test_answers_are_those_of_a_server_that_guesses_nothing(
             assert answer.token_ids == expected.token_ids
             assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert generator.guesses[1] - before > LENGTH and plain.guesses == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("mistral", {"sliding_window": 8}), ("llama", {"num_key_value_heads": 4}), ("qwen3", {})],
+)
+def test_other_architectures(tmp_path: Path, model_type: str, changes: dict[str, object]) -> None:
+    """Beside prompts that are still read, from one token on, and with scores of the prompt."""
+    path = str(write_model(tmp_path / model_type, model_type=model_type, **changes))
+    scored = replace(ASKED[1], prompt_logprobs=1)
+    asked = [(PROMPT[:length], params) for params in (*ASKED[:3], scored) for length in (1, 12, 30)]
+    with Generator(GeneratorConfig(model=path, dtype="float32", threads=1, prefill_tokens=16)) as plain:
+        expected = [plain.generate(*each) for each in asked]
+    config = GeneratorConfig(model=path, dtype="float32", threads=1, prefill_tokens=16, draft_tokens=8)
+    with Generator(config) as generator:
+        for _ in range(2):
+            handles = [generator.submit(*each) for each in asked]
+            for handle, other in zip(handles, expected, strict=True):
+                answer = handle.future.result(60)
+                assert answer.token_ids == other.token_ids
+                assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+                assert [each and each.token for each in answer.prompt or ()] == [
+                    each and each.token for each in other.prompt or ()
+                ]
+        assert generator.guesses[1] > LENGTH
 
 
 def test_guesses_that_are_wrong_change_nothing(
