@@ -62,6 +62,11 @@ class LoopSettings(Settings):
         ge=0,
         description="repair: edits of functions of Python's library that the fine-tuning has beside the demonstrations",
     )
+    more_tasks: int = Field(
+        default=0,
+        ge=0,
+        description="repair: further training tasks, other bugs in the functions of the training split",
+    )
     base_held_out: int = Field(
         default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
     )

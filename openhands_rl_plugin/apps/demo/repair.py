@@ -53,13 +53,13 @@ class RepairOptions(Frozen):
     samples_per_task: int = Field(default=8, ge=2)
     concurrency: int = Field(default=12, ge=1)
     processes: int = Field(default=1, ge=0)
-    max_turns: int = 6
+    max_turns: int = 4
     """As many as the oracle takes where it errs most, at level 1; it looks for the bug in three more at the others."""
     answer_tokens: int = Field(default=128, ge=16)
     """Of an answer at most; 99 of 100 edits of the oracle take no more than 97."""
     warm_start_epochs: int = 1
     warm_start_rate: float = 1e-3
-    warm_start_batch_size: int = 12
+    warm_start_batch_size: int = 8
     temperature: float = Field(default=1.0, ge=0)
     evaluation_temperature: float = Field(default=-1.0, ge=-1)
     """As in training: greedily a policy repeats an edit that failed, and OpenHands ends the episode for it."""

@@ -30,6 +30,7 @@ from openhands_rl_plugin.evals.runs.suites import (
     swe_tasks,
 )
 from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.tasks.repair.other_bugs import MORE
 
 _SPLITS: Mapping[str, tuple[str, str]] = dict.fromkeys((LOCAL, WEBSHOP, *REPAIRS), ("train", HELD_OUT))
 """Suite -> its split for training, and the one that is held out."""
@@ -86,7 +87,10 @@ def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
         held_out, pool = order[: settings.loop.held_out], order[settings.loop.held_out :]
     pool = _shuffled(pool, settings.sampling.seed)[: source.limit]
     scripted = settings.loop.demonstrations
-    tasks = LoopTasks(suite, tuple(pool[:scripted]), tuple(pool[scripted:]), _measured(held_out))
+    training = [*pool[scripted:], *_more(suite, settings)]
+    if settings.loop.more_tasks:
+        training = _shuffled(training, settings.sampling.seed)
+    tasks = LoopTasks(suite, tuple(pool[:scripted]), tuple(training), _measured(held_out))
     _check(tasks, settings)
     return tasks
 
@@ -113,6 +117,16 @@ def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path |
     if suite.software:
         return swe_tasks(suite, rows)
     return environment_tasks(suite, settings.env_name, count, rows)
+
+
+def _more(suite: Suite, settings: RLSettings) -> list[EvalTask]:
+    """The further training tasks that ``[rl.loop] more_tasks`` asks for. Raises ``ConfigError`` for other suites."""
+    wanted = settings.loop.more_tasks
+    if wanted and suite.name not in REPAIRS:
+        raise ConfigError(f"--more-tasks: only {', '.join(REPAIRS)} have them; leave it at 0")
+    if not wanted:
+        return []
+    return _shuffled(swe_tasks(suite.model_copy(update={"split": MORE})), settings.sampling.seed)[:wanted]
 
 
 def _apart(suite: Suite, entries: tuple[EvalTask, ...]) -> list[EvalTask]:

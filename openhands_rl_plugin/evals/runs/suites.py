@@ -18,6 +18,7 @@ from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.localization.rows import LOCALIZATION, all_localization
+from openhands_rl_plugin.evals.tasks.repair.other_bugs import MORE, more_instances
 from openhands_rl_plugin.evals.tasks.repair.rows import LEVELS, Level, repair_instances
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 
@@ -82,7 +83,8 @@ def swe_tasks(suite: Suite, dataset_file: Path | None = None) -> tuple[EvalTask,
     elif suite.name == LOCAL:
         instances = _of_split(read_instances(local_rows()), suite.split, LOCAL)
     elif suite.name in REPAIRS:
-        instances = repair_instances(REPAIRS[suite.name], suite.split)
+        level = REPAIRS[suite.name]
+        instances = more_instances(level) if suite.split == MORE else repair_instances(level, suite.split)
     elif suite.on_hub:
         instances = _from_hub(suite)
     else:

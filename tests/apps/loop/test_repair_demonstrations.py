@@ -46,6 +46,20 @@ def test_drills_are_of_repair_tasks_with_demonstrations():
             loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop, "react_format": False}))
 
 
+def test_further_tasks_are_trained_on_and_never_held_out_or_demonstrated():
+    def tasks(suite: str, more: int) -> LoopTasks:
+        loop = SETTINGS.loop.model_copy(update={"more_tasks": more})
+        return loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop}))
+
+    plain, more = tasks("repair-1", 0), tasks("repair-1", 30)
+    assert (plain.demonstrations, plain.held_out) == (more.demonstrations, more.held_out)
+    names = [{entry.task.id for entry in each.training} for each in (plain, more)]
+    assert len(more.training) == len(plain.training) + 30 and names[0] < names[1]
+    assert any("-more-" in entry.task.id for entry in more.training[:100])
+    with pytest.raises(ConfigError, match="--more-tasks: only repair-1, repair-2, repair-3 have them"):
+        tasks("swe-local", 3)
+
+
 def demonstrations(directory: Path, *, native: bool, first: int = 4) -> LoopJob:
     """A loop over the first demonstrations of a suite alone."""
     tasks = loop_tasks(TaskSource(suite="repair-3"), SETTINGS)

@@ -91,7 +91,7 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
         paths[file] += 1
         if level == 1:
             # The line is told: nothing else is needed. What was tried before is not what is tried now.
-            [reads] = re.findall(rf"The bug is in line {line} of {re.escape(file)}:\n(.*)\n", told)
+            [reads] = re.findall(rf"The bug is in line {line} of {re.escape(file)}(?:, in def .*\):|:)\n(.*)\n", told)
             again = f"RESULT:\n2 failed, 3 passed\nUndone. Line {line} of {file}:\n{reads}\n[exit code 1]"
             assert all(text == again for text in seen[1::2])
             tried = [found for text in seen[::2] for _, found, _ in re.findall(EDIT, text)]
@@ -107,7 +107,7 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
         name = [node.name for node in ast.parse(right).body if isinstance(node, ast.FunctionDef)]
         assert any(wrong.rstrip() in (found.rstrip() for _, found in bugs_in(right, each)) for each in name)
         assert f" line {line} of" not in told
-    assert len(paths) > 3 and 0 < ended < 30 and (level > 1 or len(retries) > 2)
+    assert len(paths) > 3 and 0 < ended < 30 and (level > 1 or len(retries) > 1)
 
 
 def test_drills_have_every_kind_of_bug_about_as_often(instances: tuple[Instance, ...]) -> None:
@@ -123,11 +123,11 @@ def test_drills_have_every_kind_of_bug_about_as_often(instances: tuple[Instance,
 def test_drills_show_no_function_that_is_held_out() -> None:
     instances = repair_instances(1, "train")[:2]
     shown = functions_of(lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8, level=1)[2:])
-    strange = frozenset(sorted(shown)[::2])
+    strange = frozenset(sorted(shown - {"init"})[::2])  # a test has the name of its function without underscores
     others = functions_of(
         lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8, level=1, strange=strange)[2:]
     )
-    assert len(others) == len(shown) == 8 and not others & strange
+    assert min(len(others), len(shown), 2 * len(strange)) > 3 and not others & strange
 
 
 def functions_of(drills: Sequence[Trajectory]) -> set[str]:
@@ -135,7 +135,9 @@ def functions_of(drills: Sequence[Trajectory]) -> set[str]:
     return {re.findall(r" in test_(\w+)\.py fails", str(each.nodes[1].message.content))[0] for each in drills}
 
 
-def test_functions_of_the_library_stand_alone() -> None:
-    found = list(itertools.islice(library_functions(random.Random(0)), 20))
-    assert found and all(len(each.text) <= 1600 and f"def {each.name}(" in each.text for each in found)
-    assert found == list(itertools.islice(library_functions(random.Random(0)), 20))
+def test_functions_of_the_library_are_short_and_methods_come_where_nothing_else_is_needed() -> None:
+    for alone in (True, False):
+        found = list(itertools.islice(library_functions(random.Random(0), alone=alone), 20))
+        assert found and all(len(each.text) <= 1600 and f"def {each.name}(" in each.text for each in found)
+        assert found == list(itertools.islice(library_functions(random.Random(0), alone=alone), 20))
+        assert alone or any("(self" in each.text for each in found)

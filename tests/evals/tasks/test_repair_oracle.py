@@ -89,10 +89,30 @@ def test_a_loop_that_does_not_end_fails(instances: tuple[Instance, ...], tmp_pat
     for name, text in repository_files(spec).items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text.replace("alarm(20)", "alarm(1)"))
+        file.write_text(text)
+    command = [sys.executable, RUN_TESTS, "-q"]
     (tmp_path / spec.path).write_text("while True: pass\n")
-    done = subprocess.run([sys.executable, RUN_TESTS, "-q"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGPROF
+    (tmp_path / spec.path).write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / RUN_TESTS).write_text((tmp_path / RUN_TESTS).read_text().replace("alarm(20)", "alarm(1)"))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGALRM
+
+
+def test_what_is_installed_under_the_same_name_is_not_tested_in_place_of_the_repository(tmp_path: Path):
+    repository, installed = tmp_path / "repository", tmp_path / "site-packages" / "pack"
+    for folder, gives in ((repository / "pack", 1), (installed, 2)):
+        folder.mkdir(parents=True)
+        (folder / "m.py").write_text(f"def f():\n    return {gives}\n")
+    (installed / "__init__.py").touch()  # before a folder without one, wherever on the path
+    runner = repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS]
+    (repository / RUN_TESTS).write_text(runner)
+    (repository / "test_f.py").write_text("from pack.m import f\n\ndef test_1():\n    assert f() == 1\n")
+    environment = {**os.environ, "PYTHONPATH": str(installed.parent)}
+    command = [sys.executable, RUN_TESTS]
+    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 failed, 1 passed\n")
 
 
 @pytest.mark.parametrize(

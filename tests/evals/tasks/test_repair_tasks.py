@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import tarfile
 import zlib
 from pathlib import Path
@@ -18,8 +19,17 @@ from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
 from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 from openhands_rl_plugin.evals.tasks.repair.kinds import KINDS, bugs_in
 from openhands_rl_plugin.evals.tasks.repair.making import RepairPlan, make_repair
-from openhands_rl_plugin.evals.tasks.repair.rows import at_level, repair_instances, repository_files, spec_of
+from openhands_rl_plugin.evals.tasks.repair.oracle import fixed_text
+from openhands_rl_plugin.evals.tasks.repair.other_bugs import more_instances
+from openhands_rl_plugin.evals.tasks.repair.rows import (
+    RepairSpec,
+    at_level,
+    repair_instances,
+    repository_files,
+    spec_of,
+)
 from openhands_rl_plugin.evals.tasks.repair.slices import LONGEST_FUNCTION, PackageSlicer
+from openhands_rl_plugin.evals.tasks.repair.telling import is_told
 from openhands_rl_plugin.evals.tasks.repair.variations import varied
 from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, suite_file
@@ -119,7 +129,7 @@ def test_the_published_tasks_are_split_by_package_and_function(published: tuple[
 def test_the_published_files_are_small_and_name_their_licenses(published: tuple[Instance, ...]):
     licenses = suite_file("repair.licenses.txt").read_text()
     assert all(spec_of(each).package in licenses for each in published)
-    files = [suite_file(f"repair.{end}") for end in ("jsonl", "lineage.json", "licenses.txt", "toml")]
+    files = [suite_file(f"repair.{end}") for end in ("jsonl", "more.jsonl", "lineage.json", "licenses.txt", "toml")]
     assert sum(len(zlib.compress(file.read_bytes())) for file in files) < 1_000_000
 
 
@@ -134,7 +144,8 @@ def test_a_statement_says_less_at_every_level(published: tuple[Instance, ...]):
     one, two, three = (instruction_of(at_level(entry.instance, level)) for level in (1, 2, 3))
     assert all(test in text and "/workspace/repo" in text for text in (one, two, three))
     text = spec.files[spec.path].splitlines()[spec.line - 1].strip()
-    assert f"line {spec.line} of {spec.path}:\n{text}\n" in one and spec.path not in three
+    head = next(line for line in spec.files[spec.path].splitlines() if line.startswith(f"def {spec.function}("))
+    assert f"line {spec.line} of {spec.path}, in {head}\n{text}\n" in one and spec.path not in three
     assert text not in two
     assert f"function {spec.function} in" in two and "line" not in two
 
@@ -142,6 +153,49 @@ def test_a_statement_says_less_at_every_level(published: tuple[Instance, ...]):
 def test_an_unknown_split_is_one_line():
     with pytest.raises(ConfigError, match="has no split 'test'; it has heldout, train, all"):
         repair_instances(1, "test")
+
+
+def test_further_tasks_have_other_bugs_that_the_tests_detect_in_the_functions_of_the_training_split():
+    more, own = more_instances(1), repair_instances(1, "train")
+    specs = [*map(spec_of, more)]
+    assert len(more) > 900 and {spec.kind for spec in specs} == set(KINDS)
+    assert len({each.instance_id for each in (*more, *own)}) == len(more) + len(own)
+    assert {spec.function for spec in specs} <= {spec_of(each).function for each in own}
+    texts = [spec.files[spec.path] for spec in specs]
+    assert len({*texts, *(spec_of(each).files[spec_of(each).path] for each in own)}) == len(texts) + len(own)
+    for each, spec in list(zip(more, specs, strict=True))[::30]:
+        assert each.fail_to_pass and commit_of(repository_files(spec)) == each.base_commit
+        assert spec.kind in {kind for kind, text in bugs_in(fixed_text(each), spec.function) if text == module_of(spec)}
+
+
+def module_of(spec: RepairSpec) -> str:
+    """The module with the bug."""
+    return spec.files[spec.path]
+
+
+@pytest.mark.parametrize("line", ["{}", "no", None])
+def test_a_row_of_another_bug_that_cannot_be_read_is_one_line(line: str | None, tmp_path: Path):
+    first = json.loads(suite_file("repair.more.jsonl").read_text().partition("\n")[0])
+    (tmp_path / "rows.jsonl").write_text(line or json.dumps({**first, "of": "nothing"}))
+    with pytest.raises(ConfigError, match="line 1 is no bug of a repair task"):
+        more_instances(1, tmp_path / "rows.jsonl")
+
+
+@needs_bubblewrap
+async def test_the_fix_of_a_further_task_resolves_and_nothing_else_does(tmp_path: Path):
+    each = more_instances(2)[500]
+    assert (await graded(each, each.patch, tmp_path)).resolved
+    assert not (await graded(each, NO_OP, tmp_path)).resolved
+
+
+def test_a_bug_is_told_where_line_and_head_have_the_names_that_its_repair_needs():
+    right = "def f(text, other=''):\n    found = text\n    return text.strip(other)\n"
+    told = {"return text.lstrip(other)", "return text.strip(found)", "return text.strip(text)", "text.strip(other)"}
+    for line in told:
+        assert is_told(right.replace("return text.strip(other)", line), right, "f")
+    # The name of a variable that neither has, and an edit that nobody can guess.
+    assert not is_told(right.replace("found = text", "found = other"), right.replace("= text", "= x"), "f")
+    assert not is_told(right.replace("found = text", "pass"), right.replace("= text", "= text + other * 2 + ''"), "f")
 
 
 async def graded(instance: Instance, patch: str, folder: Path) -> PatchVerdict:
@@ -211,6 +265,7 @@ async def test_tasks_are_made_from_a_package_and_the_same_ones_again(tmp_path: P
         make_repair(plan, tmp_path / f"{name}.jsonl", tmp_path / "cache", Shown())
     assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
     assert "Do what you like" in (tmp_path / "one.licenses.txt").read_text()
+    assert (tmp_path / "one.more.jsonl").read_bytes() == (tmp_path / "two.more.jsonl").read_bytes() != b""
     made = repair_instances(2, "train", tmp_path / "one.jsonl")
     assert len(made) == 3 and len({spec_of(each).kind for each in made}) == 3
     for each in made:

@@ -21,23 +21,24 @@ from openhands_rl_plugin.config.host import ToolNames
 from openhands_rl_plugin.core.types import Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.positions import parse
-from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, sed_script
+from openhands_rl_plugin.evals.tasks.repair.edits import line_edit
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
 from openhands_rl_plugin.evals.tasks.repair.oracle import MOST_ERRORS, edit_call, oracle_plan, other_edits
 from openhands_rl_plugin.evals.tasks.repair.rows import Level, spec_of, statement
-from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
+from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction, lone_function
+from openhands_rl_plugin.evals.tasks.repair.telling import is_told
 
 _Bugs = tuple[SlicedFunction, tuple[tuple[str, str], ...]]
 """A function, and of each bug the kind and the text with it."""
 _LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site-packages/", "dist-packages/")
 _MOST_OF_A_FUNCTION = 8
-_LONGEST = 48
-"""Characters of an edit, where the line is all that is known: what nobody can guess is not to be learnt."""
+_MOST_OF_A_MODULE = 8
+"""Where methods count, too: the functions of one module are alike."""
 _SHOWN = re.compile(r"Undone\. Line \d+ of \S+:\n[^\n]*")
-_TRIED = 0.5
+_TRIED = 0.25
 """Share of drills with an edit before that does not help, of these that with one more, and so on. Were there always
 one, it would be learnt from the number of edits when to end an episode, and not from what the tests say."""
-_ENDED = 0.5
+_ENDED = 0.3
 """Share of drills that go on to the end of the episode: what follows tests that pass is not what follows others."""
 
 
@@ -90,7 +91,7 @@ def _drills(
     used: set[str] = set()
     made = 0
     for turn in range(_MOST_OF_A_FUNCTION):
-        for function, found in known_bugs if turn else _library_bugs(source, strange):
+        for function, found in known_bugs if turn else _library_bugs(source, strange, level):
             if made == count:
                 return
             if not turn:
@@ -113,16 +114,18 @@ def _drills(
                 yield drill.model_copy(update={"id": f"drill-{seed}-{turn}-{made}"})
 
 
-def _library_bugs(source: random.Random, strange: frozenset[str]) -> Iterator[_Bugs]:
-    """``library_functions`` with all bugs of each, which take a tenth of a second to find."""
-    for function in library_functions(source):
+def _library_bugs(source: random.Random, strange: frozenset[str], level: Level) -> Iterator[_Bugs]:
+    """``library_functions`` with all bugs of each, which take a tenth of a second to find; at level 1 those whose
+    repair can be told."""
+    for function in library_functions(source, alone=level > 1):
         if function.name not in strange:
-            yield function, tuple(bugs_in(function.text, function.name))
+            bugs = bugs_in(function.text, function.name)
+            yield function, tuple(bug for bug in bugs if level > 1 or is_told(bug[1], function.text, function.name))
 
 
-def library_functions(source: random.Random) -> Iterator[SlicedFunction]:
-    """The functions of this Python's standard library that are short and stand alone, module by module in the order of
-    ``source``. Modules are read when their turn comes: all of them take seconds."""
+def library_functions(source: random.Random, *, alone: bool) -> Iterator[SlicedFunction]:
+    """The functions of this Python's standard library that are short and, if ``alone``, need nothing else; else also
+    methods. Module by module in the order of ``source``: all of them take seconds to read."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
     kept = [path for path in paths if not path.startswith(_LEFT_OUT) and "/test" not in path]
@@ -132,16 +135,18 @@ def library_functions(source: random.Random) -> Iterator[SlicedFunction]:
             text = (root / path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        slicer = PackageSlicer({path: text})
-        yield from filter(None, (slicer.slice(path, name) for name in _functions(text)))
-
-
-def _functions(text: str) -> Iterator[str]:
-    try:
-        tree = parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    yield from (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+        try:
+            tree = parse(text)
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        if alone:
+            slicer = PackageSlicer({path: text})
+            names = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+            yield from filter(None, (slicer.slice(path, name) for name in names))
+        else:
+            nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            chosen = source.sample(nodes, min(_MOST_OF_A_MODULE, len(nodes)))
+            yield from filter(None, (lone_function(path, node) for node in chosen))
 
 
 def _drill(
@@ -172,8 +177,6 @@ def _drill(
     others = other_edits(wrong, function.text, function.name)
     kept = path[:asked]
     if level == 1:
-        if not edit.is_of_words or len(sed_script(wrong, function.text)) > _LONGEST:
-            return None
         choice.shuffle(others)
         for other in others[: MOST_ERRORS if failures else 0]:
             if choice.random() >= _TRIED:

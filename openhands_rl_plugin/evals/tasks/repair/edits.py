@@ -40,6 +40,12 @@ def line_edit(old: str, new: str) -> LineEdit:
     return LineEdit(first=first + 1, last=last, lines=tuple(after[start:end]))
 
 
+def patch_of(path: str, old: str, new: str) -> str:
+    """The change of a file as a patch in git's form."""
+    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}")
+    return f"diff --git a/{path} b/{path}\n" + "".join(lines)
+
+
 def sed_script(old: str, new: str) -> str:
     """A script of ``sed``, in one line, that makes the text ``new`` of the text ``old``: of one line the words that
     differ, of more the lines."""

@@ -32,9 +32,13 @@ from openhands_rl_plugin.evals.tasks.lineage import (
     write_tasks,
 )
 from openhands_rl_plugin.evals.tasks.repair.backend import plain
+from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, patch_of
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
-from openhands_rl_plugin.evals.tasks.repair.rows import COLUMN, RepairSpec, repository_files, statement
+from openhands_rl_plugin.evals.tasks.repair.oracle import fixed_text
+from openhands_rl_plugin.evals.tasks.repair.other_bugs import OtherBug
+from openhands_rl_plugin.evals.tasks.repair.rows import COLUMN, RepairSpec, repository_files, spec_of, statement
 from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction
+from openhands_rl_plugin.evals.tasks.repair.telling import is_told
 from openhands_rl_plugin.evals.tasks.repair.variations import Call, varied
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
 from openhands_rl_plugin.evals.tasks.sources.download import fetch
@@ -50,6 +54,7 @@ RUNS = 3
 SHOWN_FAILING, SHOWN_PASSING, HIDDEN = 2, 3, 8
 LEAST_CALLS = 4
 _MOST_BUGS = 10
+_MOST_OTHERS = 12
 _RECORDING_SECONDS = 240
 _LICENSE = re.compile(r"(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
 _HERE = Path(__file__).parent
@@ -77,7 +82,8 @@ class _Bug(Frozen):
 
 
 def make_repair(plan: RepairPlan, out: Path, cache: Path, progress: Progress) -> SuiteSummary:
-    """Make the tasks of a plan and write them to ``out``, with their lineage and the packages' licenses beside it.
+    """Make the tasks of a plan and write them to ``out``, with their lineage, further bugs of the training functions
+    (``other_bugs``) and the packages' licenses beside it.
 
     Unusable packages are in ``problems``. A function whose name was seen in a package of the other split is left out.
     Raises ``ConfigError`` without bubblewrap.
@@ -106,6 +112,9 @@ def make_repair(plan: RepairPlan, out: Path, cache: Path, progress: Progress) ->
     write_tasks(out, instances, lineage)
     # What the quality gate asks for was seen on the way: the fix and the bug in so many runs each, with equal outcomes.
     write_lineage(out, TasksLineage(sha256=file_sha256(out), checked=True, backend="local", tasks=tuple(lineage)))
+    training = [each for each in instances if each.extra["split"] == "train"]
+    others = [bug.model_dump_json() for bug in other_bugs(training, plan.seed)]
+    write_file(out.with_name(f"{out.stem}.more.jsonl"), "".join(f"{line}\n" for line in others))
     used = {each.repo for each in instances}
     texts = [_license_text(package, cache) for package in plan.packages if package.name in used]
     write_file(out.with_name(f"{out.stem}.licenses.txt"), ("\n" + "=" * 78 + "\n").join(texts))
@@ -216,6 +225,43 @@ def _tasks(
                 yield _task(package, each, bug, plan.seed)
 
 
+def other_bugs(instances: Sequence[Instance], seed: int) -> list[OtherBug]:
+    """Other bugs in the functions of these tasks that their tests detect in every run, and whose repair can be told
+    from the line; of a function at most ``_MOST_OTHERS``, the rarest kinds so far first."""
+    bases = {(each.repo, spec_of(each).function): each for each in reversed(instances)}
+    order = random.Random(f"{seed} other bugs")
+    known = {spec.files[spec.path] for spec in map(spec_of, instances)}
+    tried: list[tuple[Instance, _Checked, str, str]] = []
+    for instance in sorted(bases.values(), key=lambda each: each.instance_id):
+        spec, right = spec_of(instance), fixed_text(instance)
+        sliced = SlicedFunction(path=spec.path, name=spec.function, text=right)
+        calls = tuple((positional, dict(keywords)) for positional, keywords in spec.calls)
+        checked = _Checked(sliced=sliced, calls=calls, expected=spec.expected)
+        found = [(kind, text) for kind, text in bugs_in(right, spec.function) if is_told(text, right, spec.function)]
+        order.shuffle(found)
+        tried += [(instance, checked, kind, text) for kind, text in found if text not in known]
+    runs = _outcomes([(each.sliced, text, each.calls) for _, each, _, text in tried], range(RUNS))
+    left: dict[str, list[tuple[Instance, str, str, tuple[int, ...]]]] = {}
+    for (instance, each, kind, text), outcomes in zip(tried, zip(*runs, strict=True), strict=True):
+        wrong = [plain(found) != plain(wanted) for found, wanted in zip(outcomes[0], each.expected, strict=True)]
+        failing = tuple(at for at in range(spec_of(instance).shown) if wrong[at])
+        if all(other == outcomes[0] for other in outcomes) and failing and not all(wrong):
+            left.setdefault(instance.instance_id, []).append((instance, kind, text, failing))
+    kinds: Counter[str] = Counter()
+    made: list[OtherBug] = []
+    for _ in range(_MOST_OTHERS):
+        for bugs in left.values():
+            if not bugs:
+                continue
+            instance, kind, text, failing = bugs.pop(min(range(len(bugs)), key=lambda at: (kinds[bugs[at][1]], at)))
+            kinds[kind] += 1
+            spec = spec_of(instance)
+            commit = commit_of({**repository_files(spec), spec.path: text})
+            edit = line_edit(fixed_text(instance), text)
+            made.append(OtherBug(of=instance.instance_id, kind=kind, edit=edit, failing=failing, commit=commit))
+    return made
+
+
 def _detected(each: _Checked, outcomes: Sequence[str | None]) -> bool:
     """Whether some calls, and not all, give something else."""
     wrong = sum(plain(found) != plain(wanted) for found, wanted in zip(outcomes, each.expected, strict=True))
@@ -254,7 +300,7 @@ def _task(package: Package, each: _Checked, bug: _Bug, seed: int) -> tuple[Insta
         version=package.release.version if package.release else "",
         base_commit=commit_of(repository_files(spec)),
         problem_statement=statement(spec, 3, fails),
-        patch=_patch(sliced.path, bug.text, sliced.text),
+        patch=patch_of(sliced.path, bug.text, sliced.text),
         fail_to_pass=fails,
         pass_to_pass=tuple(tests[at] for at in shown if at not in failing),
         extra={"split": package.split, COLUMN: spec.model_dump(mode="json")},
@@ -297,8 +343,3 @@ def _tests_text(each: _Checked, shown: Sequence[int]) -> str:
 def _first_change(old: str, new: str) -> int:
     blocks = difflib.SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False).get_opcodes()
     return next(min(start + 1, len(old.splitlines())) for tag, start, *_ in blocks if tag != "equal")
-
-
-def _patch(path: str, old: str, new: str) -> str:
-    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}")
-    return f"diff --git a/{path} b/{path}\n" + "".join(lines)

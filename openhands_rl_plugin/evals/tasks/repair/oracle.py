@@ -22,7 +22,7 @@ from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, RUN_TESTS, sp
 ORACLE = "repair-oracle"
 WRONG_FIX = 0.6
 """Share of edits that do not repair, where there are others to make."""
-MOST_ERRORS = 4
+MOST_ERRORS = 2
 _TESTS = {"command": f"python3 {RUN_TESTS}", "security_risk": "LOW"}
 _END = "E"
 _NAME = re.compile(r"\A<function=(\w+)>\n")
@@ -76,7 +76,7 @@ def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleC
     choice = random.Random(f"{seed} {instance.instance_id}")
     wrong, right = spec.files[spec.path], fixed_text(instance)
     plan: list[OracleCall] = []
-    told = f" line {spec.line} of {spec.path}:" in instance.problem_statement
+    told = f" line {spec.line} of {spec.path}" in instance.problem_statement
     if not told:
         look = _call(tools.editor, command="view", path=f"/workspace/{DIRECTORY}/{spec.path}", security_risk="LOW")
         plan += map(OracleCall, (*_search(instance, tools), _call(tools.shell, **_TESTS), look))

@@ -63,15 +63,19 @@ def repository_files(spec: RepairSpec) -> dict[str, str]:
 
 
 def statement(spec: RepairSpec, level: Level, failing: Sequence[str]) -> str:
-    """What the agent is told: the failing test; at level 2 the function, at level 1 its line and how that reads, too.
+    """What the agent is told: the failing test; at level 2 the function, at level 1 its head, the line and how that
+    reads, too.
 
     The line stands alone without its indentation, as it has to be written in an edit: small models copy a text that
-    they are given far better than one that they have to find by its number.
+    they are given far better than one that they have to find by its number. The head has the arguments' names, which
+    a repair may need.
     """
     file, _, test = failing[0].partition("::")
-    line = spec.files[spec.path].split("\n")[spec.line - 1].strip()
+    lines = [line.strip() for line in spec.files[spec.path].split("\n")]
+    line, head = lines[spec.line - 1], f"def {spec.function}("
+    within = next((f", in {each}" for each in lines if each.startswith(head) and each != line), ":")
     where = {
-        1: f"The bug is in line {spec.line} of {spec.path}:\n{line}\n",
+        1: f"The bug is in line {spec.line} of {spec.path}{within}\n{line}\n",
         2: f"The bug is in the function {spec.function} in {spec.path}. ",
         3: "Find the bug in the code that it tests. ",
     }[level]

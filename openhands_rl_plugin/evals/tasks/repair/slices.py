@@ -131,6 +131,17 @@ class PackageSlicer:
         return self._module(f"{stem}.py") or self._module(f"{stem}/__init__.py")
 
 
+def lone_function(path: str, node: ast.FunctionDef) -> SlicedFunction | None:
+    """A function or a method as a module of its own, without what it needs; ``None`` as for ``PackageSlicer.slice``."""
+    try:
+        text = ast.unparse(_plain(node, keep=True)) + "\n"
+        compile(text, "function", "exec")
+    except (_NoSliceError, RecursionError, SyntaxError):
+        return None
+    fits = LEAST_FUNCTION <= text.count("\n") <= LONGEST_FUNCTION and len(text) <= MOST_CHARACTERS
+    return SlicedFunction(path=path, name=node.name, text=text) if fits else None
+
+
 def _indexed(path: str, text: str | None) -> _Module | None:
     if text is None:
         return None

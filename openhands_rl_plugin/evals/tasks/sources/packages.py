@@ -18,7 +18,7 @@ SUITE, REPAIR = "swe-local", "repair"
 SUITE_PLAN = "swe_local.toml"
 SUITE_TASKS = "swe_local.jsonl"
 REPAIR_PLAN, REPAIR_TASKS = "repair.toml", "repair.jsonl"
-REPAIR_RUNNER = "repair_run_tests.txt"
+REPAIR_MORE, REPAIR_RUNNER = "repair.more.jsonl", "repair_run_tests.txt"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 _VERSION = r"[0-9][A-Za-z0-9.!+_-]*?"
 _RELEASE = re.compile(rf"(?P<name>{_NAME})==((?P<previous>{_VERSION})\.\.)?(?P<version>{_VERSION})")
