@@ -30,7 +30,7 @@ from openhands_rl_plugin.evals.runs.suites import (
     swe_tasks,
 )
 from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.tasks.repair.other_bugs import MORE
+from openhands_rl_plugin.evals.tasks.repair.rows import MORE
 
 _SPLITS: Mapping[str, tuple[str, str]] = dict.fromkeys((LOCAL, WEBSHOP, *REPAIRS), ("train", HELD_OUT))
 """Suite -> its split for training, and the one that is held out."""

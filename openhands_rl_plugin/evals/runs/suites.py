@@ -18,8 +18,8 @@ from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.localization.rows import LOCALIZATION, all_localization
-from openhands_rl_plugin.evals.tasks.repair.other_bugs import MORE, more_instances
-from openhands_rl_plugin.evals.tasks.repair.rows import LEVELS, Level, repair_instances
+from openhands_rl_plugin.evals.tasks.repair.other_bugs import more_instances
+from openhands_rl_plugin.evals.tasks.repair.rows import LEVELS, MORE, Level, repair_instances
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 
 LOCAL = "swe-local"

@@ -151,7 +151,7 @@ def test_a_statement_says_less_at_every_level(published: tuple[Instance, ...]):
 
 
 def test_an_unknown_split_is_one_line():
-    with pytest.raises(ConfigError, match="has no split 'test'; it has heldout, train, all"):
+    with pytest.raises(ConfigError, match="has no split 'test'; it has heldout, train, all, more"):
         repair_instances(1, "test")
 
 

@@ -17,11 +17,8 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.repair.edits import LineEdit, patch_of
 from openhands_rl_plugin.evals.tasks.repair.oracle import fixed_text
-from openhands_rl_plugin.evals.tasks.repair.rows import COLUMN, Level, at_level, repair_instances, spec_of
+from openhands_rl_plugin.evals.tasks.repair.rows import COLUMN, MORE, Level, at_level, repair_instances, spec_of
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR_MORE, suite_file
-
-MORE = "more"
-"""The split of these tasks."""
 
 
 class OtherBug(Frozen):

@@ -19,6 +19,8 @@ COLUMN = "repair"
 RUN_TESTS = "run_tests.py"
 DIRECTORY = "repo"
 """The folder of the repository below ``/workspace``: short, because small models read it in every command."""
+MORE = "more"
+"""The split of further training tasks, which ``other_bugs`` reads."""
 Level = Literal[1, 2, 3]
 LEVELS: tuple[Level, ...] = (1, 2, 3)
 
@@ -93,5 +95,6 @@ def repair_instances(level: Level, split: str, file: Path | None = None) -> tupl
     instances = read_instances(file or suite_file(REPAIR_TASKS))
     known = sorted({str(each.extra.get("split")) for each in instances})
     if split not in (*known, "all"):
-        raise ConfigError(f"{REPAIR} has no split {split!r}; it has {', '.join([*known, 'all'])}")
+        others = [MORE] if file is None else []
+        raise ConfigError(f"{REPAIR} has no split {split!r}; it has {', '.join([*known, 'all', *others])}")
     return tuple(at_level(each, level) for each in instances if split in ("all", each.extra.get("split")))
