@@ -120,13 +120,16 @@ def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path |
 
 
 def _more(suite: Suite, settings: RLSettings) -> list[EvalTask]:
-    """The further training tasks that ``[rl.loop] more_tasks`` asks for. Raises ``ConfigError`` for other suites."""
+    """The further training tasks of ``[rl.loop] more_tasks``. Raises ``ConfigError`` where there are fewer."""
     wanted = settings.loop.more_tasks
     if wanted and suite.name not in REPAIRS:
         raise ConfigError(f"--more-tasks: only {', '.join(REPAIRS)} have them; leave it at 0")
     if not wanted:
         return []
-    return _shuffled(swe_tasks(suite.model_copy(update={"split": MORE})), settings.sampling.seed)[:wanted]
+    known = swe_tasks(suite.model_copy(update={"split": MORE}))
+    if wanted > len(known):
+        raise ConfigError(f"--more-tasks {wanted}: {suite.name} has {len(known)}")
+    return _shuffled(known, settings.sampling.seed)[:wanted]
 
 
 def _apart(suite: Suite, entries: tuple[EvalTask, ...]) -> list[EvalTask]:

@@ -58,6 +58,8 @@ def test_further_tasks_are_trained_on_and_never_held_out_or_demonstrated():
     assert any("-more-" in entry.task.id for entry in more.training[:100])
     with pytest.raises(ConfigError, match="--more-tasks: only repair-1, repair-2, repair-3 have them"):
         tasks("swe-local", 3)
+    with pytest.raises(ConfigError, match="--more-tasks 5000: repair-1 has 992"):
+        tasks("repair-1", 5000)
 
 
 def demonstrations(directory: Path, *, native: bool, first: int = 4) -> LoopJob:

@@ -227,7 +227,7 @@ def _tasks(
 
 def other_bugs(instances: Sequence[Instance], seed: int) -> list[OtherBug]:
     """Other bugs in the functions of these tasks that their tests detect in every run, and whose repair can be told
-    from the line; of a function at most ``_MOST_OTHERS``, the rarest kinds so far first."""
+    from line and head; of a function at most ``_MOST_OTHERS``, the rarest kinds so far first."""
     bases = {(each.repo, spec_of(each).function): each for each in reversed(instances)}
     order = random.Random(f"{seed} other bugs")
     known = {spec.files[spec.path] for spec in map(spec_of, instances)}

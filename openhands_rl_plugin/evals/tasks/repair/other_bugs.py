@@ -47,9 +47,9 @@ def _read(file: Path) -> Iterator[Instance]:
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             bug = OtherBug.model_validate_json(line)
-            yield with_bug(
-                known[bug.of], bug, f"{known[bug.of].repo}-{spec_of(known[bug.of]).function}-{MORE}-{number}"
-            )
+            instance = known[bug.of]
+            name = f"{instance.repo}-{spec_of(instance).function}-{MORE}-{number}"
+            yield with_bug(instance, bug, name)
         except (KeyError, IndexError, ValidationError) as error:
             raise ConfigError(f"{file}: line {number} is no bug of a repair task") from error
 
