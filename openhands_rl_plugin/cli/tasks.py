@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cache(check)
     shown = what.add_parser("list", help="the tasks of a file, or of swe-local")
     shown.add_argument("file", metavar="FILE", nargs="?", default="swe-local", help=what_file)
-    shown.add_argument("--split", choices=("train", "heldout"), help="only tasks of this split")
+    shown.add_argument("--split", choices=("train", "heldout", "more"), help="only these; more: of repair")
 
 
 def _add_make(make: argparse.ArgumentParser) -> None:
@@ -235,12 +235,19 @@ async def _check(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.lineage import read_lineage
-    from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
+    from openhands_rl_plugin.evals.tasks.repair.other_bugs import more_instances
+    from openhands_rl_plugin.evals.tasks.repair.rows import MORE
+    from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR, tasks_file
     from openhands_rl_plugin.evals.tasks.task_table import table_of
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     path = tasks_file(args.file)
-    instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
+    if args.split == MORE:
+        if args.file != REPAIR:
+            raise ConfigError(f"--split {MORE}: only {REPAIR} has it; omit --split")
+        instances = [*more_instances(3)]
+    else:
+        instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
     console().print(table_of(instances, read_lineage(path)))
     return 0
 

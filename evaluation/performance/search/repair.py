@@ -28,13 +28,10 @@ from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
 from openhands_rl_plugin.apps.demo.repair import ADAPTER, CONTEXT_TOKENS, RepairOptions
 from openhands_rl_plugin.core.statistics import paired_difference, wilson
 from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject
+from openhands_rl_plugin.evals.tasks.repair.rows import TESTS_AS_VALUE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
-TESTS: JsonObject = {
-    "value": "reward",
-    "value_options": {"reward": "command", "reward_options": {"command": "python3 run_tests.py -q", "timeout": 30}},
-}
 BUDGETS = {"billed": (1_000, 2_000, 4_000, 8_000, 16_000, 32_000), "sampled": (75, 150, 300, 600, 1_200, 2_400)}
 COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "NextBest": "#ff7f0e", "MCTS": "#2ca02c"}
 
@@ -68,11 +65,11 @@ def options_of(strategy: str) -> JsonObject:
     """The options of a strategy."""
     match strategy:
         case "BestOfN":
-            return {**TESTS, "n": 4, "temperature": 1.0}
+            return {**TESTS_AS_VALUE, "n": 4, "temperature": 1.0}
         case "NextBest":
             return {"n": 4, "temperature": 1.0}
         case "MCTS":
-            return {**TESTS, "num_simulations": 8, "num_branches": 4, "temperature": 1.0}
+            return {**TESTS_AS_VALUE, "num_simulations": 8, "num_branches": 4, "temperature": 1.0}
     return {}
 
 

@@ -7,6 +7,7 @@ import itertools
 import random
 import re
 import subprocess
+import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.config.host import TOOLS
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Message, Node, Task, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.repair.drills import lessons, library_functions
@@ -128,6 +130,17 @@ def test_drills_show_no_function_that_is_held_out() -> None:
         lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8, level=1, strange=strange)[2:]
     )
     assert min(len(others), len(shown), 2 * len(strange)) > 3 and not others & strange
+
+
+def test_more_drills_than_the_library_gives_are_refused(
+    instances: tuple[Instance, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.py").write_text("def least(a, b):\n    if a < b:\n        return a\n    return b\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    episodes = [*map(played, instances)]
+    assert len(lessons(episodes, instances, tools=V0, seed=0, drills=2, level=1)) == len(instances) + 2
+    with pytest.raises(ConfigError, match=r"--drills 100: Python's library gives \d at level 1"):
+        lessons(episodes, instances, tools=V0, seed=0, drills=100, level=1)
 
 
 def functions_of(drills: Sequence[Trajectory]) -> set[str]:

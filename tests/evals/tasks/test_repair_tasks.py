@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
+from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.runs.suites import find_suite, swe_tasks
@@ -171,6 +172,14 @@ def test_further_tasks_have_other_bugs_that_the_tests_detect_in_the_functions_of
 def module_of(spec: RepairSpec) -> str:
     """The module with the bug."""
     return spec.files[spec.path]
+
+
+def test_the_further_tasks_can_be_listed(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["tasks", "list", "repair", "--split", "more"]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == 1 + len(more_instances(3)) and "heldout" not in printed
+    assert cli.main(["tasks", "list", "swe-local", "--split", "more"]) == 1
+    assert capsys.readouterr().err == "error: --split more: only repair has it; omit --split\n"
 
 
 @pytest.mark.parametrize("line", ["{}", "no", None])

@@ -17,6 +17,7 @@ from needs import needs_bubblewrap
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig
 from openhands.core.config.extended_config import ExtendedConfig
 from openhands.llm.llm_registry import LLMRegistry
+from openhands.utils.prompt import ConversationInstructions, RepositoryInfo, RuntimeInfo
 from pydantic import SecretStr
 from scripted_model import ScriptedModel, serve
 
@@ -40,9 +41,9 @@ def server() -> Iterator[ScriptedModel]:
 @pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
 async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_path: Path, native: bool) -> None:
     standard, compact = await check_both_prompts(server, tmp_path, native=native, **TOOLS)
-    # From the task on the model sees the same, but for the example around it that OpenHands leaves out here.
-    told = [[message.content for message in played.episode.messages()][2:] for played in (standard, compact)]
-    assert told[0] == told[1]
+    # After the task the model sees the same, but for folder and date.
+    told = [[str(message.content) for message in played.episode.messages()][2:] for played in (standard, compact)]
+    assert "<RUNTIME_INFORMATION>" in told[0].pop(0) and told[0] == told[1]
 
 
 @needs_bubblewrap
@@ -85,6 +86,33 @@ def test_a_short_context_is_enough_for_the_compact_one(server: ScriptedModel, na
         server.context = None
     assert [tool["function"]["name"] for tool in agent.tools] == ["execute_bash", "finish", "str_replace_editor"]
     assert (message := agent.get_system_message()) is not None and message.tools == agent.tools
+
+
+def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, tmp_path: Path) -> None:
+    server.script("set", [])
+    rl = {"workspace": {"prompt": "compact"}, "storage": {"path": str(tmp_path)}}
+    llm = LLMConfig(model="openai/set", base_url=server.url, api_key=SecretStr("none"))
+    config = OpenHandsConfig(llms={"llm": llm}, extended=ExtendedConfig.model_validate({"rl": rl}))
+    manager = RLAgent(AgentConfig(enable_mcp=False), LLMRegistry(config)).prompt_manager
+    assert manager.build_workspace_context(None, RuntimeInfo(date="2026-11-27", working_dir="/workspace"), None) == ""
+    assert manager.build_workspace_context(
+        RepositoryInfo("me/shop", "/workspace/shop", "next"),
+        RuntimeInfo(
+            date="2026-11-27",
+            available_hosts={"work-1": 8011},
+            additional_agent_instructions="Answer in French.",
+            custom_secrets_descriptions={"TOKEN": "for the registry"},
+        ),
+        ConversationInstructions("Open a pull request."),
+        "Run make test.",
+    ).split("\n") == [
+        "The repository me/shop is in /workspace/shop; stay on its branch next.",
+        "Run make test.",
+        "A web server may use port 8011, which the user reaches as work-1.",
+        "Answer in French.",
+        "The environment variable TOKEN is set: for the registry",
+        "Open a pull request.",
+    ]
 
 
 def test_other_agents_have_their_own_prompt() -> None:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from openhands_rl_plugin.config.host import ToolNames
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs.positions import parse
@@ -55,12 +56,16 @@ def lessons(
     """What a policy is fine-tuned on: the right answers of the oracle's episodes, and ``drills`` in their form.
 
     ``tools``: those of the host. ``strange``: names of functions that no drill may show, those of the held-out tasks.
+    Raises ``ConfigError`` where the library gives fewer drills.
     """
     by_id = {each.instance_id: each for each in instances}
     known = [(each, by_id[each.task.id]) for each in demonstrations]
     right = [_without_errors(each, instance, tools, seed) for each, instance in known]
     forms = [(each, instance) for each, (_, instance) in zip(right, known, strict=True)]
-    return [*right, *_drills(forms, tools, seed, drills, level, strange)]
+    made = [*_drills(forms, tools, seed, drills, level, strange)]
+    if len(made) < drills:
+        raise ConfigError(f"--drills {drills}: Python's library gives {len(made)} at level {level}")
+    return [*right, *made]
 
 
 def _without_errors(episode: Trajectory, instance: Instance, tools: ToolNames, seed: int) -> Trajectory:

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR, REPAIR_RUNNER, REPAIR_TASKS, suite_file
@@ -19,6 +19,11 @@ COLUMN = "repair"
 RUN_TESTS = "run_tests.py"
 DIRECTORY = "repo"
 """The folder of the repository below ``/workspace``: short, because small models read it in every command."""
+TESTS_AS_VALUE: JsonObject = {
+    "value": "reward",
+    "value_options": {"reward": "command", "reward_options": {"command": f"python3 {RUN_TESTS} -q", "timeout": 30}},
+}
+"""Options of a search by which a state is worth what the repository's own tests say of it."""
 MORE = "more"
 """The split of further training tasks, which ``other_bugs`` reads."""
 Level = Literal[1, 2, 3]
