@@ -62,6 +62,11 @@ class LoopSettings(Settings):
         ge=0,
         description="repair: edits of functions of Python's library that the fine-tuning has beside the demonstrations",
     )
+    short_drills: int = Field(
+        default=0,
+        ge=0,
+        description="repair: further edits of library functions in a short form, a quarter of a drill's tokens",
+    )
     more_tasks: int = Field(
         default=0,
         ge=0,

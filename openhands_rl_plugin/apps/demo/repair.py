@@ -47,7 +47,8 @@ class RepairOptions(Frozen):
     held_out: int = Field(default=100, ge=1)
     base_held_out: int = Field(default=24, ge=1)
     demonstrations: int = Field(default=100, ge=1)
-    drills: int = Field(default=1000, ge=0)
+    drills: int = Field(default=400, ge=0)
+    short_drills: int = Field(default=5000, ge=0)
     iterations: int = Field(default=8, ge=0)
     tasks_per_iteration: int = Field(default=8, ge=1)
     samples_per_task: int = Field(default=8, ge=2)
@@ -59,7 +60,7 @@ class RepairOptions(Frozen):
     """Of an answer at most; 99 of 100 edits of the oracle take no more than 97."""
     warm_start_epochs: int = 1
     warm_start_rate: float = 1e-3
-    warm_start_batch_size: int = 8
+    warm_start_batch_size: int = 16
     temperature: float = Field(default=1.0, ge=0)
     evaluation_temperature: float = Field(default=-1.0, ge=-1)
     """As in training: greedily a policy repeats an edit that failed, and OpenHands ends the episode for it."""
@@ -74,6 +75,7 @@ class RepairOptions(Frozen):
                 "base_held_out": 2,
                 "demonstrations": 4,
                 "drills": 4,
+                "short_drills": 4,
                 "iterations": 1,
                 "tasks_per_iteration": 1,
                 "samples_per_task": 2,

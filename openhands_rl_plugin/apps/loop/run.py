@@ -317,10 +317,18 @@ def _lessons(job: LoopJob) -> Lessons | None:
     known = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
     strange = frozenset(spec_of(entry.instance).function for entry in job.tasks.held_out if entry.instance is not None)
     loop, seed = job.settings.loop, job.settings.sampling.seed
-    if loop.drills and job.native_tool_calling:
+    if (loop.drills or loop.short_drills) and job.native_tool_calling:
         raise ConfigError("--drills: their calls are in the text: add --no-native-tool-calling, or leave it at 0")
-    tools = TOOLS[host_of(job.settings)]
-    return partial(lessons, instances=known, tools=tools, seed=seed, drills=loop.drills, level=level, strange=strange)
+    return partial(
+        lessons,
+        instances=known,
+        tools=TOOLS[host_of(job.settings)],
+        seed=seed,
+        drills=loop.drills,
+        short_drills=loop.short_drills,
+        level=level,
+        strange=strange,
+    )
 
 
 class _Oracle:

@@ -155,8 +155,9 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
         raise ConfigError(
             f"--demonstrations: {tasks.suite.name} has no scripted ones, only {', '.join(scripted)}; leave it at 0"
         )
-    if loop.drills and not (loop.demonstrations and tasks.suite.name in REPAIRS):
-        raise ConfigError(f"--drills: they have the form of demonstrations of {', '.join(REPAIRS)}; leave it at 0")
+    if (loop.drills or loop.short_drills) and not (loop.demonstrations and tasks.suite.name in REPAIRS):
+        option = "--drills" if loop.drills else "--short-drills"
+        raise ConfigError(f"{option}: they stand beside demonstrations of {', '.join(REPAIRS)}; leave it at 0")
     if loop.demonstrations and tasks.suite.name == WEBSHOP and settings.react_format:
         raise ConfigError("--demonstrations: the script writes plain actions: set react_format = false in [rl]")
     if loop.prefix_sampling != "none" and tasks.suite.software and host_of(settings) != "v0":

@@ -18,8 +18,9 @@ from openhands_rl_plugin.config.host import TOOLS
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Message, Node, Task, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.repair.drills import lessons, library_functions
+from openhands_rl_plugin.evals.tasks.repair.drills import lessons
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
+from openhands_rl_plugin.evals.tasks.repair.library_bugs import library_functions
 from openhands_rl_plugin.evals.tasks.repair.oracle import oracle_plan
 from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_of
 from openhands_rl_plugin.testing.samples import sample_episode
@@ -139,8 +140,30 @@ def test_more_drills_than_the_library_gives_are_refused(
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     episodes = [*map(played, instances)]
     assert len(lessons(episodes, instances, tools=V0, seed=0, drills=2, level=1)) == len(instances) + 2
-    with pytest.raises(ConfigError, match=r"--drills 100: Python's library gives \d at level 1"):
+    with pytest.raises(ConfigError, match=r"--drills 100, --short-drills 0: .* gives \d at level 1"):
         lessons(episodes, instances, tools=V0, seed=0, drills=100, level=1)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_short_drill_is_a_line_and_the_script_that_mends_it(instances: tuple[Instance, ...], level: int) -> None:
+    at_level = repair_instances(level, "train")[:2]  # type: ignore[arg-type]
+    episodes = [played(each, 3) for each in at_level]
+    made = {"tools": V0, "seed": 3, "drills": 6, "level": level}
+    found = lessons(episodes, at_level, short_drills=20, **made)  # type: ignore[arg-type]
+    assert found[:8] == lessons(episodes, at_level, **made)  # type: ignore[arg-type]
+    short = found[8:]
+    assert len(short) == len({each.id for each in short}) == 20
+    for drill in short:
+        _, told, answer = (str(node.message.content) for node in drill.nodes)
+        assert [node.sampled for node in drill.nodes] == [False, False, True]
+        [[number, head, line]] = re.findall(r"The bug is in line (\d+)(?:, in (def .*\):)|:)\n(.*)\n", told)
+        [[script, place]] = re.findall(r"<<'E'\n((\d+)s.*)\nE", answer)
+        assert place == number and (head or line.startswith("def "))
+        mended = subprocess.run(["sed", script[len(place) :]], input=line, capture_output=True, text=True, check=True)
+        assert mended.stdout != line
+    shown = [str(each.nodes[-1].message.content) for each in short]
+    full = "\n".join(str(node.message.content) for each in found[2:8] for node in each.nodes)
+    assert len(set(shown)) > 15 and not any(text in full for text in shown)
 
 
 def functions_of(drills: Sequence[Trajectory]) -> set[str]:

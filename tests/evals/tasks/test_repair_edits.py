@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.evals.tasks.repair.drills import library_functions
 from openhands_rl_plugin.evals.tasks.repair.edits import LineEdit, line_edit, sed_script
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
+from openhands_rl_plugin.evals.tasks.repair.library_bugs import library_functions
 
 
 def edited(text: str, script: str, file: Path) -> str:

@@ -8,35 +8,24 @@ an episode; nothing is run.
 
 from __future__ import annotations
 
-import ast
 import random
 import re
-import sysconfig
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
+from itertools import islice, pairwise
 
 from openhands_rl_plugin.config.host import ToolNames
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.bugs.positions import parse
 from openhands_rl_plugin.evals.tasks.repair.edits import line_edit
-from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
+from openhands_rl_plugin.evals.tasks.repair.library_bugs import library_bugs
 from openhands_rl_plugin.evals.tasks.repair.oracle import MOST_ERRORS, edit_call, oracle_plan, other_edits
 from openhands_rl_plugin.evals.tasks.repair.rows import Level, spec_of, statement
-from openhands_rl_plugin.evals.tasks.repair.slices import PackageSlicer, SlicedFunction, lone_function
-from openhands_rl_plugin.evals.tasks.repair.telling import is_told
+from openhands_rl_plugin.evals.tasks.repair.short_drills import short_drill
+from openhands_rl_plugin.evals.tasks.repair.slices import SlicedFunction
 
-_Bugs = tuple[SlicedFunction, tuple[tuple[str, str], ...]]
-"""A function, and of each bug the kind and the text with it."""
-_LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site-packages/", "dist-packages/")
-_MOST_OF_A_FUNCTION = 8
-_MOST_OF_A_MODULE = 8
-"""Where methods count, too: the functions of one module are alike."""
 _SHOWN = re.compile(r"Undone\. Line \d+ of \S+:\n[^\n]*")
-_TRIED = 0.25
+_TRIED = 0.5
 """Share of drills with an edit before that does not help, of these that with one more, and so on. Were there always
 one, it would be learnt from the number of edits when to end an episode, and not from what the tests say."""
 _ENDED = 0.3
@@ -50,10 +39,12 @@ def lessons(
     tools: ToolNames,
     seed: int,
     drills: int,
+    short_drills: int = 0,
     level: Level,
     strange: frozenset[str] = frozenset(),
 ) -> list[Trajectory]:
-    """What a policy is fine-tuned on: the right answers of the oracle's episodes, and ``drills`` in their form.
+    """What a policy is fine-tuned on: the right answers of the oracle's episodes, ``drills`` in their form, and
+    ``short_drills``, which show other bugs.
 
     ``tools``: those of the host. ``strange``: names of functions that no drill may show, those of the held-out tasks.
     Raises ``ConfigError`` where the library gives fewer drills.
@@ -62,10 +53,16 @@ def lessons(
     known = [(each, by_id[each.task.id]) for each in demonstrations]
     right = [_without_errors(each, instance, tools, seed) for each, instance in known]
     forms = [(each, instance) for each, (_, instance) in zip(right, known, strict=True)]
-    made = [*_drills(forms, tools, seed, drills, level, strange)]
-    if len(made) < drills:
-        raise ConfigError(f"--drills {drills}: Python's library gives {len(made)} at level {level}")
-    return [*right, *made]
+    source = random.Random(f"{seed} drills")
+    bugs = library_bugs(source, strange=strange, alone=level > 1)
+    made = [*islice(_drills(forms, bugs, tools, level, source), drills)]
+    short = (short_drill(right[0], function, wrong) for function, wrong in bugs) if short_drills else iter(())
+    made += islice(filter(None, short), short_drills)
+    if len(made) < drills + short_drills:
+        raise ConfigError(
+            f"--drills {drills}, --short-drills {short_drills}: Python's library gives {len(made)} at level {level}"
+        )
+    return [*right, *(each.model_copy(update={"id": f"drill-{seed}-{at}"}) for at, each in enumerate(made))]
 
 
 def _without_errors(episode: Trajectory, instance: Instance, tools: ToolNames, seed: int) -> Trajectory:
@@ -81,77 +78,19 @@ def _without_errors(episode: Trajectory, instance: Instance, tools: ToolNames, s
 
 def _drills(
     known: Sequence[tuple[Trajectory, Instance]],
+    bugs: Iterator[tuple[SlicedFunction, str]],
     tools: ToolNames,
-    seed: int,
-    count: int,
     level: Level,
-    strange: frozenset[str],
+    choice: random.Random,
 ) -> Iterator[Trajectory]:
-    if not count:
-        return
-    source = random.Random(f"{seed} drills")
     failures = [node for episode, _ in known for node in _after_errors(episode)]
-    known_bugs: list[_Bugs] = []
-    kinds: Counter[str] = Counter()
-    used: set[str] = set()
     made = 0
-    for turn in range(_MOST_OF_A_FUNCTION):
-        for function, found in known_bugs if turn else _library_bugs(source, strange, level):
-            if made == count:
-                return
-            if not turn:
-                known_bugs.append((function, found))
-            bugs: dict[str, list[str]] = {}
-            for kind, text in found:
-                if text not in used:
-                    bugs.setdefault(kind, []).append(text)
-            if not bugs:
-                continue
-            # Every function can lose its "return", few have an index: the kind that was least often is next.
-            kind = min(sorted(bugs), key=kinds.__getitem__)
-            kinds[kind] += 1
-            wrong = source.choice(bugs[kind])
-            used.add(wrong)
-            episode, instance = known[made % len(known)]
-            drill = _drill(episode, tools, instance, function, wrong, level, failures, source)
-            if drill is not None:
-                made += 1
-                yield drill.model_copy(update={"id": f"drill-{seed}-{turn}-{made}"})
-
-
-def _library_bugs(source: random.Random, strange: frozenset[str], level: Level) -> Iterator[_Bugs]:
-    """``library_functions`` with all bugs of each, which take a tenth of a second to find; at level 1 those whose
-    repair can be told."""
-    for function in library_functions(source, alone=level > 1):
-        if function.name not in strange:
-            bugs = bugs_in(function.text, function.name)
-            yield function, tuple(bug for bug in bugs if level > 1 or is_told(bug[1], function.text, function.name))
-
-
-def library_functions(source: random.Random, *, alone: bool) -> Iterator[SlicedFunction]:
-    """The functions of this Python's standard library that are short and, if ``alone``, need nothing else; else also
-    methods. Module by module in the order of ``source``: all of them take seconds to read."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
-    kept = [path for path in paths if not path.startswith(_LEFT_OUT) and "/test" not in path]
-    source.shuffle(kept)
-    for path in kept:
-        try:
-            text = (root / path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        try:
-            tree = parse(text)
-        except (SyntaxError, ValueError, RecursionError):
-            continue
-        if alone:
-            slicer = PackageSlicer({path: text})
-            names = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-            yield from filter(None, (slicer.slice(path, name) for name in names))
-        else:
-            nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-            chosen = source.sample(nodes, min(_MOST_OF_A_MODULE, len(nodes)))
-            yield from filter(None, (lone_function(path, node) for node in chosen))
+    for function, wrong in bugs:
+        episode, instance = known[made % len(known)]
+        drill = _drill(episode, tools, instance, function, wrong, level, failures, choice)
+        if drill is not None:
+            made += 1
+            yield drill
 
 
 def _drill(

@@ -24,7 +24,8 @@ WRONG_FIX = 0.6
 """Share of edits that do not repair, where there are others to make."""
 MOST_ERRORS = 2
 _TESTS = {"command": f"python3 {RUN_TESTS}", "security_risk": "LOW"}
-_END = "E"
+END = "E"
+"""What ends the script of an edit."""
 _NAME = re.compile(r"\A<function=(\w+)>\n")
 _PARAMETER = re.compile(r"^<parameter=(\w+)>(.*?)</parameter>\n(?=<)", re.DOTALL | re.MULTILINE)
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
@@ -141,7 +142,7 @@ def edit_call(tools: ToolNames, path: str, old: str, new: str) -> str:
     which is undone where they fail: the next one begins from the text that is known."""
     # The script has a here-document of its own: nothing in it needs quotes for the shell. What failed is undone and
     # the line shown again: a small model loses what it was told behind its own words.
-    command = f"{_TESTS['command']} --edit {path} <<'{_END}'\n{sed_script(old, new)}\n{_END}"
+    command = f"{_TESTS['command']} --edit {path} <<'{END}'\n{sed_script(old, new)}\n{END}"
     # OpenHands writes a value of several lines on lines of its own.
     return _call(tools.shell, command=f"\n{command}\n", security_risk="MEDIUM")
 

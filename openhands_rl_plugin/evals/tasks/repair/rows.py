@@ -12,6 +12,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.repair.telling import function_told
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR, REPAIR_RUNNER, REPAIR_TASKS, suite_file
 
 COLUMN = "repair"
@@ -78,9 +79,9 @@ def statement(spec: RepairSpec, level: Level, failing: Sequence[str]) -> str:
     a repair may need.
     """
     file, _, test = failing[0].partition("::")
-    lines = [line.strip() for line in spec.files[spec.path].split("\n")]
-    line, head = lines[spec.line - 1], f"def {spec.function}("
-    within = next((f", in {each}" for each in lines if each.startswith(head) and each != line), ":")
+    text = spec.files[spec.path]
+    line = text.split("\n")[spec.line - 1].strip()
+    within = function_told(text, spec.function, line)
     where = {
         1: f"The bug is in line {spec.line} of {spec.path}{within}\n{line}\n",
         2: f"The bug is in the function {spec.function} in {spec.path}. ",

@@ -15,6 +15,12 @@ _LONGEST = 48
 """Characters of an edit, where the line is all that is known: what nobody can guess is not to be learnt."""
 
 
+def function_told(text: str, name: str, line: str) -> str:
+    """What follows the place of a line: the head of its function, or a colon where the line is the head."""
+    heads = (each.strip() for each in text.split("\n"))
+    return next((f", in {each}" for each in heads if each.startswith(f"def {name}(") and each != line), ":")
+
+
 def is_told(wrong: str, right: str, name: str) -> bool:
     """Whether the line with the bug and the head of the function have every name that the repair needs."""
     edit = line_edit(wrong, right)

@@ -1,0 +1,35 @@
+"""Short drills: a line with a bug and what changes of it, and nothing else.
+
+Which edit repairs which bug is to be learnt from many examples, and a drill in the form of a demonstration spends nine
+of ten tokens on that form. A short one has a quarter of its tokens. What it shows is used in the other form, too, if
+that has been seen beside it.
+"""
+
+from __future__ import annotations
+
+from openhands_rl_plugin.core.types import Message, Node, Trajectory
+from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, sed_script
+from openhands_rl_plugin.evals.tasks.repair.oracle import END
+from openhands_rl_plugin.evals.tasks.repair.slices import SlicedFunction
+from openhands_rl_plugin.evals.tasks.repair.telling import function_told, is_told
+
+_SYSTEM = "Repair the line."
+
+
+def short_drill(episode: Trajectory, function: SlicedFunction, wrong: str) -> Trajectory | None:
+    """An episode of one answer, the script of ``sed`` that makes the function's text of ``wrong``. ``episode``: any
+    demonstration, which says what is not of the conversation. ``None`` where the line and the function's head are not
+    enough for the repair."""
+    if not is_told(wrong, function.text, function.name):
+        return None
+    edit = line_edit(wrong, function.text)
+    line = wrong.split("\n")[edit.first - 1].strip()
+    told = f"The bug is in line {edit.first}{function_told(wrong, function.name, line)}\n{line}\n"
+    # As in a command of the other form.
+    answer = f"<<'{END}'\n{sed_script(wrong, function.text)}\n{END}"
+    nodes = (
+        Node(parent=None, message=Message(role="system", content=_SYSTEM)),
+        Node(parent=0, message=Message(role="user", content=told)),
+        Node(parent=1, message=Message(role="assistant", content=answer), sampled=True),
+    )
+    return episode.model_copy(update={"nodes": nodes, "head": 2})
