@@ -236,7 +236,7 @@ def _list(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.lineage import read_lineage
     from openhands_rl_plugin.evals.tasks.repair.other_bugs import more_instances
-    from openhands_rl_plugin.evals.tasks.repair.rows import MORE
+    from openhands_rl_plugin.evals.tasks.repair.rows import MORE, plainly_named
     from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR, tasks_file
     from openhands_rl_plugin.evals.tasks.task_table import table_of
     from openhands_rl_plugin.trajectories.view.terminal import console
@@ -245,7 +245,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.split == MORE:
         if args.file != REPAIR:
             raise ConfigError(f"--split {MORE}: only {REPAIR} has it; omit --split")
-        instances = [*more_instances(3)]
+        instances = [plainly_named(each) for each in more_instances(3)]
     else:
         instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
     console().print(table_of(instances, read_lineage(path)))

@@ -65,7 +65,7 @@ class LoopSettings(Settings):
     short_drills: int = Field(
         default=0,
         ge=0,
-        description="repair: further edits of library functions in a short form, a quarter of a drill's tokens",
+        description="repair: further edits of library functions in a short form, a third of a drill's tokens",
     )
     more_tasks: int = Field(
         default=0,

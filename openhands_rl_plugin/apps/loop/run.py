@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by, needs_scaled, refuse_unscaled
@@ -168,6 +167,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
 
     A store, an environment or an adapter that cannot be used is an error before the first episode.
     """
+    listener = listener or LoopListener()
     check_trainable(job.settings)
     if not job.tasks.suite.software:
         refuse_without_workspace(make_reward(job.settings.reward), f"{job.tasks.suite.name} has none")
@@ -195,13 +195,13 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 reward=reward,
                 objective=objective,
                 demonstrator=demonstrator,
-                lessons=_lessons(job),
+                lessons=_lessons(job, listener),
                 evaluator=evaluator,
             ) as parts,
         ):
             await _require_servers(job, parts)
             reporting = RunReport(
-                listener or LoopListener(),
+                listener,
                 facts,
                 plan,
                 directory=job.directory,
@@ -309,7 +309,7 @@ async def open_demonstrator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIt
             yield _Oracle(runner)
 
 
-def _lessons(job: LoopJob) -> Lessons | None:
+def _lessons(job: LoopJob, listener: LoopListener) -> Lessons | None:
     """Of the oracle's episodes what is right in them, and drills; ``None`` where the demonstrations are others."""
     level = REPAIRS.get(job.tasks.suite.name)
     if level is None:
@@ -318,17 +318,26 @@ def _lessons(job: LoopJob) -> Lessons | None:
     strange = frozenset(spec_of(entry.instance).function for entry in job.tasks.held_out if entry.instance is not None)
     loop, seed = job.settings.loop, job.settings.sampling.seed
     if (loop.drills or loop.short_drills) and job.native_tool_calling:
-        raise ConfigError("--drills: their calls are in the text: add --no-native-tool-calling, or leave it at 0")
-    return partial(
-        lessons,
-        instances=known,
-        tools=TOOLS[host_of(job.settings)],
-        seed=seed,
-        drills=loop.drills,
-        short_drills=loop.short_drills,
-        level=level,
-        strange=strange,
-    )
+        option = "--drills" if loop.drills else "--short-drills"
+        raise ConfigError(f"{option}: their calls are in the text: add --no-native-tool-calling, or leave it at 0")
+
+    def made(demonstrations: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        found = lessons(
+            demonstrations,
+            known,
+            tools=TOOLS[host_of(job.settings)],
+            seed=seed,
+            drills=loop.drills,
+            short_drills=loop.short_drills,
+            level=level,
+            strange=strange,
+        )
+        drills, wanted = len(found) - len(demonstrations), loop.drills + loop.short_drills
+        if drills < wanted:
+            listener.noted(f"Python's library gives {drills:,} drills, not {wanted:,}: all of them are used")
+        return found
+
+    return made
 
 
 class _Oracle:

@@ -15,7 +15,6 @@ from openhands.controller.state.state import State
 from openhands.core.config import AgentConfig
 from openhands.core.exceptions import FunctionCallConversionError, FunctionCallValidationError
 from openhands.core.logger import openhands_logger
-from openhands.core.message import Message
 from openhands.events.action import Action, AgentFinishAction, MessageAction, NullAction
 from openhands.events.action.message import SystemMessageAction
 from openhands.events.event import Event
@@ -25,7 +24,6 @@ from openhands.llm.llm_utils import check_tools
 from openhands.llm.router import RouterLLM
 from openhands.memory.condenser.condenser import Condensation
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
-from openhands.utils.prompt import PromptManager
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
@@ -44,7 +42,7 @@ from openhands_rl_plugin.hosts.shared.sessions import (
 )
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
-from openhands_rl_plugin.hosts.v0.compact_context import tell_shortly, without_empty
+from openhands_rl_plugin.hosts.v0.compact_context import CompactMemory
 from openhands_rl_plugin.hosts.v0.condensation import record_condenser, recorded_condensations
 from openhands_rl_plugin.hosts.v0.described_tools import described_tools
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
@@ -99,6 +97,8 @@ class RLAgent(CodeActAgent):
         except RLError as error:
             refuse(error)
         super().__init__(config, llm_registry)
+        if self._compact:
+            self.conversation_memory = CompactMemory(self.config, self.prompt_manager)
         if isinstance(self.llm, RouterLLM):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
         self._served_model: str | None = None
@@ -158,21 +158,6 @@ class RLAgent(CodeActAgent):
             own = self.config.system_prompt_filename != AgentConfig().system_prompt_filename
             message.content = system_prompt(summary=False, instructions=message.content if own else SYSTEM)
         return message
-
-    @property
-    def prompt_manager(self) -> PromptManager:
-        """CodeAct's, which tells less of the workspace under the compact prompt."""
-        made = self._prompt_manager is not None
-        manager = super().prompt_manager
-        if self._compact and not made:
-            tell_shortly(manager)
-        return manager
-
-    def _get_messages(
-        self, events: list[Event], initial_user_message: MessageAction, forgotten_event_ids: set[int]
-    ) -> list[Message]:
-        messages = super()._get_messages(events, initial_user_message, forgotten_event_ids)
-        return without_empty(messages) if self._compact else messages
 
     @property
     def _compact(self) -> bool:

@@ -1,25 +1,32 @@
 """What V0 tells of the workspace beside the task, under ``[rl.workspace] prompt = "compact"``.
 
 OpenHands' own text names the folder, which the tools do, too, and the date, by which the same task reads another way
-each day: 45 tokens of an example that has 250. What somebody has set, such as instructions of the repository, is told.
+each day: 45 tokens of a task that has 150. What somebody has set, such as instructions of the repository, is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
+from openhands.core.config import AgentConfig
 from openhands.core.message import Message, TextContent
+from openhands.events.observation import Observation
+from openhands.events.observation.agent import RecallObservation
+from openhands.memory.conversation_memory import ConversationMemory
 from openhands.utils.prompt import PromptManager
 
 _CONTEXT = """\
 {% if repository_info -%}
 The repository {{ repository_info.repo_name }} is in {{ repository_info.repo_directory }}
-{%- if repository_info.branch_name %}; stay on its branch {{ repository_info.branch_name }}{% endif %}.
+{%- if repository_info.branch_name %}, on branch {{ repository_info.branch_name }}{% endif %}.
 {% endif -%}
 {% if repository_instructions -%}
 {{ repository_instructions }}
 {% endif -%}
 {% if runtime_info -%}
+{% if runtime_info.working_dir not in ("", "/workspace") -%}
+The folder is {{ runtime_info.working_dir }}.
+{% endif -%}
 {% for host, port in (runtime_info.available_hosts or {}).items() -%}
 A web server may use port {{ port }}, which the user reaches as {{ host }}.
 {% endfor -%}
@@ -27,7 +34,7 @@ A web server may use port {{ port }}, which the user reaches as {{ host }}.
 {{ runtime_info.additional_agent_instructions }}
 {% endif -%}
 {% for name, description in (runtime_info.custom_secrets_descriptions or {}).items() -%}
-The environment variable {{ name }} is set: {{ description }}
+The environment variable {{ name }} is set{% if description %}: {{ description }}{% else %}.{% endif %}
 {% endfor -%}
 {% endif -%}
 {% if conversation_instructions and conversation_instructions.content -%}
@@ -35,15 +42,21 @@ The environment variable {{ name }} is set: {{ description }}
 {% endif %}"""
 
 
-def tell_shortly(manager: PromptManager) -> None:
-    """Change what the manager writes of the workspace; where nothing was set it is an empty text."""
-    manager.additional_info_template = manager.env.from_string(_CONTEXT)
+class CompactMemory(ConversationMemory):
+    """OpenHands' conversation with these texts, and no message where nothing is told."""
+
+    def __init__(self, config: AgentConfig, prompts: PromptManager) -> None:
+        prompts.additional_info_template = prompts.env.from_string(_CONTEXT)
+        super().__init__(config, prompts)
+
+    def _process_observation(self, obs: Observation, *args: Any, **rest: Any) -> list[Message]:
+        messages = super()._process_observation(obs, *args, **rest)
+        if not isinstance(obs, RecallObservation):
+            return messages
+        for message in messages:
+            message.content = [each for each in message.content if not _is_empty(each)]
+        return [message for message in messages if message.content]
 
 
-def without_empty(messages: Iterable[Message]) -> list[Message]:
-    """The messages without users' of no text and no image."""
-    return [message for message in messages if message.role != "user" or any(map(_is_told, message.content))]
-
-
-def _is_told(content: object) -> bool:
-    return not isinstance(content, TextContent) or bool(content.text.strip())
+def _is_empty(content: object) -> bool:
+    return isinstance(content, TextContent) and not content.text.strip()

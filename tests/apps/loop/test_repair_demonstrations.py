@@ -40,9 +40,14 @@ def test_other_repositories_have_no_demonstrations():
 
 
 def test_drills_are_of_repair_tasks_with_demonstrations():
-    for suite, demonstrations in (("webshop", 4), ("repair-1", 0)):
-        loop = LoopSettings(demonstrations=demonstrations, drills=4, held_out=5)
-        with pytest.raises(ConfigError, match="--drills: they have the form of demonstrations of repair-1"):
+    for suite, demonstrations, option in (
+        ("webshop", 4, "drills"),
+        ("repair-1", 0, "drills"),
+        ("repair-1", 0, "short_drills"),
+    ):
+        loop = LoopSettings.model_validate({"demonstrations": demonstrations, option: 4, "held_out": 5})
+        named = f"--{option.replace('_', '-')}: they stand beside demonstrations of repair-1"
+        with pytest.raises(ConfigError, match=named):
             loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop, "react_format": False}))
 
 

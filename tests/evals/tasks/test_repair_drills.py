@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.config.host import TOOLS
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Message, Node, Task, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.repair.drills import lessons
@@ -23,6 +22,8 @@ from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
 from openhands_rl_plugin.evals.tasks.repair.library_bugs import library_functions
 from openhands_rl_plugin.evals.tasks.repair.oracle import oracle_plan
 from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_of
+from openhands_rl_plugin.evals.tasks.repair.short_drills import short_drill
+from openhands_rl_plugin.evals.tasks.repair.telling import is_told
 from openhands_rl_plugin.testing.samples import sample_episode
 
 V0 = TOOLS["v0"]
@@ -133,15 +134,15 @@ def test_drills_show_no_function_that_is_held_out() -> None:
     assert min(len(others), len(shown), 2 * len(strange)) > 3 and not others & strange
 
 
-def test_more_drills_than_the_library_gives_are_refused(
+def test_there_are_as_many_drills_as_the_library_gives(
     instances: tuple[Instance, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.py").write_text("def least(a, b):\n    if a < b:\n        return a\n    return b\n")
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     episodes = [*map(played, instances)]
-    assert len(lessons(episodes, instances, tools=V0, seed=0, drills=2, level=1)) == len(instances) + 2
-    with pytest.raises(ConfigError, match=r"--drills 100, --short-drills 0: .* gives \d at level 1"):
-        lessons(episodes, instances, tools=V0, seed=0, drills=100, level=1)
+    few = lessons(episodes, instances, tools=V0, seed=0, drills=2, short_drills=1, level=1)
+    all_of_them = lessons(episodes, instances, tools=V0, seed=0, drills=100, short_drills=3, level=1)
+    assert len(few) == len(instances) + 3 and 3 < len(all_of_them) - len(instances) < 20
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -161,6 +162,15 @@ def test_a_short_drill_is_a_line_and_the_script_that_mends_it(instances: tuple[I
         assert place == number and (head or line.startswith("def "))
         mended = subprocess.run(["sed", script[len(place) :]], input=line, capture_output=True, text=True, check=True)
         assert mended.stdout != line
+    # Of a function whose text is known it is the function's own line.
+    function = next(library_functions(random.Random(5), alone=False))
+    for _, wrong in bugs_in(function.text, function.name):
+        if not is_told(wrong, function.text, function.name):
+            continue
+        answer = str(short_drill(episodes[0], function, wrong).nodes[-1].message.content)
+        command = ["sed", answer.split("\n")[1]]
+        mended = subprocess.run(command, input=wrong, capture_output=True, text=True, check=True)
+        assert mended.stdout.rstrip("\n") == function.text.rstrip("\n") != wrong.rstrip("\n")
     shown = [str(each.nodes[-1].message.content) for each in short]
     full = "\n".join(str(node.message.content) for each in found[2:8] for node in each.nodes)
     assert len(set(shown)) > 15 and not any(text in full for text in shown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from compact_ends import COMMANDS, MAIN, at_an_end, check_command, check_first_request, start, write_config
@@ -16,8 +17,11 @@ from compact_play import (
 from needs import needs_bubblewrap
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig
 from openhands.core.config.extended_config import ExtendedConfig
+from openhands.core.message import TextContent
+from openhands.events.action import MessageAction
+from openhands.events.event import EventSource
+from openhands.events.observation.agent import MicroagentKnowledge, RecallObservation, RecallType
 from openhands.llm.llm_registry import LLMRegistry
-from openhands.utils.prompt import ConversationInstructions, RepositoryInfo, RuntimeInfo
 from pydantic import SecretStr
 from scripted_model import ScriptedModel, serve
 
@@ -93,24 +97,40 @@ def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, 
     rl = {"workspace": {"prompt": "compact"}, "storage": {"path": str(tmp_path)}}
     llm = LLMConfig(model="openai/set", base_url=server.url, api_key=SecretStr("none"))
     config = OpenHandsConfig(llms={"llm": llm}, extended=ExtendedConfig.model_validate({"rl": rl}))
-    manager = RLAgent(AgentConfig(enable_mcp=False), LLMRegistry(config)).prompt_manager
-    assert manager.build_workspace_context(None, RuntimeInfo(date="2026-11-27", working_dir="/workspace"), None) == ""
-    assert manager.build_workspace_context(
-        RepositoryInfo("me/shop", "/workspace/shop", "next"),
-        RuntimeInfo(
-            date="2026-11-27",
-            available_hosts={"work-1": 8011},
-            additional_agent_instructions="Answer in French.",
-            custom_secrets_descriptions={"TOKEN": "for the registry"},
-        ),
-        ConversationInstructions("Open a pull request."),
-        "Run make test.",
-    ).split("\n") == [
-        "The repository me/shop is in /workspace/shop; stay on its branch next.",
+    agent = RLAgent(AgentConfig(enable_mcp=False), LLMRegistry(config))
+
+    def told(task: str = "Fix it.", **fields: Any) -> list[str]:
+        asked = MessageAction(task)
+        asked._source = EventSource.USER  # type: ignore[attr-defined]
+        usual = {"recall_type": RecallType.WORKSPACE_CONTEXT, "date": "2026-11-27", "content": "added"}
+        seen = RecallObservation(**{**usual, **fields})
+        messages = agent.conversation_memory.process_events([asked, seen], asked, set())
+        texts = ["".join(part.text for part in each.content if isinstance(part, TextContent)) for each in messages]
+        return [text.strip() for text in texts[1:]]
+
+    assert told(working_dir="/workspace") == ["Fix it."]
+    assert told(task=" ", working_dir="/workspace") == [""]  # what a user has said stays as it is
+    assert told(working_dir="/tmp/elsewhere") == ["Fix it.", "The folder is /tmp/elsewhere."]
+    skill = MicroagentKnowledge(name="go", trigger="fix", content="Use gofmt.")
+    [_, known] = told(working_dir="/workspace", microagent_knowledge=[skill])
+    assert known.startswith("<EXTRA_INFO>") and "Use gofmt." in known
+    [_, everything] = told(
+        repo_name="me/shop",
+        repo_directory="/workspace/shop",
+        repo_branch="next",
+        repo_instructions="Run make test.",
+        runtime_hosts={"work-1": 8011},
+        additional_agent_instructions="Answer in French.",
+        custom_secrets_descriptions={"TOKEN": "for the registry", "KEY": ""},
+        conversation_instructions="Open a pull request.",
+    )
+    assert everything.split("\n") == [
+        "The repository me/shop is in /workspace/shop, on branch next.",
         "Run make test.",
         "A web server may use port 8011, which the user reaches as work-1.",
         "Answer in French.",
         "The environment variable TOKEN is set: for the registry",
+        "The environment variable KEY is set.",
         "Open a pull request.",
     ]
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 
 from openhands_rl_plugin.config.host import ToolNames
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.repair.edits import line_edit
@@ -47,7 +46,7 @@ def lessons(
     ``short_drills``, which show other bugs.
 
     ``tools``: those of the host. ``strange``: names of functions that no drill may show, those of the held-out tasks.
-    Raises ``ConfigError`` where the library gives fewer drills.
+    There are fewer drills where the library has no more bugs.
     """
     by_id = {each.instance_id: each for each in instances}
     known = [(each, by_id[each.task.id]) for each in demonstrations]
@@ -56,12 +55,9 @@ def lessons(
     source = random.Random(f"{seed} drills")
     bugs = library_bugs(source, strange=strange, alone=level > 1)
     made = [*islice(_drills(forms, bugs, tools, level, source), drills)]
-    short = (short_drill(right[0], function, wrong) for function, wrong in bugs) if short_drills else iter(())
-    made += islice(filter(None, short), short_drills)
-    if len(made) < drills + short_drills:
-        raise ConfigError(
-            f"--drills {drills}, --short-drills {short_drills}: Python's library gives {len(made)} at level {level}"
-        )
+    if level > 1:
+        bugs = library_bugs(random.Random(f"{seed} short drills"), strange=strange, alone=False)
+    made += (short_drill(right[0], function, wrong) for function, wrong in islice(bugs, short_drills))
     return [*right, *(each.model_copy(update={"id": f"drill-{seed}-{at}"}) for at, each in enumerate(made))]
 
 

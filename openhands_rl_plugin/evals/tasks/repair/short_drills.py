@@ -1,8 +1,8 @@
 """Short drills: a line with a bug and what changes of it, and nothing else.
 
-Which edit repairs which bug is to be learnt from many examples, and a drill in the form of a demonstration spends nine
-of ten tokens on that form. A short one has a quarter of its tokens. What it shows is used in the other form, too, if
-that has been seen beside it.
+Which edit repairs which bug is to be learnt from many examples, and of a drill in the form of a demonstration one token
+in twenty is the fix. A short one has a third of its tokens. What it shows is used in the other form, too, if that has
+been seen beside it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from openhands_rl_plugin.core.types import Message, Node, Trajectory
 from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, sed_script
 from openhands_rl_plugin.evals.tasks.repair.oracle import END
 from openhands_rl_plugin.evals.tasks.repair.slices import SlicedFunction
-from openhands_rl_plugin.evals.tasks.repair.telling import function_told, is_told
+from openhands_rl_plugin.evals.tasks.repair.telling import function_told
 
 _SYSTEM = "Repair the line."
 
 
-def short_drill(episode: Trajectory, function: SlicedFunction, wrong: str) -> Trajectory | None:
+def short_drill(episode: Trajectory, function: SlicedFunction, wrong: str) -> Trajectory:
     """An episode of one answer, the script of ``sed`` that makes the function's text of ``wrong``. ``episode``: any
-    demonstration, which says what is not of the conversation. ``None`` where the line and the function's head are not
-    enough for the repair."""
-    if not is_told(wrong, function.text, function.name):
-        return None
+    demonstration, which says what is not of the conversation. Line and head of the function must be enough for the
+    repair (``is_told``)."""
     edit = line_edit(wrong, function.text)
     line = wrong.split("\n")[edit.first - 1].strip()
     told = f"The bug is in line {edit.first}{function_told(wrong, function.name, line)}\n{line}\n"
