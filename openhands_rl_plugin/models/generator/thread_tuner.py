@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-# A step with more tokens, such as a chunk of a prompt, is fastest on all threads. With guesses, twenty answers are a step
-# of 100 to 180: one of 100 of SmolLM2's took 400 ms on one thread beside two loops of short processes on two cores, 530
-# on two.
+# A step with more tokens, such as a chunk of a prompt, is fastest on all threads. With guesses twenty answers are a
+# step of 100 to 180 tokens: one of 100 of SmolLM2's took 400 ms on one thread beside two loops of short processes on
+# two cores, and 530 on two.
 SMALL_STEP_TOKENS = 192
 # After ``TRY_EVERY`` steps, each number of threads is measured for ``TRY_STEPS`` steps, to detect changes of load.
 TRY_EVERY = 64
