@@ -25,7 +25,7 @@ from rich.table import Table
 from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
-from openhands_rl_plugin.apps.demo.repair import ADAPTER, CONTEXT_TOKENS, RepairOptions
+from openhands_rl_plugin.apps.demo.repair import ADAPTER, RepairOptions
 from openhands_rl_plugin.core.statistics import paired_difference, wilson
 from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject
 from openhands_rl_plugin.evals.tasks.repair.rows import TESTS_AS_VALUE
@@ -33,6 +33,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 BUDGETS = {"billed": (1_000, 2_000, 4_000, 8_000, 16_000, 32_000), "sampled": (75, 150, 300, 600, 1_200, 2_400)}
+CONTEXT = 3072
 COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "NextBest": "#ff7f0e", "MCTS": "#2ca02c"}
 
 
@@ -81,7 +82,7 @@ def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) ->
         f'[llm.eval]\nmodel = "openai/{adapter.name}"\nbase_url = "{url}/v1"\napi_key = "none"\n'
         f"temperature = 1.0\nnative_tool_calling = false\nmax_output_tokens = {sizes.answer_tokens}\n"
         f"[rl]\nmax_response_length = {sizes.answer_tokens}\n"
-        f"max_prompt_length = {CONTEXT_TOKENS - sizes.answer_tokens}\n"
+        f"max_prompt_length = {CONTEXT - sizes.answer_tokens}\n"
         f'[rl.workspace]\nprompt = "compact"\n[rl.serving]\nmodel = "{NAME}"\n'
     )
     words = [sys.executable, "-m", "openhands_rl_plugin", "evaluate", "repair-1", "--config", str(config)]
@@ -116,7 +117,7 @@ def measure(args: argparse.Namespace) -> list[Played]:
     if adapter is None:
         raise SystemExit(f"{args.run_dir} has no adapter: give a run of openhands-rl demo --task repair")
     serve = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]
-    serve += [f"--max-batch={4 * args.workers}", f"--max-model-len={CONTEXT_TOKENS}"]
+    serve += [f"--max-batch={4 * args.workers}", f"--max-model-len={CONTEXT}"]
     played: list[Played] = []
     with running_command(serve, free_port(), args.out / "serve.log") as url:
         asyncio.run(AdapterPublisher(f"{url}/v1", store).publish(adapter))

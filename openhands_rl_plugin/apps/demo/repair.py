@@ -26,12 +26,14 @@ from openhands_rl_plugin.config.rl import (
 )
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
+from openhands_rl_plugin.evals.tasks.repair.rows import TESTS_AS_VALUE
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 from openhands_rl_plugin.training.loop.stages import LoopListener
 
 TITLE = "A small model is trained to repair code"
 ADAPTER = "repair"
-CONTEXT_TOKENS = 3072  # twelve episodes of the oracle took at most 2,345; the server reserves it for each that runs
+CONTEXT_TOKENS = {1: 1536, 2: 3072, 3: 3072}
+"""By level. Episodes took at most 1,211, and 2,345 where files are shown; the server reserves it for each answer."""
 DRAFT_TOKENS = 8  # most of an answer is the form of a call
 CACHE_BYTES = 512 * 1024**2  # twelve episodes of 1,900 tokens, at 23 kB each token
 
@@ -49,13 +51,20 @@ class RepairOptions(Frozen):
     demonstrations: int = Field(default=100, ge=1)
     drills: int = Field(default=400, ge=0)
     short_drills: int = Field(default=5000, ge=0)
-    iterations: int = Field(default=8, ge=0)
-    tasks_per_iteration: int = Field(default=8, ge=1)
-    samples_per_task: int = Field(default=8, ge=2)
+    more_tasks: int = Field(default=992, ge=0)
+    """Training tasks beside those of the suite, with other bugs in the same functions."""
+    iterations: int = Field(default=5, ge=0)
+    tasks_per_iteration: int = Field(default=32, ge=1)
+    samples_per_task: int = Field(default=1, ge=1)
+    proposals: int = Field(default=8, ge=2)
+    """Answers in each state of a training episode, which are compared with each other."""
+    evaluation_strategy: str = "StandardReAct"
     concurrency: int = Field(default=12, ge=1)
     processes: int = Field(default=1, ge=0)
     max_turns: int = 4
     """As many as the oracle takes where it errs most, at level 1; it looks for the bug in three more at the others."""
+    training_max_turns: int = 3
+    """The last turn of a whole episode has little to compare: what was not repaired in three is rarely in four."""
     answer_tokens: int = Field(default=128, ge=16)
     """Of an answer at most; 99 of 100 edits of the oracle take no more than 97."""
     warm_start_epochs: int = 1
@@ -64,7 +73,9 @@ class RepairOptions(Frozen):
     temperature: float = Field(default=1.0, ge=0)
     evaluation_temperature: float = Field(default=-1.0, ge=-1)
     """As in training: greedily a policy repeats an edit that failed, and OpenHands ends the episode for it."""
-    reinforcement_rate: float = 2e-4
+    reinforcement_rate: float = 1e-4
+    """At 3e-4 some runs forget within thirty steps how a call is written: docs/background/how-it-learns.md."""
+    reinforcement_batch_size: int = 8
     loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> RepairOptions:
@@ -77,8 +88,9 @@ class RepairOptions(Frozen):
                 "drills": 4,
                 "short_drills": 4,
                 "iterations": 1,
+                "more_tasks": 4,
                 "tasks_per_iteration": 1,
-                "samples_per_task": 2,
+                "proposals": 2,
                 "concurrency": 2,
                 "answer_tokens": 24,
             }
@@ -92,8 +104,10 @@ class RepairOptions(Frozen):
     def settings(self) -> RLSettings:
         """The ``[rl]`` section of this run, but for the address of the model."""
         return RLSettings(
-            max_turns=self.max_turns + (3 if self.level > 1 else 0),
-            max_prompt_length=CONTEXT_TOKENS - self.answer_tokens,
+            max_turns=self.max_turns + self._turns_to_find,
+            rollout_strategy="BestOfN",
+            strategy={**TESTS_AS_VALUE, "n": self.proposals, "act": "sampled", "temperature": self.temperature},
+            max_prompt_length=CONTEXT_TOKENS[self.level] - self.answer_tokens,
             max_response_length=self.answer_tokens,
             max_workers=self.concurrency,
             workspace=WorkspaceSettings(prompt="compact"),
@@ -103,13 +117,16 @@ class RepairOptions(Frozen):
                 learning_rate=self.reinforcement_rate,
                 lora_rank=64,  # keeps more of the drills than 16: docs/background/how-it-learns.md
                 lora_alpha=128,
-                warmup_steps=4,
-                num_epochs=1,
-                batch_size=8,
+                algorithm="grpo",
+                # Attempts of whole episodes teach less: all turns of an attempt share what its last one earned.
+                tree="proposals",
+                warmup_steps=2,
+                num_epochs=2,
+                batch_size=self.reinforcement_batch_size,
                 correction="truncate" if self.loop.kind == "async" else "none",
                 max_tokens_per_micro_batch=2 * micro_batch_tokens(),
-                # Episodes that fail are long. By the token they would teach not to try again.
-                aggregation="rollout",
+                # An answer that fails is no shorter or longer than one that helps; each counts as much.
+                aggregation="sequence",
                 negative_scale=0.5,
                 seed=self.seed,
             ),
@@ -121,7 +138,13 @@ class RepairOptions(Frozen):
 
     def _loop(self) -> LoopSettings:
         sizes = {name: getattr(self, name) for name in LoopSettings.model_fields if name in type(self).model_fields}
+        sizes["training_max_turns"] += self._turns_to_find
         return self.loop.model_copy(update=sizes)
+
+    @property
+    def _turns_to_find(self) -> int:
+        """At levels 2 and 3: for what the oracle looks at before it edits."""
+        return 3 if self.level > 1 else 0
 
 
 def repair_tasks(options: RepairOptions) -> LoopTasks:
@@ -143,8 +166,9 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     claim(options.run_directory, known if host == "v0" else {**known, "host": host})
     asyncio.run(RepairBackend().check())
     model = ensure_model(options.model_directory)
-    words = ["serve", "--model", str(model), "--served-model-name", NAME, f"--max-batch={options.concurrency}"]
-    words += [f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}", f"--draft-tokens={DRAFT_TOKENS}"]
+    words = ["serve", "--model", str(model), "--served-model-name", NAME]
+    words += [f"--max-batch={2 * options.concurrency}", f"--max-model-len={CONTEXT_TOKENS[options.level]}"]
+    words += [f"--cache-bytes={CACHE_BYTES}", f"--draft-tokens={DRAFT_TOKENS}"]
     with running_command(words, free_port(), options.run_directory / "logs" / "serve.log") as url:
         serving = settings.serving.model_copy(update={"base_url": f"{url}/v1"})
         job = LoopJob(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from typing import Literal
+
 from pydantic import Field
 
+from openhands_rl_plugin.rollout.strategies.annotations import notes, times_merged
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 from openhands_rl_plugin.rollout.strategies.budget import Least
 from openhands_rl_plugin.rollout.strategies.options import SearchOptions, options_of
 from openhands_rl_plugin.rollout.strategies.search import Search
+from openhands_rl_plugin.rollout.strategies.seeds import call_seed
 from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 
 
 class BestOfNOptions(SearchOptions):
-    """``n`` actions are sampled each turn."""
+    """``n`` actions are sampled each turn, and the best is executed. With ``act = "sampled"`` one of them is, as the
+    policy would act: so that what is trained on (``tree = "proposals"``) are the states that the policy comes to, and
+    also shows what helps after a mistake.
+    """
 
     n: int = Field(default=4, ge=1)
+    act: Literal["best", "sampled"] = "best"
 
 
 class BestOfNStrategy(SearchStrategy):
@@ -34,7 +44,22 @@ class BestOfNStrategy(SearchStrategy):
         return judgement.after(Least(1, 1)).times(self.options.n)
 
     async def choose(self, search: Search) -> int | None:
-        """Sample, evaluate side by side, take the best."""
+        """Sample, evaluate side by side, take the best, or any."""
         candidates = await search.candidates(search.root, self.options.n)
+        source = self._source(search)
         ranked = await self.evaluate_all(search, candidates)
-        return ranked[0] if ranked else None
+        if not ranked:
+            return None
+        return _drawn(search, ranked, source) if self.options.act == "sampled" else ranked[0]
+
+    def _source(self, search: Search) -> random.Random:
+        """Repeatable where the calls are."""
+        seed = self.options.seed
+        return random.Random(None if seed is None else call_seed(seed, search.engine, search.tree, search.root, 0))
+
+
+def _drawn(search: Search, candidates: Sequence[int], source: random.Random) -> int:
+    """One of them, each as likely as it was sampled often."""
+    nodes = search.tree.nodes
+    times = [1 + times_merged(notes(nodes[at])) for at in candidates]
+    return source.choices(candidates, times)[0]

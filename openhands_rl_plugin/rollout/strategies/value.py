@@ -206,10 +206,14 @@ class ModelValue:
 
 
 class RewardValueOptions(StrictOptions):
-    """Names a reward of the registry."""
+    """Names a reward of the registry. ``unfinished``: how far the value of a state in which the episode goes on is
+    from what the reward says of it, 0 to 1, towards the middle: 0.2 makes 0.2 of 0, and 0.8 of 1. Then an end is worse
+    than to go on where all is not well, and better where it is.
+    """
 
     reward: str = "return"
     reward_options: JsonObject = Field(default_factory=dict)
+    unfinished: float = Field(default=0.0, ge=0, le=0.5)
 
 
 class RewardValue:
@@ -232,16 +236,22 @@ class RewardValue:
                 'use another reward, or value = "model" or "verifier"'
             )
         self._reward = reward
+        self._unfinished = (options or RewardValueOptions()).unfinished
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """Judge once; ``None`` if it cannot be judged. Rewards that were paid are not counted twice."""
+        found = await self.estimate_end(search, state)
+        if found is None or not self._unfinished:
+            return found
+        paid = earned(search, state)
+        score = found.value + paid
+        return ValueEstimate(score + self._unfinished * (1 - 2 * score) - paid)
+
+    async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
+        """As for any other state, but finished."""
         asked = self._reward.workspace_command if isinstance(self._reward, JudgesWorkspace) else None
         score = await judged_in_time(search, self._reward, _so_far(search, state, asked))
         return None if score is None else ValueEstimate(score - earned(search, state))
-
-    async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
-        """As for any other state."""
-        return await self.estimate(search, state)
 
 
 async def judged_in_time(search: Search, reward: Reward, episode: Coroutine[Any, Any, Trajectory]) -> float | None:

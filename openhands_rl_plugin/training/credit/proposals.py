@@ -81,6 +81,30 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
     return found
 
 
+def proposal_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What a policy says of itself in searched episodes, whatever was acted on.
+
+    ``proposals``: the answers that were judged, in so many ``states``, of which in ``states_differing`` they are not
+    worth the same; ``first_value``: the mean value of those in the first states.
+    """
+    states: dict[tuple[int, int | None], list[float]] = {}
+    first: list[float] = []
+    count = 0
+    for index, trajectory in enumerate(trajectories):
+        times = times_sampled(trajectory)
+        for at, node in enumerate(trajectory.nodes):
+            if not _is_judged(node):
+                continue
+            value = node.value or 0.0
+            count += times[at]
+            states.setdefault((index, node.parent), []).append(value)
+            if not any(trajectory.nodes[each].sampled for each in trajectory.path(node.parent)):
+                first += [value] * times[at]
+    differing = sum(max(values) - min(values) > EQUAL for values in states.values())
+    found = {"proposals": float(count), "states": float(len(states)), "states_differing": float(differing)}
+    return {**found, "first_value": sum(first) / len(first)} if first else found
+
+
 def _repeated(values: Sequence[float], members: Sequence[int], times: dict[int, int]) -> list[float]:
     return [value for at, value in zip(members, values, strict=True) for _ in range(times[at])]
 

@@ -100,7 +100,7 @@ class AsyncLoop(LoopStages):
         groups = [player.plain_group(number) for number in batch.groups]
         metrics |= await self._prefixed(player.run_id, groups, played)
         credit = await self._credit(where, played)
-        metrics |= credit.baseline.as_floats()
+        metrics |= credit.baseline.as_floats() | self._of_proposals(played)
         adapter = None
         trainer = learned = None
         if credit.samples:

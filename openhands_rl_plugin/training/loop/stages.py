@@ -27,6 +27,7 @@ from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.credit import Credit, credited_samples
+from openhands_rl_plugin.training.credit.proposals import proposal_figures
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
 from openhands_rl_plugin.training.data.imitation import imitated
 from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, tell_notes
@@ -189,6 +190,12 @@ class LoopStages:
         rewards = await self._rewards(self._parts.objective, where, played)
         credited = imitated if self._imitates else credited_samples
         return credited(played, rewards, self._plan.reinforcement)
+
+    def _of_proposals(self, played: Sequence[Trajectory]) -> dict[str, float]:
+        """Where a search's proposals are trained, figures on them: what was acted on is no sample of the policy."""
+        if self._imitates or self._plan.reinforcement.tree != "proposals":
+            return {}
+        return proposal_figures(played)
 
     @property
     def _imitates(self) -> bool:

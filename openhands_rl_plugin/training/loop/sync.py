@@ -48,7 +48,8 @@ class ClosedLoop(LoopStages):
         metrics = await self._judge(self._where(stage), played)
         metrics |= await self._prefixed(run_id, [*groups.values()], played)
         credit = await self._credit(self._where(stage), played)
-        metrics |= credit.baseline.as_floats() | {"rollout_seconds": rolled_out - started}
+        metrics |= credit.baseline.as_floats() | self._of_proposals(played)
+        metrics["rollout_seconds"] = rolled_out - started
         return await self._train(stage, started, credit.samples, metrics)
 
     async def _decide(self, index: int, update: int, stage: str) -> StageRecord:

@@ -19,6 +19,7 @@ from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.options import DemoOptions
 from openhands_rl_plugin.apps.demo.progress import ProgressListener
 from openhands_rl_plugin.apps.demo.repair import RepairOptions, repair_tasks
+from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.types import PolicyRef
@@ -103,13 +104,27 @@ def test_an_episode_of_the_same_task_is_shown_before_and_after(tmp_path: Path) -
 def test_repair_tasks_of_demonstrations_training_and_evaluation_share_no_package_or_function(tmp_path: Path) -> None:
     options = RepairOptions(run_directory=tmp_path)
     of = {seed: repair_tasks(options.model_copy(update={"seed": seed})) for seed in (0, 1)}
-    assert [len(each) for each in of[0][1:]] == [options.demonstrations, 300 - options.demonstrations, 100]
+    training = 300 - options.demonstrations + options.more_tasks
+    assert [len(each) for each in of[0][1:]] == [options.demonstrations, training, 100]
     learnt = {entry.task.id for entry in (*of[0].demonstrations, *of[0].training)}
-    assert len(learnt) == 300 and not learnt & {entry.task.id for entry in of[0].held_out}
+    assert len(learnt) == 300 + options.more_tasks and not learnt & {entry.task.id for entry in of[0].held_out}
     assert {name.partition("-")[0] for name in learnt}.isdisjoint(
         entry.task.id.partition("-")[0] for entry in of[0].held_out
     )
     assert of[0].held_out == of[1].held_out and of[0].demonstrations != of[1].demonstrations
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_repair_is_learnt_from_what_is_proposed_and_measured_without_a_search(level: int, tmp_path: Path) -> None:
+    settings = RepairOptions(run_directory=tmp_path, level=level).settings()
+    check_trainable(settings)
+    evaluated = evaluated_by(settings)
+    assert (settings.rollout_strategy, settings.training.tree) == ("BestOfN", "proposals")
+    assert evaluated is not None and (evaluated.rollout_strategy, evaluated.strategy) == ("StandardReAct", {})
+    assert settings.loop.training_max_turns == settings.max_turns - 1
+    hurried = RepairOptions(run_directory=tmp_path, level=level).shortened()
+    check_trainable(hurried.settings())
+    assert hurried.stages == 6
 
 
 def test_a_level_is_of_repair_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from search_worlds import TASK, opened
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -30,7 +30,14 @@ from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
-from openhands_rl_plugin.rollout.strategies.value import ModelValue, NoValue, RewardValue, RolloutValue, ValueFunction
+from openhands_rl_plugin.rollout.strategies.value import (
+    ModelValue,
+    NoValue,
+    RewardValue,
+    RewardValueOptions,
+    RolloutValue,
+    ValueFunction,
+)
 from openhands_rl_plugin.testing import ScriptedEngine
 
 Make = Callable[[ValueFunction], Strategy]
@@ -151,6 +158,48 @@ async def test_an_end_is_judged_by_a_reward_with_the_evidence_of_its_fork(make: 
     ends = [judged for judged in reward.judged if judged.nodes[judged.head or 0].message.content == "finish"]
     assert {"right": True} in [end.evidence for end in ends]
     assert world.forks and all(fork.closed for fork in world.forks)
+
+
+@EVERY
+async def test_to_end_is_worse_than_to_go_on_until_all_is_well_and_then_better(make: Make):
+    value = RewardValue(RewardValueOptions(unfinished=0.2), reward=Rightness())
+    assert await decided(make(value), Desk(), Worker("finish", "spoil")) == "spoil"
+    assert await decided(make(value), Desk(), Worker("spoil", "fix")) == "fix"
+    done = Desk()
+    done.right = True
+    assert await decided(make(value), done, Worker("look", "finish")) == "finish"
+
+
+@pytest.mark.parametrize(("unfinished", "spoilt", "fixed"), [(0.0, 0.0, 1.0), (0.2, 0.2, 0.8), (0.5, 0.5, 0.5)])
+async def test_what_is_unfinished_is_worth_something_in_between(unfinished: float, spoilt: float, fixed: float):
+    world = Desk()
+    tree = await opened(world)
+    value = RewardValue(RewardValueOptions(unfinished=unfinished), reward=Rightness())
+    await BestOfNStrategy(n=3, value=value).decide(tree, Worker("finish", "spoil", "fix"), world)
+    worth = {tree.nodes[at].message.content: tree.nodes[at].value for at in tree.children(tree.head)}
+    assert worth == pytest.approx({"finish": 0.0, "spoil": spoilt, "fix": fixed})
+
+
+async def test_what_was_sampled_is_acted_on_as_often_whatever_it_is_worth():
+    async def acted(seed: int) -> str | None:
+        strategy = BestOfNStrategy(n=4, act="sampled", seed=seed, value=RewardValue(reward=Rightness()))
+        return await decided(strategy, Desk(), Worker("spoil", "fix", "spoil", "spoil"))
+
+    first = [await acted(seed) for seed in range(200)]
+    assert 120 < first.count("spoil") < 180 and first.count("fix") == 200 - first.count("spoil")
+    assert first[:50] == [await acted(seed) for seed in range(50)]
+
+
+async def test_what_cannot_be_tried_is_not_acted_on_though_it_was_sampled():
+    class Fragile(Desk):
+        async def step(self, action: Message) -> Observation:
+            if action.content == "spoil":
+                raise InfrastructureError("the server of this fork is gone")
+            return await super().step(action)
+
+    for seed in range(10):
+        strategy = BestOfNStrategy(n=2, act="sampled", seed=seed, value=RewardValue(reward=Rightness()))
+        assert await decided(strategy, Fragile(), Worker("spoil", "look")) == "look"
 
 
 async def test_an_end_is_judged_once_however_often_a_search_comes_there():

@@ -31,7 +31,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.credit.credit import credited_samples
-from openhands_rl_plugin.training.credit.proposals import is_searched, proposal_advantages
+from openhands_rl_plugin.training.credit.proposals import is_searched, proposal_advantages, proposal_figures
 from openhands_rl_plugin.training.credit.tree_advantages import times_sampled
 from openhands_rl_plugin.training.losses.losses import batch_weights
 from openhands_rl_plugin.training.losses.micro_batches import samples_from_rollouts
@@ -203,6 +203,15 @@ def test_the_trained_gradient_is_that_of_all_that_was_sampled(model: Path, algor
         gradients.append({name: p.grad for name, p in trainer.parameters.items() if p.grad is not None})
     assert any(gradient.abs().max() > 1e-4 for gradient in gradients[0].values())
     assert_same(gradients[0], gradients[1], 1e-6)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_figures_count_what_was_sampled_and_only_first_states_say_how_good_the_policy_is(merged: bool) -> None:
+    trees = [bandit((0, 1.0, 3), (1, 0.25, 1), merged=merged), bandit((1, 0.25, 2), merged=merged)]
+    # Each has a second state with two proposals that differ.
+    found = {"proposals": 10.0, "states": 4.0, "states_differing": 3.0, "first_value": (3 * 1.0 + 3 * 0.25) / 6}
+    assert proposal_figures(trees) == pytest.approx(found)
+    assert proposal_figures([]) == {"proposals": 0.0, "states": 0.0, "states_differing": 0.0}
 
 
 async def test_only_what_was_chosen_from_several_counts_as_searched() -> None:
