@@ -24,8 +24,7 @@ EPILOG = """examples:
                                          of 8 tasks by 6 episodes
   openhands-rl demo --tiny               the same path in two to four minutes, too small to learn
   openhands-rl demo --task repair        functions with a bug instead of the shop, in the workspace of OpenHands (V0
-                                         where it is installed, else V1); hours, and the sizes so far are too small
-                                         to learn more than the form
+                                         where it is installed, else V1); one to two hours on two cores
   openhands-rl demo --task repair --level 3 --run-dir runs/repair-3
   openhands-rl demo --seed 1 --run-dir runs/seed-1
   openhands-rl demo --loop async         rollouts and training side by side

@@ -1,8 +1,7 @@
 """The learning curve of finished runs as a chart: ``python -m evaluation.performance.loops.curves RUN ... --out FILE``.
 
 A solid line is the success on held-out tasks after each kind of learning, with its 95 % interval; a dashed one that of
-the episodes that an iteration trains on (of a search's proposals: the mean value of those in the first
-states). Each RUN is the folder of a ``demo`` or ``loop``; the legend has its name.
+the episodes that an iteration trains on. Each RUN is the folder of a ``demo`` or ``loop``; the legend has its name.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def _held_out(state: LoopState, labels: list[str]) -> Iterator[Point]:
 
 def _trained(state: LoopState, first: int) -> Iterator[Point]:
     for record in filter(_is_iteration, state.records):
-        # Of a search's proposals the first ones: what was acted on is no sample of the policy.
-        if (value := record.metrics.get("first_value", record.metrics.get("success"))) is not None:
-            yield Point(slot=first + int(record.name.removeprefix(ITERATION)), value=value)
+        if (success := record.metrics.get("success")) is not None:
+            yield Point(slot=first + int(record.name.removeprefix(ITERATION)), value=success)
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 BUDGETS = {"billed": (1_000, 2_000, 4_000, 8_000, 16_000, 32_000), "sampled": (75, 150, 300, 600, 1_200, 2_400)}
-CONTEXT = 3072
+CONTEXT = 3072  # of six turns and more
 COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "NextBest": "#ff7f0e", "MCTS": "#2ca02c"}
 
 

@@ -79,8 +79,7 @@ class ProgressListener(LoopListener):
 def stage_line(record: StageRecord) -> str:
     """One stage in one line: its duration and its metrics."""
     metrics = record.metrics
-    shown = _OF_PROPOSALS if "first_value" in metrics else _SHOWN
-    figures = [f"{name} {metrics[key]:.3f}" for key, name in shown.items() if key in metrics]
+    figures = [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
     if metrics.get("failed"):
         figures.append(f"{metrics['failed']:.0f} failed")
     if metrics.get("unscored"):
@@ -89,10 +88,8 @@ def stage_line(record: StageRecord) -> str:
         )
     if "pivots" in metrics:
         figures += _of_pivots(metrics)
-    elif "first_value" in metrics:
-        differing, states = metrics["states_differing"], metrics["states"]
-        nothing = "" if metrics.get("samples") else ": nothing learnt"
-        figures.append(f"answers differ in {differing:.0f} of {states:.0f} states{nothing}")
+    elif "states" in metrics:
+        figures.append(_of_proposals(metrics))
     elif metrics.get("episodes_used") == 0:
         causes = [f"{metrics[key]:.0f} {why}" for key, why in _UNUSED.items() if metrics.get(key)]
         figures.append(f"nothing learnt: {', '.join(causes) or 'no episode ended'}")
@@ -100,6 +97,14 @@ def stage_line(record: StageRecord) -> str:
         f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
         + ", ".join(figures)
     )
+
+
+def _of_proposals(metrics: Mapping[str, float]) -> str:
+    """In how many states the answers that a search compared are not worth the same."""
+    if not metrics["states"]:
+        return "nothing learnt: no answer of the search was judged (`openhands-rl show STORE ID --tree` says why)"
+    nothing = "" if metrics.get("samples") else ": nothing learnt"
+    return f"answers differ in {metrics['states_differing']:.0f} of {metrics['states']:.0f} states{nothing}"
 
 
 def _of_pivots(metrics: Mapping[str, float]) -> list[str]:
@@ -136,8 +141,6 @@ _UNUSED = {
     "episodes_alone": "without another attempt to compare with",
 }
 _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
-_OF_PROPOSALS = {"first_value": "value of first answers", "last_loss": "loss", "approx_kl": "KL"}
-"""What was acted on is a search's choice, or a mistake on purpose, and says little of the policy."""
 
 
 def final_table(state: LoopState, tasks: str = "goals") -> Table:

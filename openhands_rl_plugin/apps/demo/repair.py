@@ -24,9 +24,9 @@ from openhands_rl_plugin.config.rl import (
     TrainingSettings,
     WorkspaceSettings,
 )
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
-from openhands_rl_plugin.evals.tasks.repair.rows import TESTS_AS_VALUE
+from openhands_rl_plugin.evals.tasks.repair.rows import BY_TESTS
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 from openhands_rl_plugin.training.loop.stages import LoopListener
 
@@ -35,7 +35,7 @@ ADAPTER = "repair"
 CONTEXT_TOKENS = {1: 1536, 2: 3072, 3: 3072}
 """By level. Episodes took at most 1,211, and 2,345 where files are shown; the server reserves it for each answer."""
 DRAFT_TOKENS = 8  # most of an answer is the form of a call
-CACHE_BYTES = 512 * 1024**2  # twelve episodes of 1,900 tokens, at 23 kB each token
+CACHE_BYTES = 512 * 1024**2  # 23,000 tokens at 23 kB each: twelve episodes of 1,900, or their branches
 
 
 class RepairOptions(Frozen):
@@ -70,11 +70,11 @@ class RepairOptions(Frozen):
     warm_start_epochs: int = 1
     warm_start_rate: float = 1e-3
     warm_start_batch_size: int = 16
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, gt=0)
     evaluation_temperature: float = Field(default=-1.0, ge=-1)
     """As in training: greedily a policy repeats an edit that failed, and OpenHands ends the episode for it."""
     reinforcement_rate: float = 1e-4
-    """At 3e-4 some runs forget within thirty steps how a call is written: docs/background/how-it-learns.md."""
+    """At 2e-4 and 3e-4 some runs forget within thirty steps how a call is written: docs/background/how-it-learns.md."""
     reinforcement_batch_size: int = 8
     loop: LoopSettings = LoopSettings()
 
@@ -106,7 +106,7 @@ class RepairOptions(Frozen):
         return RLSettings(
             max_turns=self.max_turns + self._turns_to_find,
             rollout_strategy="BestOfN",
-            strategy={**TESTS_AS_VALUE, "n": self.proposals, "act": "sampled", "temperature": self.temperature},
+            strategy=self._strategy(),
             max_prompt_length=CONTEXT_TOKENS[self.level] - self.answer_tokens,
             max_response_length=self.answer_tokens,
             max_workers=self.concurrency,
@@ -120,21 +120,30 @@ class RepairOptions(Frozen):
                 algorithm="grpo",
                 # Attempts of whole episodes teach less: all turns of an attempt share what its last one earned.
                 tree="proposals",
-                warmup_steps=2,
+                warmup_steps=4,
                 num_epochs=2,
                 batch_size=self.reinforcement_batch_size,
                 correction="truncate" if self.loop.kind == "async" else "none",
                 max_tokens_per_micro_batch=2 * micro_batch_tokens(),
-                # An answer that fails is no shorter or longer than one that helps; each counts as much.
-                aggregation="sequence",
                 negative_scale=0.5,
                 seed=self.seed,
             ),
             loop=self._loop(),
             serving=ServingSettings(
-                model=NAME, adapter=ADAPTER, adapters_path=str(self.run_directory / "adapters"), server="embedded"
+                model=NAME,
+                adapter=ADAPTER,
+                adapters_path=str(self.run_directory / "adapters"),
+                server="embedded",
+                # All answers of all episodes at once wait for each other.
+                request_timeout=600,
             ),
         )
+
+    def _strategy(self) -> JsonObject:
+        """Any of the answers is acted on, as the policy would. To end the episode is worth less than to go on where the
+        tests fail, else most who err end it, and more where they pass."""
+        value: JsonObject = {"value": "reward", "value_options": {**BY_TESTS, "unfinished": 0.2}}
+        return {**value, "n": self.proposals, "act": "sampled", "temperature": self.temperature}
 
     def _loop(self) -> LoopSettings:
         sizes = {name: getattr(self, name) for name in LoopSettings.model_fields if name in type(self).model_fields}
@@ -167,7 +176,8 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     asyncio.run(RepairBackend().check())
     model = ensure_model(options.model_directory)
     words = ["serve", "--model", str(model), "--served-model-name", NAME]
-    words += [f"--max-batch={2 * options.concurrency}", f"--max-model-len={CONTEXT_TOKENS[options.level]}"]
+    answers = options.concurrency * (2 if options.level == 1 else 1)
+    words += [f"--max-batch={answers}", f"--max-model-len={CONTEXT_TOKENS[options.level]}"]
     words += [f"--cache-bytes={CACHE_BYTES}", f"--draft-tokens={DRAFT_TOKENS}"]
     with running_command(words, free_port(), options.run_directory / "logs" / "serve.log") as url:
         serving = settings.serving.model_copy(update={"base_url": f"{url}/v1"})

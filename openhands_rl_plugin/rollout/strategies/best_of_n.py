@@ -13,7 +13,7 @@ from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 from openhands_rl_plugin.rollout.strategies.budget import Least
 from openhands_rl_plugin.rollout.strategies.options import SearchOptions, options_of
 from openhands_rl_plugin.rollout.strategies.search import Search
-from openhands_rl_plugin.rollout.strategies.seeds import call_seed
+from openhands_rl_plugin.rollout.strategies.seeds import KnowsItsEpisode, call_seed
 from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 
 
@@ -53,8 +53,10 @@ class BestOfNStrategy(SearchStrategy):
         return _drawn(search, ranked, source) if self.options.act == "sampled" else ranked[0]
 
     def _source(self, search: Search) -> random.Random:
-        """Repeatable where the calls are."""
+        """Repeatable where the calls are: by the search's seed or the episode's."""
         seed = self.options.seed
+        if seed is None and isinstance(search.engine, KnowsItsEpisode) and search.engine.episode_seed is not None:
+            seed = 0  # the episode's is added
         return random.Random(None if seed is None else call_seed(seed, search.engine, search.tree, search.root, 0))
 
 

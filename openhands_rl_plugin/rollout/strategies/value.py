@@ -206,9 +206,10 @@ class ModelValue:
 
 
 class RewardValueOptions(StrictOptions):
-    """Names a reward of the registry. ``unfinished``: how far the value of a state in which the episode goes on is
-    from what the reward says of it, 0 to 1, towards the middle: 0.2 makes 0.2 of 0, and 0.8 of 1. Then an end is worse
-    than to go on where all is not well, and better where it is.
+    """Names a reward of the registry. ``unfinished``, for rewards between 0 and 1: how far the value of a state in
+    which the episode has not ended is from what the reward says, towards the middle: 0.2 makes 0.2 of 0, and 0.8 of 1.
+    Then an end is worse than to go on where all is not well, and better where it is. Where steps earn nothing this
+    holds for the last turn, too: an episode in use may have more turns than one in training.
     """
 
     reward: str = "return"

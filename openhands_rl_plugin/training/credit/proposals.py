@@ -18,7 +18,8 @@ The expectation of g(s) is the gradient of E_{a ~ pi}[Q(s, a)] (exactly with ``r
 where n does not depend on what was found and the estimates are right in expectation: best-of-n and one level of ToT
 with the value ``rollout``, with ``none`` in the last turn, or with an unbiased verifier. It is biased
 
-- between turns: the states after the first are those that the search's choices led to, not the policy's own. The sum
+- between turns: the states after the first are those that the search's choices led to, not the policy's own (they are
+  with ``BestOfN`` and ``act = "sampled"``). The sum
   over turns is the off-policy policy gradient (Degris et al. 2012, arXiv 1205.4839), which leaves out how the policy
   changes its own values;
 - with MCTS and deeper ToT: values are those of the searching policy, larger than the policy's own by what search gains
@@ -82,27 +83,18 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
 
 
 def proposal_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What a policy says of itself in searched episodes, whatever was acted on.
-
-    ``proposals``: the answers that were judged, in so many ``states``, of which in ``states_differing`` they are not
-    worth the same; ``first_value``: the mean value of those in the first states.
-    """
+    """``proposals``: the answers that a search judged, in so many ``states``, of which in ``states_differing`` they are
+    not worth the same; only these teach."""
     states: dict[tuple[int, int | None], list[float]] = {}
-    first: list[float] = []
     count = 0
     for index, trajectory in enumerate(trajectories):
         times = times_sampled(trajectory)
         for at, node in enumerate(trajectory.nodes):
-            if not _is_judged(node):
-                continue
-            value = node.value or 0.0
-            count += times[at]
-            states.setdefault((index, node.parent), []).append(value)
-            if not any(trajectory.nodes[each].sampled for each in trajectory.path(node.parent)):
-                first += [value] * times[at]
+            if _is_judged(node):
+                count += times[at]
+                states.setdefault((index, node.parent), []).append(node.value or 0.0)
     differing = sum(max(values) - min(values) > EQUAL for values in states.values())
-    found = {"proposals": float(count), "states": float(len(states)), "states_differing": float(differing)}
-    return {**found, "first_value": sum(first) / len(first)} if first else found
+    return {"proposals": float(count), "states": float(len(states)), "states_differing": float(differing)}
 
 
 def _repeated(values: Sequence[float], members: Sequence[int], times: dict[int, int]) -> list[float]:

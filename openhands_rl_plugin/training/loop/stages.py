@@ -192,7 +192,7 @@ class LoopStages:
         return credited(played, rewards, self._plan.reinforcement)
 
     def _of_proposals(self, played: Sequence[Trajectory]) -> dict[str, float]:
-        """Where a search's proposals are trained, figures on them: what was acted on is no sample of the policy."""
+        """Where a search's proposals are trained, figures on them."""
         if self._imitates or self._plan.reinforcement.tree != "proposals":
             return {}
         return proposal_figures(played)

@@ -16,19 +16,16 @@ def test_what_was_not_learnt_from_is_named_with_its_cause() -> None:
     assert "nothing learnt: 3 without a reward, 5 of tasks whose attempts have equal rewards" in said
 
 
-def test_of_a_search_it_says_what_was_proposed_and_not_what_was_acted_on() -> None:
-    found = {"success": 0.1, "proposals": 64.0, "states": 8.0, "states_differing": 3.0, "first_value": 0.25}
+def test_of_a_search_it_says_how_many_states_teach() -> None:
+    found = {"success": 0.1, "proposals": 64.0, "states": 8.0, "states_differing": 3.0}
 
     def line(**more: float) -> str:
         metrics = {**found, "episodes_used": 0.0, "episodes_alone": 3.0, **more}
         return stage_line(StageRecord(name="iteration-000", adapter=None, metrics=metrics, started=0.0, finished=1.0))
 
-    assert line(samples=20.0, last_loss=0.5).endswith(
-        "value of first answers 0.250, loss 0.500, answers differ in 3 of 8 states"
-    )
-    assert line(failed=2.0).endswith(
-        "value of first answers 0.250, 2 failed, answers differ in 3 of 8 states: nothing learnt"
-    )
+    assert line(samples=20.0, last_loss=0.5).endswith("success 0.100, loss 0.500, answers differ in 3 of 8 states")
+    assert line(states_differing=0.0).endswith("answers differ in 0 of 8 states: nothing learnt")
+    assert "nothing learnt: no answer of the search was judged" in line(states=0.0, states_differing=0.0)
 
 
 def test_an_update_on_decisions_says_what_was_found() -> None:

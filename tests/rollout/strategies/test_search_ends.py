@@ -190,6 +190,30 @@ async def test_what_was_sampled_is_acted_on_as_often_whatever_it_is_worth():
     assert first[:50] == [await acted(seed) for seed in range(50)]
 
 
+async def test_without_a_seed_of_its_own_a_draw_is_that_of_the_episode():
+    class Known(Worker):
+        episode_seed: int | None = None
+
+    async def acted(seed: int | None) -> str | None:
+        engine = Known("spoil", "look", "fix", "peek")
+        engine.episode_seed = seed
+        strategy = BestOfNStrategy(n=4, act="sampled", value=RewardValue(reward=Rightness()))
+        return await decided(strategy, Desk(), engine)
+
+    drawn = [await acted(seed) for seed in range(20)]
+    assert len(set(drawn)) > 1 and drawn == [await acted(seed) for seed in range(20)]
+    assert len({await acted(None) for _ in range(50)}) > 1
+
+
+async def test_to_go_on_is_worth_as_much_less_beside_what_was_paid():
+    world = Shop()
+    tree = await opened(world)
+    value = RewardValue(RewardValueOptions(unfinished=0.2), reward=Rightness())
+    await BestOfNStrategy(n=3, value=value).decide(tree, Worker("finish", "spoil", "fix"), world)
+    worth = {tree.nodes[at].message.content: tree.nodes[at].value for at in tree.children(tree.head)}
+    assert worth == pytest.approx({"finish": 0.0, "spoil": 0.2, "fix": 0.8}), "what was paid is in what is said"
+
+
 async def test_what_cannot_be_tried_is_not_acted_on_though_it_was_sampled():
     class Fragile(Desk):
         async def step(self, action: Message) -> Observation:

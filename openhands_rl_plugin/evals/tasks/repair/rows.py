@@ -21,16 +21,13 @@ COLUMN = "repair"
 RUN_TESTS = "run_tests.py"
 DIRECTORY = "repo"
 """The folder of the repository below ``/workspace``: short, because small models read it in every command."""
-TESTS_AS_VALUE: JsonObject = {
-    "value": "reward",
-    "value_options": {
-        "reward": "command",
-        "reward_options": {"command": f"python3 {RUN_TESTS} -q", "timeout": 30},
-        "unfinished": 0.2,
-    },
+BY_TESTS: JsonObject = {
+    "reward": "command",
+    "reward_options": {"command": f"python3 {RUN_TESTS} -q", "timeout": 30},
 }
-"""Options of a search by which a state is worth what the repository's own tests say of it: to end the episode is better
-than to go on where they pass, and worse where they fail."""
+"""Options of the value ``reward``."""
+TESTS_AS_VALUE: JsonObject = {"value": "reward", "value_options": BY_TESTS}
+"""Options of a search by which a state is worth what the repository's own tests say of it."""
 MORE = "more"
 """The split of further training tasks, which ``other_bugs`` reads."""
 Level = Literal[1, 2, 3]
