@@ -1,8 +1,8 @@
-"""Expert iteration: a loop that imitates the best of what a search played, and is evaluated without the search."""
+"""A loop that plays with a search, imitates the best of it or reinforces what it proposed, and is evaluated without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +11,14 @@ from shopper_model import SHOP
 from shopping_loop import LIMITS, MODEL, ShopWorld, make_plan, write_talker
 
 from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
+from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StrategySpec
 from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.next_best import NextBestStrategy
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.stages import LoopParts
@@ -32,13 +34,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShopWorld]:
         yield ShopWorld(shop, url, model)
 
 
-def searching(world: ShopWorld, parts: LoopParts) -> LoopParts:
+def searching(world: ShopWorld, parts: LoopParts, make: Callable[[], Strategy], name: str) -> LoopParts:
     """Training tasks are played by a search, held-out ones as before."""
     search = SessionRunner(
         make_environment=world._environment,
-        make_strategy=lambda request: NextBestStrategy(n=2),
+        make_strategy=lambda request: make(),
         make_engine=world._engine,
-        strategy_spec=StrategySpec(name="NextBest"),
+        strategy_spec=StrategySpec(name=name),
         base_model=MODEL,
         limits=LIMITS,
         storage=parts.storage,
@@ -50,7 +52,7 @@ def searching(world: ShopWorld, parts: LoopParts) -> LoopParts:
 async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluated(
     world: ShopWorld, tmp_path: Path, kind: str
 ) -> None:
-    parts = searching(world, world.parts(tmp_path))
+    parts = searching(world, world.parts(tmp_path), lambda: NextBestStrategy(n=2), "NextBest")
     plan = make_plan(
         f"expert-{kind}", reinforcement=TrainingSettings.model_validate({"algorithm": "rejection-sampling", **LORA})
     )
@@ -65,7 +67,29 @@ async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluat
         strategies.setdefault(stage, set()).add(found.strategy.name)
     assert strategies["evaluate"] == {"StandardReAct"} and strategies["demonstrate"] == {"oracle"}
     assert strategies["iteration" if kind == "sync" else "rollouts"] == {"NextBest"}
-    for runner in (parts.runner, parts.evaluator, parts.storage):
-        assert runner is not None
-        await runner.close()
+    await closed(parts)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_of_what_a_search_proposes_it_is_said_in_how_many_states_it_differs(
+    world: ShopWorld, tmp_path: Path, kind: str
+) -> None:
+    parts = world.parts(tmp_path)
+    parts = searching(world, parts, lambda: BestOfNStrategy(n=3, value="none", act="sampled"), "BestOfN")
+    training = TrainingSettings.model_validate({"algorithm": "grpo", "tree": "proposals", **LORA})
+    plan = make_plan(f"proposals-{kind}", reinforcement=training)
+    state = await make_loop(plan, parts, LoopSettings.model_validate({"kind": kind, "max_staleness": 1})).run()
+    iterations = [record.metrics for record in state.records if record.name.startswith("iteration")]
+    assert len(iterations) == 3
+    for each in iterations:
+        assert each["proposals"] == 3 * each["states"] > 0
+        assert each["states_differing"] <= each["states"]
+        assert bool(each["states_differing"]) == bool(each.get("samples", 0.0))
+    await closed(parts)
+
+
+async def closed(parts: LoopParts) -> None:
+    for each in (parts.runner, parts.evaluator, parts.storage):
+        assert each is not None
+        await each.close()
     await parts.publisher.aclose()
