@@ -29,8 +29,13 @@ LORA = {"batch_size": 4, "num_epochs": 2, "dtype": "float32", "lora_rank": 4, "l
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShopWorld]:
-    model = write_talker(tmp_path_factory.mktemp("talker") / "model")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_talker(tmp_path_factory.mktemp("talker") / "model")
+
+
+@pytest.fixture
+def world(model: Path) -> Iterator[ShopWorld]:
+    """A server a test: each loop leaves the versions that it published last in it, and eight is a server's limit."""
     server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8)
     with running_webshop(SHOP) as shop, running_server(server) as url:
         yield ShopWorld(shop, url, model)
