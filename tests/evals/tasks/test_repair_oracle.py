@@ -84,7 +84,7 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
     assert exactly >= 10  # another edit may repair, too
 
 
-def test_a_loop_that_does_not_end_fails(instances: tuple[Instance, ...], tmp_path: Path):
+def test_what_does_not_end_or_fills_the_memory_fails(instances: tuple[Instance, ...], tmp_path: Path):
     spec = spec_of(instances[0])
     for name, text in repository_files(spec).items():
         file = tmp_path / name
@@ -98,6 +98,9 @@ def test_a_loop_that_does_not_end_fails(instances: tuple[Instance, ...], tmp_pat
     (tmp_path / RUN_TESTS).write_text((tmp_path / RUN_TESTS).read_text().replace("alarm(20)", "alarm(1)"))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGALRM
+    (tmp_path / spec.path).write_text("held = [bytes(1 << 20) for _ in range(1 << 10)]\n")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.startswith(b"MemoryError")
 
 
 def test_what_is_installed_under_the_same_name_is_not_tested_in_place_of_the_repository(tmp_path: Path):
