@@ -126,7 +126,7 @@ class RepairOptions(Frozen):
                 num_epochs=2,
                 batch_size=self.reinforcement_batch_size,
                 correction="truncate" if self.loop.kind == "async" else "none",
-                max_tokens_per_micro_batch=2 * micro_batch_tokens(),
+                max_tokens_per_micro_batch=micro_batch_tokens(),
                 negative_scale=0.5,
                 seed=self.seed,
             ),
