@@ -56,7 +56,6 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "human": "openhands_rl_plugin.rewards.human:HumanReward",
         "localization": "openhands_rl_plugin.rewards.localization:LocalizationReward",
         "matching": "openhands_rl_plugin.rewards.matching:MatchingReward",
-        "novelty": "openhands_rl_plugin.rewards.novelty:NoveltyReward",
         "recorded": "openhands_rl_plugin.rewards.recorded:RecordedReward",
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",
         "success": "openhands_rl_plugin.rewards.outcome:SuccessReward",

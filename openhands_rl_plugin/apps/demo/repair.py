@@ -120,8 +120,6 @@ class RepairOptions(Frozen):
                 algorithm="grpo",
                 # Attempts of whole episodes teach less: all turns of an attempt share what its last one earned.
                 tree="proposals",
-                # States in which only some answers show something new teach less than those that some repair.
-                std_epsilon=0.1,
                 warmup_steps=4,
                 num_epochs=2,
                 batch_size=self.reinforcement_batch_size,

@@ -22,13 +22,12 @@ RUN_TESTS = "run_tests.py"
 DIRECTORY = "repo"
 """The folder of the repository below ``/workspace``: short, because small models read it in every command."""
 BY_TESTS: JsonObject = {
-    "reward": "novelty",
+    "reward": "command",
     "reward_options": {"command": f"python3 {RUN_TESTS} -q", "timeout": 30},
 }
 """Options of the value ``reward``."""
 TESTS_AS_VALUE: JsonObject = {"value": "reward", "value_options": BY_TESTS}
-"""Options of a search by which a state is worth what the repository's own tests say of it, and whether a turn showed
-something new."""
+"""Options of a search by which a state is worth what the repository's own tests say of it."""
 MORE = "more"
 """The split of further training tasks, which ``other_bugs`` reads."""
 Level = Literal[1, 2, 3]
