@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 GROWTH_TOKENS = 256
-_LARGE_BLOCK = 128 * 1024
-"""Bytes. Processes may have 65,530 mappings: of these a prefix cache of 8 GB."""
 
 # Else the pages would be those of a shared file; other systems than Unix know no such flags.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -61,7 +59,7 @@ class KVCache:
     def read(self, slot: int, start: int, stop: int) -> Tensor:
         """A copy of the tokens ``start:stop`` of a slot: [layers, 2 (keys, values), kv_heads, tokens, head_dim]."""
         layers, _, heads, dim = self._shape
-        block = self._outside_the_heap((layers, 2, heads, stop - start, dim))
+        block = torch.empty((layers, 2, heads, stop - start, dim), dtype=self.dtype, device=self.device)
         block[:, 0] = self.keys[:, slot, :, start:stop]
         block[:, 1] = self.values[:, slot, :, start:stop]
         return block
@@ -71,13 +69,6 @@ class KVCache:
         stop = start + block.shape[3]
         self.keys[:, slot, :, start:stop] = block[:, 0]
         self.values[:, slot, :, start:stop] = block[:, 1]
-
-    def _outside_the_heap(self, shape: tuple[int, ...]) -> Tensor:
-        """Of a block's own pages, where it has many: it lives long, and in the heap between the tensors of passes it
-        would keep from the system what they have freed."""
-        if self.device.type == "cpu" and math.prod(shape) * self.dtype.itemsize >= _LARGE_BLOCK:
-            return _untouched_zeros(shape, self.dtype)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _grown(self, old: Tensor, capacity: int) -> Tensor:
         new = self._zeros(capacity, old.dtype)
