@@ -19,9 +19,8 @@ where n does not depend on what was found and the estimates are right in expecta
 with the value ``rollout``, with ``none`` in the last turn, or with an unbiased verifier. It is biased
 
 - between turns: the states after the first are those that the search's choices led to, not the policy's own (they are
-  with ``BestOfN`` and ``act = "sampled"``). The sum
-  over turns is the off-policy policy gradient (Degris et al. 2012, arXiv 1205.4839), which leaves out how the policy
-  changes its own values;
+  with ``BestOfN`` and ``act = "sampled"``). The sum over turns is the off-policy policy gradient (Degris et al. 2012,
+  arXiv 1205.4839), which leaves out how the policy changes its own values;
 - with MCTS and deeper ToT: values are those of the searching policy, larger than the policy's own by what search gains
   below (ToT: on the best way only), and progressive widening asks for more proposals where more was found;
 - by what the value gets wrong (``model``, ``verifier``, ``reward``);
