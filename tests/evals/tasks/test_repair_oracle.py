@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,39 @@ def test_what_does_not_end_or_fills_the_memory_fails(instances: tuple[Instance, 
     (tmp_path / spec.path).write_text("held = [bytes(1 << 20) for _ in range(1 << 10)]\n")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stderr.startswith(b"MemoryError")
+
+
+@pytest.mark.parametrize(
+    ("gives", "failed"),
+    [
+        ("{'a': [1.0, {1, 2}]}", 0),
+        ("{'a': [1.0, {2, 1}]}", 0),
+        ("{'a': [1, {1, 2}]}", 1),
+        ("{'a': (1.0, {1, 2})}", 1),
+        ("{'a': [1.0, {1.0, 2}]}", 1),
+        ("{'a': [True, {1, 2}]}", 1),
+    ],
+)
+def test_the_tests_tell_values_apart_as_the_grading_does(gives: str, failed: int, tmp_path: Path):
+    (tmp_path / "m.py").write_text(f"def f():\n    return {gives}\n")
+    (tmp_path / "test_f.py").write_text("from m import f\n\ndef test_1():\n    assert f() == {'a': [1.0, {1, 2}]}\n")
+    (tmp_path / RUN_TESTS).write_text(repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS])
+    done = subprocess.run([sys.executable, RUN_TESTS, "-q"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (failed, b"%d failed, %d passed\n" % (failed, 1 - failed))
+
+
+def test_it_runs_where_less_memory_is_allowed(instances: tuple[Instance, ...], tmp_path: Path):
+    for name, text in repository_files(spec_of(instances[0])).items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    most = 128 << 20
+    command = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({most}, {most})); "
+    command += f"runpy.run_path({RUN_TESTS!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "-q"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert re.search(r"^\d failed, \d passed$", done.stdout + done.stderr, re.MULTILINE)
 
 
 def test_what_is_installed_under_the_same_name_is_not_tested_in_place_of_the_repository(tmp_path: Path):
