@@ -19,6 +19,9 @@ from openhands_rl_plugin.training.losses.micro_batches import TrainingSample, te
 from openhands_rl_plugin.training.losses.objectives import kl_penalty
 from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
 
+# Advantages of a group add up to zero, but for this.
+_ROUNDING = 1e-6
+
 
 def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -> None:
     """Raise ``TrainingError`` for the first sample that a model of these sizes cannot be trained on."""
@@ -109,14 +112,33 @@ def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSetti
 
 
 def scale_negative_advantages(items: Sequence[TrainingSample], negative_scale: float) -> None:
-    """Multiply negative advantages by ``negative_scale``.
+    """Multiply the advantages of tokens by ``negative_scale`` where they are negative over all samples that go on with
+    this token after the same ones.
 
     A negative advantage moves probability from a sampled action to all others, most of them never tried; a positive one
     moves it to an action that worked. With few samples per task a larger weight of positive ones is the safer update
-    (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline for this purpose).
+    (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline for this purpose). What all answers of a group begin
+    with is not what made some of them better: scaled answer by answer, it would become likelier with every group.
     """
-    for item in items:
-        item.advantages = torch.where(item.advantages < 0, item.advantages * negative_scale, item.advantages)
+    sums: dict[int, float] = {}
+    keys = [_contexts(item) for item in items]
+    for item, contexts in zip(items, keys, strict=True):
+        for context, advantage in zip(contexts, item.advantages.tolist(), strict=True):
+            sums[context] = sums.get(context, 0.0) + item.sample.count * advantage
+    for item, contexts in zip(items, keys, strict=True):
+        negative = torch.tensor([sums[context] < -_ROUNDING for context in contexts])
+        item.advantages = torch.where(negative, item.advantages * negative_scale, item.advantages)
+
+
+def _contexts(item: TrainingSample) -> list[int]:
+    """For each trained token a hash of it and all tokens before it."""
+    found: list[int] = []
+    context = 0
+    for token, trained in zip(item.sample.input_ids, item.sample.mask, strict=True):
+        context = hash((context, token))
+        if trained:
+            found.append(context)
+    return found
 
 
 def newest_version(samples: Sequence[Sample], known: int) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 import tarfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.runs.suites import find_suite, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
@@ -23,6 +27,7 @@ from openhands_rl_plugin.evals.tasks.repair.making import RepairPlan, make_repai
 from openhands_rl_plugin.evals.tasks.repair.oracle import fixed_text
 from openhands_rl_plugin.evals.tasks.repair.other_bugs import more_instances
 from openhands_rl_plugin.evals.tasks.repair.rows import (
+    RUN_TESTS,
     RepairSpec,
     at_level,
     repair_instances,
@@ -261,6 +266,26 @@ async def test_an_agent_gets_the_repository_and_a_python(published: tuple[Instan
 
 
 @needs_bubblewrap
+@pytest.mark.slow
+def test_the_tests_that_an_agent_runs_see_every_bug_and_pass_with_the_fix(tmp_path: Path):
+    def is_seen(instance: Instance) -> bool:
+        spec = spec_of(instance)
+        directory = tmp_path / instance.instance_id
+        for name, text in repository_files(spec).items():
+            write_file(directory / name, text, parents=True)
+        command = [sys.executable, RUN_TESTS, "-q"]
+        failed = subprocess.run(command, cwd=directory, capture_output=True, timeout=60, check=False).returncode
+        (directory / spec.path).write_text(fixed_text(instance))
+        return failed != 0 == subprocess.run(command, cwd=directory, capture_output=True, check=False).returncode
+
+    instances = [*repair_instances(3, "all"), *more_instances(3)]
+    with ThreadPoolExecutor(2) as pool:
+        unseen = [
+            each.instance_id for each, seen in zip(instances, pool.map(is_seen, instances), strict=True) if not seen
+        ]
+    assert unseen == []
+
+
 @pytest.mark.slow
 async def test_tasks_are_made_from_a_package_and_the_same_ones_again(tmp_path: Path):
     (tmp_path / "small-1.0").mkdir()

@@ -92,6 +92,30 @@ def test_negative_advantages_count_as_much_as_the_settings_say(model: Path) -> N
         assert_same(dict(trainer.parameters), dict(expected.parameters))
 
 
+def test_what_the_answers_of_a_group_begin_with_counts_by_the_sum_of_their_advantages(model: Path) -> None:
+    """Three answers to one prompt: two of them begin alike, and all with one token."""
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 3, "max_grad_norm": 1e9})
+    answers = {(7, 8, 9): 1.0, (7, 8, 10): -0.25, (7, 11, 9): -0.75}
+    made = {"leaf": 0, "mask": (False, False, False, True, True, True), "logprobs": (0.0,) * 6}
+    samples = [
+        Sample(trajectory_id=str(at), input_ids=(1, 2, 3, *ids), advantage=value, **made)
+        for at, (ids, value) in enumerate(answers.items())
+    ]
+    scale = 0.5
+    by_hand = [
+        sample.model_copy(update={"token_advantages": (0.0, 0.0, 0.0, *values)})
+        for sample, values in zip(
+            samples,
+            ((1.0, 1.0, 1.0), (-0.25, -0.25, scale * -0.25), (-0.75, scale * -0.75, scale * -0.75)),
+            strict=True,
+        )
+    ]
+    expected = LoraTrainer(model, settings)
+    trainer = LoraTrainer(model, settings.model_copy(update={"negative_scale": scale}))
+    assert trainer.reinforce(samples).loss == expected.reinforce(by_hand).loss
+    assert_same(dict(trainer.parameters), dict(expected.parameters))
+
+
 def test_long_sequences_are_attended_to_exactly(tmp_path: Path) -> None:
     """Longer than a block of queries, and than what is kept of the attention for the backward pass."""
     model = write_model(tmp_path / "model", max_position_embeddings=2048)
