@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,17 +55,6 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def bound_compiled_kernels() -> None:
-    """Let oneDNN, and what torch keeps of it, hold kernels of so many shapes only. Call it before the first product.
-
-    On a CPU a bfloat16 product of another number of rows is another kernel, a quarter of a megabyte or more. Torch and
-    oneDNN keep 1,024 each: gigabytes, after some thousand steps of a server or a trainer whose batches are never of the
-    same size. With fewer it is as fast. What the environment says already is left as it is.
-    """
-    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        os.environ.setdefault(name, "128")
 
 
 def forget_unused() -> None:

@@ -19,7 +19,6 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from openhands_rl_plugin.core.memory import bound_compiled_kernels
 from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, StepPlan, StepRow
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
@@ -45,7 +44,6 @@ class ServedModel:
 
         ``directory``: where the files of ``config.model`` are, if that is known; they are not looked up then.
         """
-        bound_compiled_kernels()
         if config.threads:
             torch.set_num_threads(config.threads)
         self._thread_tuner = ThreadTuner()

@@ -16,7 +16,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
-from openhands_rl_plugin.core.memory import bound_compiled_kernels
 from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
 from openhands_rl_plugin.training.distributed.context_parallel import ContextGroup, context_group
@@ -344,7 +343,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, **options: Any) -> PreTrainedModel:
     """A frozen model, from local files only. Raises ``TrainingError``."""
-    bound_compiled_kernels()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, local_files_only=True, **options

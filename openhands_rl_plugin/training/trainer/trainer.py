@@ -291,7 +291,7 @@ class Trainer(ABC):
             if self.settings.kl_in == "reward":
                 subtract_divergence(items, self.settings)
         if self.settings.negative_scale != 1.0:
-            scale_negative_advantages(items, self.settings.negative_scale)
+            scale_negative_advantages(items, loss.weights(items).tolist(), self.settings.negative_scale)
         return done, first_step, tally, recomputed
 
     def _run(

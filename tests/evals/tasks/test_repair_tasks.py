@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -21,7 +22,8 @@ from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.runs.suites import find_suite, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
-from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
+from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend, same
+from openhands_rl_plugin.evals.tasks.repair.calling import apart
 from openhands_rl_plugin.evals.tasks.repair.kinds import KINDS, bugs_in
 from openhands_rl_plugin.evals.tasks.repair.making import RepairPlan, make_repair
 from openhands_rl_plugin.evals.tasks.repair.oracle import fixed_text
@@ -265,27 +267,47 @@ async def test_an_agent_gets_the_repository_and_a_python(published: tuple[Instan
         await RepairBackend().checkout(instance.model_copy(update={"extra": {}}), tmp_path / "other")
 
 
-@needs_bubblewrap
+def test_each_bug_fails_the_tests_that_are_named_and_no_others() -> None:
+    """As the grading compares values, so that no task counts as solved without a fix."""
+    wrong: list[str] = []
+    for instance in [*repair_instances(3, "all"), *more_instances(3)]:
+        spec = spec_of(instance)
+        item = {"path": spec.path, "name": spec.function, "text": spec.files[spec.path], "kinds": True}
+        outcomes = apart({**item, "calls": spec.calls}) or [None] * len(spec.calls)
+        bad = [not same(found, wanted) for found, wanted in zip(outcomes, spec.expected, strict=True)]
+        file = instance.fail_to_pass[0].partition("::")[0]
+        if instance.fail_to_pass != tuple(f"{file}::test_{at + 1}" for at in range(spec.shown) if bad[at]):
+            wrong.append(instance.instance_id)
+    assert wrong == []
+
+
 @pytest.mark.slow
-def test_the_tests_that_an_agent_runs_see_every_bug_and_pass_with_the_fix(tmp_path: Path):
+def test_the_tests_that_an_agent_runs_see_every_bug_and_pass_with_the_fix(tmp_path: Path) -> None:
+    # Bug and fix may have one size and be written within one second: what was compiled of the one would count.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+
     def is_seen(instance: Instance) -> bool:
         spec = spec_of(instance)
         directory = tmp_path / instance.instance_id
         for name, text in repository_files(spec).items():
             write_file(directory / name, text, parents=True)
-        command = [sys.executable, RUN_TESTS, "-q"]
-        failed = subprocess.run(command, cwd=directory, capture_output=True, timeout=60, check=False).returncode
+
+        def passes() -> bool:
+            command = [sys.executable, RUN_TESTS, "-q"]
+            done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=60, check=False)
+            return done.returncode == 0
+
+        with_bug = passes()
         (directory / spec.path).write_text(fixed_text(instance))
-        return failed != 0 == subprocess.run(command, cwd=directory, capture_output=True, check=False).returncode
+        return passes() and not with_bug
 
     instances = [*repair_instances(3, "all"), *more_instances(3)]
     with ThreadPoolExecutor(2) as pool:
-        unseen = [
-            each.instance_id for each, seen in zip(instances, pool.map(is_seen, instances), strict=True) if not seen
-        ]
-    assert unseen == []
+        seen = [*pool.map(is_seen, instances)]
+    assert [each.instance_id for each, good in zip(instances, seen, strict=True) if not good] == []
 
 
+@needs_bubblewrap
 @pytest.mark.slow
 async def test_tasks_are_made_from_a_package_and_the_same_ones_again(tmp_path: Path):
     (tmp_path / "small-1.0").mkdir()

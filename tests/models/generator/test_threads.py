@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +15,38 @@ from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.threads import in_passing_thread
+
+PRODUCTS = """
+from pathlib import Path
+import openhands_rl_plugin.models
+import torch
+def multiply(first, last):
+    with torch.inference_mode():
+        for rows in range(first, last):
+            torch.nn.functional.linear(torch.zeros(rows, 64, dtype=torch.bfloat16), weight)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+torch.set_num_threads(1)
+weight = torch.zeros(64, 64, dtype=torch.bfloat16)
+before = multiply(1, 200)
+print(multiply(200, 900) - before)
+"""
+"""Prints the megabytes that products of 700 further sizes take."""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="reads /proc, and bfloat16 products have to be oneDNN's",
+)
+def test_products_of_ever_other_sizes_take_no_more_and_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def growth() -> int:
+        done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    assert growth() < 50
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "1024")  # a user's own stays
+    assert growth() > 150
 
 
 def test_work_is_done_in_a_thread_that_has_ended() -> None:

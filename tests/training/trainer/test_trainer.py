@@ -92,28 +92,36 @@ def test_negative_advantages_count_as_much_as_the_settings_say(model: Path) -> N
         assert_same(dict(trainer.parameters), dict(expected.parameters))
 
 
-def test_what_the_answers_of_a_group_begin_with_counts_by_the_sum_of_their_advantages(model: Path) -> None:
-    """Three answers to one prompt: two of them begin alike, and all with one token."""
-    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 3, "max_grad_norm": 1e9})
-    answers = {(7, 8, 9): 1.0, (7, 8, 10): -0.25, (7, 11, 9): -0.75}
+@pytest.mark.parametrize("scale", [0.5, 0.0])
+def test_what_answers_have_in_common_has_the_sum_of_their_advantages(scale: float, model: Path) -> None:
+    """Answers of three tokens after two prompts; the third stands for two equal ones."""
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
+    third = 1 / 3
+    answers: list[tuple[tuple[int, ...], int, float, tuple[float, float, float]]] = [
+        # 7 of all: nothing. 7, 8 of two: 0.5 is left, the one's. 7, 8, 9: its own.
+        ((1, 2, 3, 7, 8, 9), 1, 2 * third, (0.0, 0.5, 2 * third)),
+        ((1, 2, 3, 7, 8, 10), 1, -0.5 * third, (0.0, 0.0, -0.5 * third * scale)),
+        ((1, 2, 3, 7, 11, 9), 2, -0.25, (0.0, -0.25 * scale, -0.25 * scale)),
+        # The same answer after another prompt is another action.
+        ((1, 2, 4, 7, 8, 9), 1, 0.5, (0.0, 0.0, 0.5)),
+        # 7, and 7, 8: -0.5 is left, this one's.
+        ((1, 2, 4, 7, 8, 12), 1, -1.0, (-0.5 * scale, -0.5 * scale, -1.0 * scale)),
+    ]
     made = {"leaf": 0, "mask": (False, False, False, True, True, True), "logprobs": (0.0,) * 6}
     samples = [
-        Sample(trajectory_id=str(at), input_ids=(1, 2, 3, *ids), advantage=value, **made)
-        for at, (ids, value) in enumerate(answers.items())
+        Sample(trajectory_id=str(at), input_ids=ids, count=count, advantage=advantage, **made)
+        for at, (ids, count, advantage, _) in enumerate(answers)
     ]
-    scale = 0.5
     by_hand = [
         sample.model_copy(update={"token_advantages": (0.0, 0.0, 0.0, *values)})
-        for sample, values in zip(
-            samples,
-            ((1.0, 1.0, 1.0), (-0.25, -0.25, scale * -0.25), (-0.75, scale * -0.75, scale * -0.75)),
-            strict=True,
-        )
+        for sample, (*_, values) in zip(samples, answers, strict=True)
     ]
     expected = LoraTrainer(model, settings)
     trainer = LoraTrainer(model, settings.model_copy(update={"negative_scale": scale}))
-    assert trainer.reinforce(samples).loss == expected.reinforce(by_hand).loss
-    assert_same(dict(trainer.parameters), dict(expected.parameters))
+    metrics = trainer.reinforce(samples)
+    assert metrics.loss == pytest.approx(expected.reinforce(by_hand).loss, abs=1e-6)
+    assert metrics.skipped_samples == (0 if scale else 3)
+    assert_same(dict(trainer.parameters), dict(expected.parameters), 1e-5)
 
 
 def test_long_sequences_are_attended_to_exactly(tmp_path: Path) -> None:

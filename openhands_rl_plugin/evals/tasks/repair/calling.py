@@ -111,7 +111,9 @@ def apart(item: dict[str, Any]) -> list[str | None] | None:
             os.close(reading)
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             signal.alarm(SECONDS)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            most = resource.getrlimit(resource.RLIMIT_AS)[1]
+            most = MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most)
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
             quiet = os.open(os.devnull, os.O_RDWR)
             for number in (0, 1, 2):
                 os.dup2(quiet, number)

@@ -31,7 +31,7 @@ from openhands_rl_plugin.evals.tasks.lineage import (
     write_lineage,
     write_tasks,
 )
-from openhands_rl_plugin.evals.tasks.repair.backend import plain
+from openhands_rl_plugin.evals.tasks.repair.backend import plain, same
 from openhands_rl_plugin.evals.tasks.repair.edits import line_edit, patch_of
 from openhands_rl_plugin.evals.tasks.repair.kinds import bugs_in
 from openhands_rl_plugin.evals.tasks.repair.oracle import fixed_text
@@ -161,7 +161,7 @@ def _below(path: str, paths: Sequence[str]) -> str:
 
 def _agreed(candidates: Sequence[tuple[SlicedFunction, list[Call]]]) -> list[_Checked]:
     """The functions with enough calls whose outcomes are the same in all runs."""
-    runs = _outcomes([(each, each.text, calls) for each, calls in candidates], range(RUNS))
+    runs = _outcomes([(each, each.text, calls) for each, calls in candidates], range(RUNS), as_graded=False)
     checked: list[_Checked] = []
     for (sliced, calls), outcomes in zip(candidates, zip(*runs, strict=True), strict=True):
         good = [
@@ -182,10 +182,16 @@ _RUN = TypeAdapter(list[list[str | None] | None])
 type _Work = tuple[SlicedFunction, str, Sequence[Call]]
 
 
-def _outcomes(work: Sequence[_Work], seeds: Sequence[int]) -> list[list[list[str | None]]]:
-    """For each hash seed, for each function, the outcomes of its calls."""
+def _outcomes(work: Sequence[_Work], seeds: Sequence[int], *, as_graded: bool = True) -> list[list[list[str | None]]]:
+    """For each hash seed, for each function, the outcomes of its calls; ``as_graded``: derived classes count, too."""
     given: JsonValue = [
-        {"path": each.path, "name": each.name, "text": text, "calls": _CALLS.dump_python([*calls], mode="json")}
+        {
+            "path": each.path,
+            "name": each.name,
+            "text": text,
+            "calls": _CALLS.dump_python([*calls], mode="json"),
+            "kinds": as_graded,
+        }
         for each, text, calls in work
     ]
     sandbox = TreeSandbox(Path(sys.base_prefix), (), timeout=60 + 3.0 * len(work))
@@ -243,7 +249,7 @@ def other_bugs(instances: Sequence[Instance], seed: int) -> list[OtherBug]:
     runs = _outcomes([(each.sliced, text, each.calls) for _, each, _, text in tried], range(RUNS))
     left: dict[str, list[tuple[Instance, str, str, tuple[int, ...]]]] = {}
     for (instance, each, kind, text), outcomes in zip(tried, zip(*runs, strict=True), strict=True):
-        wrong = [plain(found) != plain(wanted) for found, wanted in zip(outcomes[0], each.expected, strict=True)]
+        wrong = [not same(found, wanted) for found, wanted in zip(outcomes[0], each.expected, strict=True)]
         failing = tuple(at for at in range(spec_of(instance).shown) if wrong[at])
         if all(other == outcomes[0] for other in outcomes) and failing and not all(wrong):
             left.setdefault(instance.instance_id, []).append((instance, kind, text, failing))
@@ -263,8 +269,8 @@ def other_bugs(instances: Sequence[Instance], seed: int) -> list[OtherBug]:
 
 
 def _detected(each: _Checked, outcomes: Sequence[str | None]) -> bool:
-    """Whether some calls, and not all, give something else."""
-    wrong = sum(plain(found) != plain(wanted) for found, wanted in zip(outcomes, each.expected, strict=True))
+    """Whether some calls, and not all, give something else, as tests and grading compare."""
+    wrong = sum(not same(found, wanted) for found, wanted in zip(outcomes, each.expected, strict=True))
     return 0 < wrong < len(each.calls)
 
 
@@ -272,7 +278,7 @@ def _task(package: Package, each: _Checked, bug: _Bug, seed: int) -> tuple[Insta
     sliced = each.sliced
     order = random.Random(f"{seed} {package.name} {sliced.name} {bug.kind}")
     places = sorted(range(len(each.calls)), key=lambda at: len(repr(each.calls[at])) + len(each.expected[at]))
-    failing = [at for at in places if plain(bug.outcomes[at]) != plain(each.expected[at])]
+    failing = [at for at in places if not same(bug.outcomes[at], each.expected[at])]
     passing = [at for at in places if at not in failing]
     shown = sorted([*failing[:SHOWN_FAILING], *_various(each, passing)[:SHOWN_PASSING]])
     hidden = [at for at in range(len(each.calls)) if at not in shown]
