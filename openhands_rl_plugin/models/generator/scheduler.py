@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -26,8 +27,8 @@ from openhands_rl_plugin.models.generator.sequence import SequenceState
 _OBSERVED_ROWS = 64
 # Of float32 logits that drafts add to a step: 340 tokens of SmolLM2's vocabulary, 110 of Qwen's.
 _DRAFTED_BYTES = 64 * 1024**2
-_TRIMMED_AFTER = 64
-"""Sequences that ended. Under load the heap grows by what lies between tensors; to trim it takes 10 ms."""
+# On a CPU, while the server is busy: what was freed lies between what is in use. To return it takes 10 ms.
+_SECONDS_OF_FREED_MEMORY = 5.0
 _LOG = redacting_logger(__name__)
 Batch = list[tuple[SequenceState, StepRow]]
 
@@ -44,7 +45,7 @@ class Scheduler:
         self._left: list[SequenceState] = []
         self.cache = PrefixCache(cache_bytes)
         self.forms = SharedForms()
-        self._untrimmed = 0
+        self._returned = 0.0
         self.drafted = self.accepted = 0
         """Tokens that were guessed, and those that were right. May be read from any thread."""
 
@@ -88,11 +89,15 @@ class Scheduler:
             except CaughtFailure as caught:
                 self._one_by_one(batch, caught)
             self._finish_completed()
-        self._untrimmed += len(self._left)
-        if self._untrimmed >= _TRIMMED_AFTER:
-            self._untrimmed = 0
-            return_freed_memory()
+        if self._left and self._model.device.type == "cpu":
+            self._return_memory()
         return self._left
+
+    def _return_memory(self) -> None:
+        now = time.monotonic()
+        if now - self._returned > _SECONDS_OF_FREED_MEMORY:
+            return_freed_memory()
+            self._returned = now
 
     def _compute(self, batch: Batch) -> None:
         """One step of these sequences: all of them have taken it, or none."""
