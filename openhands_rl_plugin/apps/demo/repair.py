@@ -35,7 +35,8 @@ ADAPTER = "repair"
 CONTEXT_TOKENS = {1: 1536, 2: 3072, 3: 3072}
 """By level. Episodes took at most 1,211, and 2,345 where files are shown; the server reserves it for each answer."""
 DRAFT_TOKENS = 8  # most of an answer is the form of a call
-CACHE_BYTES = 512 * 1024**2  # 23,000 tokens at 23 kB each: twelve episodes of 1,900, or their branches
+CACHE_BYTES = {1: 256 * 1024**2, 2: 512 * 1024**2, 3: 512 * 1024**2}
+"""By level. 23 kB a token: twelve episodes of 900 tokens, or 1,900, with what begins alike counted once."""
 
 
 class RepairOptions(Frozen):
@@ -178,7 +179,7 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     words = ["serve", "--model", str(model), "--served-model-name", NAME]
     answers = options.concurrency * (2 if options.level == 1 else 1)
     words += [f"--max-batch={answers}", f"--max-model-len={CONTEXT_TOKENS[options.level]}"]
-    words += [f"--cache-bytes={CACHE_BYTES}", f"--draft-tokens={DRAFT_TOKENS}"]
+    words += [f"--cache-bytes={CACHE_BYTES[options.level]}", f"--draft-tokens={DRAFT_TOKENS}"]
     with running_command(words, free_port(), options.run_directory / "logs" / "serve.log") as url:
         serving = settings.serving.model_copy(update={"base_url": f"{url}/v1"})
         job = LoopJob(

@@ -109,8 +109,8 @@ def test_it_runs_where_less_memory_is_allowed(instances: tuple[Instance, ...], t
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    most = 128 << 20
-    command = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({most}, {most})); "
+    most = 32 << 20
+    command = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_DATA, ({most}, {most})); "
     command += f"runpy.run_path({RUN_TESTS!r}, run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", command, "-q"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
