@@ -16,10 +16,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 
 from evaluation.performance.loops.repair_habits import habits
 from openhands_rl_plugin.apps.demo.summary import evaluations
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.training.loop.facts import EVALUATIONS, RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopState
@@ -45,6 +47,8 @@ def main() -> int:
     args = parser.parse_args()
     rows = [measure(args.runs / f"seed-{seed}", seed, args.task) for seed in args.seeds]
     print("\n".join(line for row in rows for line in row))
+    if args.task == "repair" and len(args.seeds) > 1:
+        print(asyncio.run(_together(args.runs, args.seeds)))
     return 0
 
 
@@ -76,6 +80,24 @@ async def _habits(directory: Path, seed: int) -> list[str]:
             judged = [(each, any(score.reward == 1 for score in scores)) for each, scores in found]
             lines.append(f"  {stage:<22} {habits(judged).line()}")
     return lines
+
+
+async def _together(runs: Path, seeds: list[int]) -> str:
+    """RL against SFT over all seeds: each task's mean over them, with a bootstrap over tasks."""
+    means: dict[str, dict[str, list[float]]] = {}
+    for seed in seeds:
+        async with FileTrajectoryStorage(runs / f"seed-{seed}" / "trajectories") as storage:
+            for stage in EVALUATIONS[-2:]:
+                where = TrajectoryFilter(run_id=f"repair-{seed}/{stage}", failed=False)
+                async for each, scores in storage.find(where):
+                    solved = float(any(score.reward == 1 for score in scores))
+                    means.setdefault(each.task.id, {}).setdefault(stage, []).append(solved)
+    both = [
+        stages for stages in means.values() if all(len(stages.get(one, ())) == len(seeds) for one in EVALUATIONS[-2:])
+    ]
+    before, after = ([fmean(stages[one]) for stages in both] for one in EVALUATIONS[-2:])
+    found = paired_difference(before, after)
+    return f"all seeds, RL - SFT: {found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}] over {found.n} tasks"
 
 
 def run(directory: Path, seed: int, task: str) -> Cost:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from openhands_rl_plugin.models.generator import scheduler
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
@@ -64,6 +65,20 @@ def test_threads_that_are_asked_for_are_those_that_compute(tiny_model: Path) -> 
         handle.future.result(30)
     torch.set_num_threads(before)
     assert found == [1]
+
+
+def test_a_busy_server_returns_what_was_freed_but_not_at_every_step(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(scheduler, "return_freed_memory", lambda: returned.append(1))
+    with Generator(GeneratorConfig(model=str(tiny_model), dtype="float32", max_batch=1)) as generator:
+        # The slowest request runs on while the others end: what is returned is not that of an idle server.
+        handles = [generator.submit((5, 6), DecodingParams(max_tokens=1)) for _ in range(20)]
+        for handle in handles[:-1]:
+            handle.future.result(30)
+        assert 1 <= len(returned) <= 2
+        handles[-1].future.result(30)
 
 
 def test_its_error_is_the_callers() -> None:
