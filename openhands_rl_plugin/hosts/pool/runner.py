@@ -27,13 +27,18 @@ from openhands_rl_plugin.rollout.journal import stored_episode
 _TIME_BEYOND_LIMIT = 60.0
 # Between starts that fail: long enough to spare a machine that is out of memory, short enough to recover soon.
 _BACKOFF = Backoff(first=2.0, longest=30.0)
+# A worker holds half a gigabyte, and starts anew in ten seconds: it does not wait through a training step, or beside
+# the pool of an evaluation.
+IDLE_TIMEOUT = 60.0
+"""Seconds without an episode after which the workers are ended."""
 
 
 class WorkerPoolRunner:
     """An ``EpisodeRunner`` over ``workers`` processes of this machine.
 
     ``options.sessions`` limits the sessions of each process (default: ``[rl] max_workers`` divided by ``workers``).
-    When a worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. With a
+    When a worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. After
+    ``idle_timeout`` seconds without an episode the workers end; the next episode starts them again. With a
     ``storage`` this process stores the episodes of all workers while they run. Raises ``ValueError`` for
     ``workers < 1``.
     """
@@ -45,6 +50,7 @@ class WorkerPoolRunner:
         *,
         workers: int = 2,
         storage: TrajectoryStorage | None = None,
+        idle_timeout: float = IDLE_TIMEOUT,
     ) -> None:
         if workers < 1:
             raise ValueError("a pool needs at least one worker")
@@ -57,22 +63,51 @@ class WorkerPoolRunner:
         self._workers: list[WorkerConnection | None] = [None] * workers
         self._failed_starts = 0
         self._starting = asyncio.Lock()
+        self._idle_timeout = idle_timeout
+        self._episodes = 0
+        self._idle_since = time.monotonic()
+        self._idle: asyncio.Task[None] | None = None
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._free_sessions:
             started = time.time()
+            self._episodes += 1
             try:
                 worker = await self._least_busy()
                 return await worker.run(request, workspace, timeout=self._timeout(request))
             except InfrastructureError as error:
                 return await self._failed(request, error, started)
+            finally:
+                self._episodes -= 1
+                self._idle_since = time.monotonic()
+                if self._idle is None or self._idle.done():
+                    self._idle = asyncio.create_task(self._end_when_idle())
 
     async def close(self) -> None:
         """End the workers and the episodes that they run."""
+        if self._idle is not None:
+            self._idle.cancel()
+            await asyncio.wait({self._idle})
+        await self._end_workers()
+
+    async def _end_workers(self) -> None:
         workers = [worker for worker in self._workers if worker is not None]
         await asyncio.gather(*(worker.close() for worker in workers))
         self._workers = [None] * len(self._workers)
+
+    async def _end_when_idle(self) -> None:
+        """Returns while an episode runs: its end starts this again."""
+        while not self._episodes:
+            left = self._idle_since + self._idle_timeout - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            # An episode that comes meanwhile waits for this, and starts workers anew.
+            async with self._starting:
+                if not self._episodes:
+                    await self._end_workers()
+                return
 
     async def _connect(self) -> WorkerChannel:
         """Start a worker; returns before it is ready. Raises ``InfrastructureError``."""

@@ -392,3 +392,17 @@ class TestWorkerPool:
             await pool.close()
             assert isinstance(worker._channel, ProcessChannel) and worker._channel._process.returncode is not None
             assert (await playing).failure is not None
+
+    async def test_idle_workers_end_and_start_again(self, shop: str):
+        with instant_model(delay=0.2) as model:
+            pool = WorkerPoolRunner(settings_for(model, shop), workers=1, idle_timeout=0.5)
+            for number in range(2):
+                episode = await pool.run(shopping(number, ["search[x]"] * 4))
+                assert episode.failure is None, "played longer than a worker idles, and started again"
+                worker = pool._workers[0]
+                assert worker is not None
+                async with asyncio.timeout(30):
+                    while worker.alive:
+                        await asyncio.sleep(0.05)
+                assert isinstance(worker._channel, ProcessChannel) and worker._channel._process.returncode == 0
+            await pool.close()
