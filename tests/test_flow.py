@@ -55,15 +55,18 @@ class KillAfter(LoopListener):
 class Collector(LoopListener):
     def __init__(self) -> None:
         self.played: list[str] = []
-
         self.saved: list[str] = []
         self.finished: Counter[str] = Counter()
+        self.begun: dict[str, tuple[str, int, int]] = {}
 
     def stage_started(self, name: str) -> None:
         self.played.append(name)
 
     def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
         self.finished[stage] += 1
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        self.begun.setdefault(stage, (activity, done, total))
 
     async def stage_saved(self, state: LoopState) -> None:
         self.saved.append(state.records[-1].name)
@@ -157,6 +160,7 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
     assert seen.played == STAGES[3:]
     assert [record.name for record in state.records] == STAGES
     assert seen.saved == STAGES[3:]
+    assert seen.begun["evaluate-warm-start"] == ("episodes", 0, 2), "how many there are is known before the first ends"
     assert seen.finished == {"evaluate-warm-start": 2, "iteration-000": 8, "evaluate-final": 2}
     assert [record.metrics["episodes"] for record in state.records if record.name.startswith("evaluate")] == [1, 2, 2]
 

@@ -11,6 +11,7 @@ from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.lineage import TasksLineage
+from openhands_rl_plugin.evals.tasks.repair.rows import is_repair, spec_of
 
 
 def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Table:
@@ -18,8 +19,9 @@ def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Tab
     known = {task.instance_id: task for task in lineage.tasks} if lineage is not None else {}
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("task", "split", "made by", "fail", "pass", "checked", "report"):
+        # On a narrow terminal the long ones give way: rich narrows columns that may wrap first, and no cell wraps.
         table.add_column(
-            name, overflow="ellipsis", no_wrap=True, justify="right" if name in ("fail", "pass") else "left"
+            name, no_wrap=name not in ("task", "report"), justify="right" if name in ("fail", "pass") else "left"
         )
     for each in instances:
         task = known.get(each.instance_id)
@@ -27,11 +29,15 @@ def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Tab
         cells = (
             each.instance_id,
             str(each.extra.get("split", "")),
-            task.modifier if task is not None else "",
+            task.modifier if task is not None else _kind(each),
             str(len(each.fail_to_pass)),
             str(len(each.pass_to_pass)),
             "no" if check is None else "yes" if not check.problems else check.problems[0],
             each.problem_statement.partition("\n")[0],
         )
-        table.add_row(*(Text(visible(redact_text(cell))) for cell in cells))
+        table.add_row(*(Text(visible(redact_text(cell)), no_wrap=True, overflow="ellipsis") for cell in cells))
     return table
+
+
+def _kind(instance: Instance) -> str:
+    return spec_of(instance).kind if is_repair(instance) else ""

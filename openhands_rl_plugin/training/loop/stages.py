@@ -232,6 +232,7 @@ class LoopStages:
             self._listener.advanced(stage, "episodes", finished, total)
             self._listener.episode_finished(stage, trajectory)
 
+        self._listener.advanced(stage, "episodes", 0, total)  # the first one may take a minute
         return await roll_out(plan, runner or self._parts.runner, self._parts.storage, count)
 
     async def _judge(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> dict[str, float]:
