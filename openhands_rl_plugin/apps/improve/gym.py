@@ -16,8 +16,6 @@ from typing import Literal, Protocol
 from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.apps.improve.gate import CheckedTask, gate_tasks
-from openhands_rl_plugin.apps.improve.repository import OwnRepository
-from openhands_rl_plugin.apps.improve.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
 from openhands_rl_plugin.apps.improve.survey import Survey, survey
 from openhands_rl_plugin.apps.loop.claim import OPTIONS, noted_options
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
@@ -31,7 +29,9 @@ from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.candidates import REOPENED
 from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, lineage_path, read_lineage, write_tasks
 from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate
+from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
+from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
 from openhands_rl_plugin.evals.tasks.suite import make_suite
 
 TRAIN = "train"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.demo.summary import evaluations
 from openhands_rl_plugin.apps.improve.gym import Gym, said
-from openhands_rl_plugin.apps.improve.repository import OwnRepository
 from openhands_rl_plugin.apps.loop.run import LoopResult
 from openhands_rl_plugin.core.types import JsonObject
 
@@ -15,16 +14,6 @@ _SAME_FILES = (
     "  the files are too few to be split: both parts read the same ones, so the result says what was learnt of this "
     "code, and less about code that is new",
 )
-
-
-def repository_lines(repository: OwnRepository, newest: str) -> list[str]:
-    """Which commit the tasks are of; ``newest``: the commit that is checked out by now."""
-    told = [f"{repository.name}: commit {repository.commit[:12]} of {repository.root}"]
-    if newest != repository.commit:
-        told.append(f"  the repository is at {newest[:12]} by now: --fresh makes tasks of that")
-    if repository.uncommitted:
-        told.append(f"  {repository.uncommitted} files with uncommitted changes: tasks are made of what is committed")
-    return told
 
 
 def gym_lines(gym: Gym) -> list[str]:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.improve.fitting import Lengths, PromptChoice
     from openhands_rl_plugin.apps.improve.gym import Gym
     from openhands_rl_plugin.apps.improve.price import Price
-    from openhands_rl_plugin.apps.improve.repository import OwnRepository
     from openhands_rl_plugin.apps.improve.spent import RunCost
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
     from openhands_rl_plugin.core.types import JsonObject
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
     from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
 
 _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         from openhands_rl_plugin.apps.loop.run import check_trainable
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "openhands", "openhands") from error
-    from openhands_rl_plugin.apps.improve.repository import find_repository
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository
 
     check_alone()
     repository = find_repository(args.repo, args.commit)
@@ -187,9 +187,9 @@ def _embedded_model() -> Path:
 def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> Gym:
     """The tasks, made or found. A run keeps the commit that it began with."""
     from openhands_rl_plugin.apps.improve.gym import WantedTasks, make_gym, pinned, resize
-    from openhands_rl_plugin.apps.improve.telling import repository_lines
     from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import repository_lines
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     options = checked(

@@ -18,7 +18,8 @@ from rich.console import Console
 from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.apps.demo.options import DemoOptions
 from openhands_rl_plugin.apps.demo.progress import ProgressListener
-from openhands_rl_plugin.apps.demo.repair import RepairOptions, repair_tasks
+from openhands_rl_plugin.apps.demo.repair.options import RepairOptions
+from openhands_rl_plugin.apps.demo.repair.run import repair_tasks
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import InfrastructureError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import json
 import random
 import re
@@ -67,8 +68,8 @@ class RepairPlan(TaskPlan):
     per_function: int = 2
 
 
-class _Checked(Frozen):
-    """A function with calls whose outcomes did not differ between runs."""
+class CheckedFunction(Frozen):
+    """A function with calls whose outcomes did not differ between runs. ``expected``: those outcomes, as literals."""
 
     sliced: SlicedFunction
     calls: tuple[tuple[tuple[str, ...], dict[str, str]], ...]
@@ -97,12 +98,12 @@ def make_repair(plan: RepairPlan, out: Path, cache: Path, progress: Progress) ->
     for at, package in enumerate(plan.packages):
         progress.package(package.label, at, len(plan.packages))
         try:
-            functions = _functions(package, plan, cache)
+            functions = checked_functions(package, plan, cache)
         except RLError as error:
             problems.append(str(error))
             continue
         functions = [each for each in functions if taken.setdefault(each.sliced.name, package.split) == package.split]
-        made = list(_tasks(package, plan, functions, kinds))[: plan.per_package]
+        made = list(tasks_of(package, plan, functions, kinds))[: plan.per_package]
         for instance, entry in made:
             instances.append(instance)
             lineage.append(entry)
@@ -129,7 +130,12 @@ def _license_text(package: Package, cache: Path) -> str:
     return "\n".join([f"{package.label} ({package.license})", "", *texts])
 
 
-def _functions(package: Package, plan: RepairPlan, cache: Path) -> list[_Checked]:
+def checked_functions(package: Package, plan: RepairPlan, cache: Path) -> list[CheckedFunction]:
+    """The functions of a package that its tests and doctests call with literals, and that give the same each time.
+
+    Raises ``ConfigError`` for an unknown package, ``InfrastructureError`` where what its tests need cannot be
+    installed.
+    """
     origin, tree = fetch(package, cache)
     layout = layout_of(tree)
     paths = package.paths or layout.paths
@@ -139,10 +145,11 @@ def _functions(package: Package, plan: RepairPlan, cache: Path) -> list[_Checked
         "tests": list(package.tests or layout.arguments),
         "seconds": _RECORDING_SECONDS,
     }
-    kept = cache / "recorded-calls" / f"{package.name}-{origin.version}-{origin.pin[:12]}.json"
+    requirements = list(dict.fromkeys([*plan.requirements, *package.requirements]))
+    how = hashlib.sha256(json.dumps([given, requirements]).encode()).hexdigest()[:8]
+    kept = cache / "recorded-calls" / f"{package.name}-{origin.version}-{origin.pin[:12]}-{how}.json"
     if not kept.exists():
-        environment = make_environment(plan.python, [*plan.requirements, *package.requirements], cache)
-        sandbox = TreeSandbox(environment, paths, _RECORDING_SECONDS + 60)
+        sandbox = TreeSandbox(make_environment(plan.python, requirements, cache), paths, _RECORDING_SECONDS + 60)
         found = sandbox.run_program(tree, _HERE / "recorder.py", given)
         write_file(kept, json.dumps(found if isinstance(found, dict) else {}), parents=True)
     recorded = _RECORDED.validate_json(kept.read_bytes())
@@ -159,10 +166,10 @@ def _below(path: str, paths: Sequence[str]) -> str:
     return next((path[len(root) + 1 :] for root in paths if path.startswith(f"{root}/")), path)
 
 
-def _agreed(candidates: Sequence[tuple[SlicedFunction, list[Call]]]) -> list[_Checked]:
+def _agreed(candidates: Sequence[tuple[SlicedFunction, list[Call]]]) -> list[CheckedFunction]:
     """The functions with enough calls whose outcomes are the same in all runs."""
     runs = _outcomes([(each, each.text, calls) for each, calls in candidates], range(RUNS), as_graded=False)
-    checked: list[_Checked] = []
+    checked: list[CheckedFunction] = []
     for (sliced, calls), outcomes in zip(candidates, zip(*runs, strict=True), strict=True):
         good = [
             (call, first)
@@ -171,7 +178,7 @@ def _agreed(candidates: Sequence[tuple[SlicedFunction, list[Call]]]) -> list[_Ch
         ]
         if len(good) >= LEAST_CALLS and len({outcome for _, outcome in good}) > 1:
             kept = [call for call, _ in good]
-            checked.append(_Checked(sliced=sliced, calls=tuple(kept), expected=tuple(text for _, text in good)))
+            checked.append(CheckedFunction(sliced=sliced, calls=tuple(kept), expected=tuple(text for _, text in good)))
     return checked
 
 
@@ -203,12 +210,12 @@ def _outcomes(work: Sequence[_Work], seeds: Sequence[int], *, as_graded: bool = 
     return found
 
 
-def _tasks(
-    package: Package, plan: RepairPlan, functions: Sequence[_Checked], kinds: Counter[str]
+def tasks_of(
+    package: Package, plan: RepairPlan, functions: Sequence[CheckedFunction], kinds: Counter[str]
 ) -> Iterator[tuple[Instance, TaskLineage]]:
     """The tasks of a package, one bug of each function in turn; of the bugs of a function the rarest kinds so far."""
     order = random.Random(f"{plan.seed} {package.name}")
-    tried: list[tuple[_Checked, str, str]] = []
+    tried: list[tuple[CheckedFunction, str, str]] = []
     for each in functions:
         found = sorted(bugs_in(each.sliced.text, each.sliced.name))
         order.shuffle(found)
@@ -237,12 +244,12 @@ def other_bugs(instances: Sequence[Instance], seed: int) -> list[OtherBug]:
     bases = {(each.repo, spec_of(each).function): each for each in reversed(instances)}
     order = random.Random(f"{seed} other bugs")
     known = {spec.files[spec.path] for spec in map(spec_of, instances)}
-    tried: list[tuple[Instance, _Checked, str, str]] = []
+    tried: list[tuple[Instance, CheckedFunction, str, str]] = []
     for instance in sorted(bases.values(), key=lambda each: each.instance_id):
         spec, right = spec_of(instance), fixed_text(instance)
         sliced = SlicedFunction(path=spec.path, name=spec.function, text=right)
         calls = tuple((positional, dict(keywords)) for positional, keywords in spec.calls)
-        checked = _Checked(sliced=sliced, calls=calls, expected=spec.expected)
+        checked = CheckedFunction(sliced=sliced, calls=calls, expected=spec.expected)
         found = [(kind, text) for kind, text in bugs_in(right, spec.function) if is_told(text, right, spec.function)]
         order.shuffle(found)
         tried += [(instance, checked, kind, text) for kind, text in found if text not in known]
@@ -268,13 +275,13 @@ def other_bugs(instances: Sequence[Instance], seed: int) -> list[OtherBug]:
     return made
 
 
-def _detected(each: _Checked, outcomes: Sequence[str | None]) -> bool:
+def _detected(each: CheckedFunction, outcomes: Sequence[str | None]) -> bool:
     """Whether some calls, and not all, give something else, as tests and grading compare."""
     wrong = sum(not same(found, wanted) for found, wanted in zip(outcomes, each.expected, strict=True))
     return 0 < wrong < len(each.calls)
 
 
-def _task(package: Package, each: _Checked, bug: _Bug, seed: int) -> tuple[Instance, TaskLineage]:
+def _task(package: Package, each: CheckedFunction, bug: _Bug, seed: int) -> tuple[Instance, TaskLineage]:
     sliced = each.sliced
     order = random.Random(f"{seed} {package.name} {sliced.name} {bug.kind}")
     places = sorted(range(len(each.calls)), key=lambda at: len(repr(each.calls[at])) + len(each.expected[at]))
@@ -313,7 +320,7 @@ def _task(package: Package, each: _Checked, bug: _Bug, seed: int) -> tuple[Insta
     )
     lineage = TaskLineage(
         instance_id=instance.instance_id,
-        source={"sdist": package.name, "version": instance.version, "license": package.license},
+        source=_source(package),
         modifier=bug.kind,
         seed=seed,
         path=sliced.path,
@@ -324,14 +331,24 @@ def _task(package: Package, each: _Checked, bug: _Bug, seed: int) -> tuple[Insta
     return instance, lineage
 
 
-def _various(each: _Checked, places: Sequence[int]) -> list[int]:
+def _source(package: Package) -> JsonObject:
+    if package.git is not None:
+        return {"git": package.git, "commit": package.commit}
+    return {
+        "sdist": package.name,
+        "version": package.release.version if package.release else "",
+        "license": package.license,
+    }
+
+
+def _various(each: CheckedFunction, places: Sequence[int]) -> list[int]:
     """Calls with different outcomes first."""
     first = {each.expected[at]: at for at in reversed(places)}
     new = [at for at in places if first[each.expected[at]] == at]
     return [*new, *(at for at in places if at not in new)]
 
 
-def _tests_text(each: _Checked, shown: Sequence[int]) -> str:
+def _tests_text(each: CheckedFunction, shown: Sequence[int]) -> str:
     module = each.sliced.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     parts = [f"from {module} import {each.sliced.name}"]
     for number, at in enumerate(shown, 1):

@@ -1,20 +1,13 @@
-"""The demo on code: a small pretrained model is trained to repair functions, in OpenHands' sandbox."""
+"""Sizes and settings of the demo on code."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from pydantic import Field
 
-from openhands_rl_plugin.apps.demo.child import free_port, running_command
-from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
-from openhands_rl_plugin.apps.demo.options import OTHER_SIZES, micro_batch_tokens
-from openhands_rl_plugin.apps.demo.story import DemoResult
-from openhands_rl_plugin.apps.loop.claim import claim
-from openhands_rl_plugin.apps.loop.run import LoopJob, run_loop
-from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
-from openhands_rl_plugin.config.host import host_of
+from openhands_rl_plugin.apps.demo.model import NAME
+from openhands_rl_plugin.apps.demo.options import micro_batch_tokens
 from openhands_rl_plugin.config.rl import (
     LoopSettings,
     RLSettings,
@@ -25,18 +18,11 @@ from openhands_rl_plugin.config.rl import (
     WorkspaceSettings,
 )
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 from openhands_rl_plugin.evals.tasks.repair.rows import BY_TESTS
-from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
-from openhands_rl_plugin.training.loop.stages import LoopListener
 
-TITLE = "A small model is trained to repair code"
 ADAPTER = "repair"
 CONTEXT_TOKENS = {1: 1536, 2: 3072, 3: 3072}
 """By level. Episodes took at most 1,211, and 2,345 where files are shown; the server reserves it for each answer."""
-DRAFT_TOKENS = 8  # most of an answer is the form of a call
-CACHE_BYTES = {1: 256 * 1024**2, 2: 512 * 1024**2, 3: 512 * 1024**2}
-"""By level. 23 kB a token: twelve episodes of 900 tokens, or 1,900, with what begins alike counted once."""
 
 
 class RepairOptions(Frozen):
@@ -78,6 +64,11 @@ class RepairOptions(Frozen):
     """At 2e-4 and 3e-4 some runs forget within thirty steps how a call is written: docs/background/how-it-learns.md."""
     reinforcement_batch_size: int = 8
     loop: LoopSettings = LoopSettings()
+    repository: Path | None = None
+    """A git repository whose functions are held out, and trained on beside the suite's."""
+    tests: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+    """Of the repository: pytest's arguments, and what its tests need besides what it declares."""
 
     def shortened(self) -> RepairOptions:
         """The same stages in minutes, for CI."""
@@ -155,47 +146,3 @@ class RepairOptions(Frozen):
     def _turns_to_find(self) -> int:
         """At levels 2 and 3: for what the oracle looks at before it edits."""
         return 3 if self.level > 1 else 0
-
-
-def repair_tasks(options: RepairOptions) -> LoopTasks:
-    """The tasks of a run; held out are functions of packages that it does not train on."""
-    return loop_tasks(TaskSource(suite=f"{REPAIR}-{options.level}"), options.settings())
-
-
-def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None, command: str = "") -> DemoResult:
-    """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
-
-    It is played in V0 where that is installed, else in V1. Raises ``ConfigError`` when the directory holds a run with
-    other options or of the other host, and any ``RLError`` of the parts.
-    """
-    settings, tasks = options.settings(), repair_tasks(options)
-    places = {"run_directory": True, "model_directory": True, "processes": True}
-    known = options.model_dump(mode="json", exclude={**places, "loop": OTHER_SIZES})
-    # A policy learns the names of one host's tools. Runs of V0 never named it.
-    host = host_of(settings)
-    claim(options.run_directory, known if host == "v0" else {**known, "host": host})
-    asyncio.run(RepairBackend().check())
-    model = ensure_model(options.model_directory)
-    words = ["serve", "--model", str(model), "--served-model-name", NAME]
-    answers = options.concurrency * (2 if options.level == 1 else 1)
-    words += [f"--max-batch={answers}", f"--max-model-len={CONTEXT_TOKENS[options.level]}"]
-    words += [f"--cache-bytes={CACHE_BYTES[options.level]}", f"--draft-tokens={DRAFT_TOKENS}"]
-    with running_command(words, free_port(), options.run_directory / "logs" / "serve.log") as url:
-        serving = settings.serving.model_copy(update={"base_url": f"{url}/v1"})
-        job = LoopJob(
-            settings=settings.model_copy(update={"serving": serving}),
-            tasks=tasks,
-            model=model,
-            directory=options.run_directory,
-            run_id=f"repair-{options.seed}",
-            limits=settings.limits(),
-            backend=RepairBackend(),
-            processes=options.processes,
-            graders=2,
-            native_tool_calling=False,
-            command=command,
-            title=TITLE,
-        )
-        result = asyncio.run(run_loop(job, listener))
-    compared = tuple(change.sentence() for change in result.changes)
-    return DemoResult(state=result.state, comparisons=compared, report=result.report)

@@ -51,3 +51,13 @@ def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
     status = ("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
     changed = 0 if bare else len(git.text(*status).splitlines())
     return OwnRepository(root=root, name=package_name(root), commit=found, uncommitted=changed)
+
+
+def repository_lines(repository: OwnRepository, newest: str) -> list[str]:
+    """Which commit the tasks are of; ``newest``: the commit that is checked out by now."""
+    told = [f"{repository.name}: commit {repository.commit[:12]} of {repository.root}"]
+    if newest != repository.commit:
+        told.append(f"  the repository is at {newest[:12]} by now: --fresh makes tasks of that")
+    if repository.uncommitted:
+        told.append(f"  {repository.uncommitted} files with uncommitted changes: tasks are made of what is committed")
+    return told

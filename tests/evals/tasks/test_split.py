@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from openhands_rl_plugin.apps.improve.split import (
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.tasks.split import (
     ACROSS,
     LEAST_HELD_OUT,
     LEAST_TRAINING,
@@ -16,7 +17,6 @@ from openhands_rl_plugin.apps.improve.split import (
     TaskSplit,
     split_tasks,
 )
-from openhands_rl_plugin.core.errors import ConfigError
 
 
 def injected(count: int, files: int, seed: int = 0) -> list[SplitTask]:
