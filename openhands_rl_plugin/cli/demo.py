@@ -28,8 +28,8 @@ EPILOG = """examples:
                                          where it is installed, else V1); one to two hours on two cores
   openhands-rl demo --task repair --level 3 --run-dir runs/repair-3
   openhands-rl demo --task repair --repo ./mine
-                                         half of what is trained on are functions of your own repository, and
-                                         held out are others of it
+                                         trained on are functions of your own repository, too, and held out
+                                         are others of it
   openhands-rl demo --seed 1 --run-dir runs/seed-1
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     check_alone()
     if args.model is not None:
         check_model_folder(args.model)
+    _check(args)
     directory = (args.run_dir or Path("runs") / _folder(args)).absolute()
     options = _options(args, directory)
     with held(directory):
@@ -102,6 +103,20 @@ def run(args: argparse.Namespace) -> int:
             return _play(options, typed(args), tiny=args.tiny)
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Before anything is written or, with ``--fresh``, deleted. Raises ``ConfigError``."""
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository
+
+    for name in _OF_REPAIR if args.task == SHOP else ():
+        if getattr(args, name) is not None:
+            option = "with" if name == "requirements" else name
+            raise ConfigError(f"--{option} is of the repair tasks: add --task repair")
+    if args.repo is None and (args.tests or args.requirements):
+        raise ConfigError("--tests and --with are of a repository: add --repo PATH")
+    if args.repo is not None:
+        find_repository(args.repo)
+
+
 def _folder(args: argparse.Namespace) -> str:
     name = "demo" if args.task == SHOP else REPAIR
     own = f"-{package_name(args.repo.resolve())}" if args.repo is not None else ""
@@ -112,12 +127,6 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
     from openhands_rl_plugin.apps.demo.options import DemoOptions
     from openhands_rl_plugin.apps.demo.repair.options import RepairOptions
 
-    for name in _OF_REPAIR if args.task == SHOP else ():
-        if getattr(args, name) is not None:
-            option = "with" if name == "requirements" else name
-            raise ConfigError(f"--{option} is of the repair tasks: add --task repair")
-    if args.repo is None and (args.tests or args.requirements):
-        raise ConfigError("--tests and --with are of a repository: add --repo PATH")
     kind = DemoOptions if args.task == SHOP else RepairOptions
     options = kind(run_directory=directory, model_directory=args.model, seed=args.seed)
     options = options.shortened() if args.tiny else options

@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.lineage import TasksLineage
-from openhands_rl_plugin.evals.tasks.repair.rows import is_repair, spec_of
+from openhands_rl_plugin.evals.tasks.repair.rows import COLUMN
 
 
 def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Table:
@@ -40,4 +40,6 @@ def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Tab
 
 
 def _kind(instance: Instance) -> str:
-    return spec_of(instance).kind if is_repair(instance) else ""
+    """Of a repair task without a lineage the kind of its bug."""
+    spec = instance.extra.get(COLUMN)
+    return str(spec.get("kind", "")) if isinstance(spec, dict) else ""

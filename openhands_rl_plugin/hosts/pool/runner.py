@@ -7,6 +7,7 @@ from the environment variables that the settings name.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 from openhands_rl_plugin.config.rl import RLSettings
@@ -67,6 +68,7 @@ class WorkerPoolRunner:
         self._episodes = 0
         self._idle_since = time.monotonic()
         self._idle: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
@@ -86,9 +88,9 @@ class WorkerPoolRunner:
 
     async def close(self) -> None:
         """End the workers and the episodes that they run."""
+        self._closed.set()
         if self._idle is not None:
-            self._idle.cancel()
-            await asyncio.wait({self._idle})
+            await self._idle
         await self._end_workers()
 
     async def _end_workers(self) -> None:
@@ -98,10 +100,11 @@ class WorkerPoolRunner:
 
     async def _end_when_idle(self) -> None:
         """Returns while an episode runs: its end starts this again."""
-        while not self._episodes:
+        while not (self._episodes or self._closed.is_set()):
             left = self._idle_since + self._idle_timeout - time.monotonic()
             if left > 0:
-                await asyncio.sleep(left)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), left)
                 continue
             # An episode that comes meanwhile waits for this, and starts workers anew.
             async with self._starting:

@@ -14,9 +14,10 @@ from openhands_rl_plugin.apps.demo.repair.own_functions import beside_own, own_f
 from openhands_rl_plugin.apps.demo.repair.run import repair_tasks
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.tasks.lineage import lineage_path
 from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
 from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
-from openhands_rl_plugin.evals.tasks.repair.own import OwnTasks
+from openhands_rl_plugin.evals.tasks.repair.own import OwnTasks, shown_functions
 from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_of
 from openhands_rl_plugin.training.loop.stages import LoopListener
 
@@ -116,6 +117,7 @@ async def test_half_of_the_functions_are_held_out_and_what_is_made_stays(tmp_pat
     }, "called by tests or by doctests"
     assert min(len(own.training), len(own.held_out)) >= 4
     assert noted.lines[0].startswith("making tasks of the functions of mine:")
+    assert "would be more" not in "".join(noted.lines)
     assert noted.lines[-1].endswith("they are apart by files")
     for number, each in enumerate((own.training[0], own.held_out[0])):
         for patch, resolved in ((each.patch, True), (NO_OP, False)):
@@ -127,8 +129,15 @@ async def test_half_of_the_functions_are_held_out_and_what_is_made_stays(tmp_pat
     again = Noted()
     assert own_functions(options, again, anew=False) == own, "a run keeps its commit"
     assert len(again.lines) == 3 and "--fresh makes tasks of that" in again.lines[1]
-    with pytest.raises(ConfigError, match=r"of 2 functions, and at least 4 tasks .* of 4 functions"):
+    with pytest.raises(ConfigError, match=r"of 2 functions; at least 4 tasks .* of 4 functions"):
         own_functions(options, again, anew=True)
+    rows = tmp_path / "run" / "tasks" / "own.jsonl"
+    rows.write_text(rows.read_text().partition("\n")[0])
+    with pytest.raises(ConfigError, match="has changed since it was made: start over with --fresh"):
+        own_functions(options, again, anew=False)
+    lineage_path(rows).unlink()
+    with pytest.raises(ConfigError, match="has lost its tasks: start over with --fresh"):
+        own_functions(options, again, anew=False)
 
 
 @needs_bubblewrap
@@ -141,12 +150,39 @@ def test_what_the_tests_lack_can_be_said_in_the_same_folder(tmp_path: Path, caps
     for more in ([], ["--with", "six"]):
         assert main([*words, *more]) == 1
         said = capsys.readouterr().err
-        assert f"{2 if more else 0} functions, and at least 4 tasks to train on" in said and "(--with)" in said
+        assert f"{2 if more else 0} functions" in said and "at least 4 tasks to train on" in said
+        assert ("No module named 'six'); at least" in said) == (not more), "what the tests lack is said"
+        assert said.count("\n") == 1
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_task_to_train_on_shows_what_is_held_out(tmp_path: Path) -> None:
+    """A function comes with those that it calls. Odd names of modules and arguments are in nobody's way."""
+    calls = NUMBERS + (
+        "\n\ndef level(value, low=0):\n    value = clamp(value, low)\n    if value > 4:\n        return 2\n"
+        "    return 1 if value > 2 else 0\n\n\ndef place(number, **more):\n    text = ordinal(number)\n"
+        "    if more:\n        text = text + '!'\n    return text + ' place'\n"
+    )
+    tests = TESTS + (
+        "\n\ndef test_others():\n    assert [numbers_of.level(each) for each in (-2, 1, 3, 5, 12)] == [0, 0, 1, 2, 2]\n"
+        "    assert [numbers_of.place(each) for each in (1, 2, 3, 11)][2:] == ['3rd place', '11th place']\n"
+        "    assert numbers_of.place(4, **{'class': 1}) == '4th place!'\n"
+    )
+    files = {"numbers_of": calls, "words_of": WORDS, "test_numbers": tests, "test_broken": "import no_such_module\n"}
+    mine = repository(tmp_path / "mine", **files, **{"my-words": WORDS.replace("initials", "others")})
+    options, noted = RepairOptions(run_directory=tmp_path / "run", repository=mine), Noted()
+    own = own_functions(options, noted, anew=True)
+    held_out = {spec_of(each).function for each in own.held_out}
+    shown = frozenset().union(*map(shown_functions, own.training))
+    assert held_out and held_out.isdisjoint(shown) and "level" in held_out | shown
+    assert any("1 file of tests cannot be imported (test_broken.py: " in line for line in noted.lines)
 
 
 def test_the_repositorys_functions_are_trained_on_first_and_are_nobody_elses(tmp_path: Path) -> None:
     """As long as there are any, every second task; the suite's functions of these names are left out."""
-    options = RepairOptions(run_directory=tmp_path, held_out=5)
+    options = RepairOptions(run_directory=tmp_path)
     suite = repair_tasks(options)
     rows = repair_instances(3, "train")
     mine = OwnTasks(name="mine", commit="c", training=rows[:20], held_out=rows[200:210])
@@ -154,12 +190,13 @@ def test_the_repositorys_functions_are_trained_on_first_and_are_nobody_elses(tmp
     own = {f"{each.instance_id}-1" for each in mine.training}
     order = [entry.task.id in own for entry in tasks.training]
     assert order[:40] == [True, False] * 20 and not any(order[40:])
-    assert [entry.task.id for entry in tasks.held_out] == [f"{each.instance_id}-1" for each in mine.held_out[:5]]
+    assert [entry.task.id for entry in tasks.held_out] == [f"{each.instance_id}-1" for each in mine.held_out]
     assert {entry.task.split for entry in tasks.held_out} == {"heldout"}
     names = {spec_of(each).function for each in (*mine.training, *mine.held_out)}
     others = [entry for entry in (*tasks.demonstrations, *tasks.training) if entry.task.id not in own]
     assert len(others) > 900
-    assert names.isdisjoint(spec_of(entry.instance).function for entry in others if entry.instance is not None)
+    shown = [shown_functions(entry.instance) for entry in others if entry.instance is not None]
+    assert all(map(names.isdisjoint, shown)), "neither as a target nor beside one"
 
 
 @pytest.mark.parametrize(
@@ -168,8 +205,8 @@ def test_the_repositorys_functions_are_trained_on_first_and_are_nobody_elses(tmp
         (["--repo", "."], "--repo is of the repair tasks: add --task repair"),
         (["--with", "six"], "--with is of the repair tasks: add --task repair"),
         (["--task", "repair", "--tests", "t"], "--tests and --with are of a repository: add --repo PATH"),
-        (["--task", "repair", "--repo", "nowhere"], "--repo {folder}/nowhere: there is no such folder"),
-        (["--task", "repair", "--repo", "."], "--repo {folder} is no git repository: tasks are made of commits; run"),
+        (["--task", "repair", "--repo", "nowhere"], "--repo nowhere: there is no such folder"),
+        (["--task", "repair", "--repo", "."], "--repo . is no git repository: tasks are made of commits; run"),
     ],
 )
 def test_mistakes_are_a_line(
@@ -180,7 +217,10 @@ def test_mistakes_are_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "repair-nowhere").mkdir(parents=True)
+    (kept := tmp_path / "runs" / "repair-nowhere" / "state.json").write_text("{}")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert main(["demo", *words, "--no-studio"]) == 1
+    assert main(["demo", *words, "--no-studio", "--fresh"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {message.format(folder=tmp_path)}") and said.count("\n") == 1
+    assert said.startswith(f"error: {message}") and said.count("\n") == 1
+    assert kept.exists() and len([*(tmp_path / "runs").iterdir()]) == 1, "nothing is deleted or made for it"

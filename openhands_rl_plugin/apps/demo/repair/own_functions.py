@@ -7,38 +7,39 @@ from collections.abc import Sequence, Set
 
 from openhands_rl_plugin.apps.demo.repair.options import RepairOptions
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.suites import REPAIRS, swe_task
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-from openhands_rl_plugin.evals.tasks.lineage import lineage_path
-from openhands_rl_plugin.evals.tasks.repair.own import ROWS, TRAIN, OwnTasks, own_tasks
+from openhands_rl_plugin.evals.tasks.repair.own import TRAIN, OwnTasks, make_own_tasks, own_tasks, shown_functions
 from openhands_rl_plugin.evals.tasks.repair.rows import at_level, spec_of
 from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository, repository_lines
 from openhands_rl_plugin.training.loop.stages import LoopListener
 
 
 def own_functions(options: RepairOptions, listener: LoopListener, *, anew: bool) -> OwnTasks:
-    """The tasks of ``options.repository``, which are left in the run's folder; ``anew``: whatever lies there.
+    """The tasks of ``options.repository``, which lie in the run's folder; ``anew``: they are made now.
 
-    Raises as ``find_repository`` and ``own_tasks`` do.
+    Raises as ``find_repository``, ``make_own_tasks`` and ``own_tasks`` do.
     """
     assert options.repository is not None
     repository, folder = find_repository(options.repository), options.run_directory / "tasks"
-    rows = folder / ROWS
     if anew:
-        for file in (lineage_path(rows), rows):
-            file.unlink(missing_ok=True)
-    if not rows.exists():
         listener.noted(f"making tasks of the functions of {repository.name}: its tests run once, four minutes at most")
-    own = own_tasks(
-        repository,
-        folder,
-        default_cache(),
-        most_held_out=options.held_out,
-        tests=options.tests,
-        requirements=options.requirements,
-    )
+        notes = make_own_tasks(
+            repository,
+            folder,
+            default_cache(),
+            most_held_out=options.held_out,
+            tests=options.tests,
+            requirements=options.requirements,
+        )
+        for line in notes:
+            listener.noted(line)
+    own = own_tasks(folder, repository.name)
+    if own is None:
+        raise ConfigError(f"{folder} has lost its tasks: start over with --fresh")
     made_of = repository.model_copy(update={"commit": own.commit})
     for line in (*repository_lines(made_of, repository.commit), *own.lines()):
         listener.noted(line)
@@ -49,7 +50,7 @@ def beside_own(suite: LoopTasks, own: OwnTasks, options: RepairOptions) -> LoopT
     """The tasks of a run that is evaluated on held-out functions of a repository.
 
     Every second training task is the repository's, as long as there are any; demonstrations and the others are the
-    suite's, without those whose function has the name of one of the repository's.
+    suite's, without those that show a function with the name of one of the repository's.
     """
     level = REPAIRS[suite.suite.name]
     mine = {spec_of(each).function for each in (*own.training, *own.held_out)}
@@ -61,10 +62,12 @@ def beside_own(suite: LoopTasks, own: OwnTasks, options: RepairOptions) -> LoopT
     random.Random(options.seed).shuffle(training)
     mixed = [each for pair in zip(training, published, strict=False) for each in pair]
     rest = [*training[len(mixed) // 2 :], *published[len(mixed) // 2 :]]
-    return LoopTasks(suite.suite, demonstrations, (*mixed, *rest), tuple(held_out[: options.held_out]))
+    return LoopTasks(suite.suite, demonstrations, (*mixed, *rest), tuple(held_out))
 
 
 def _without(functions: Set[str], entries: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
     return tuple(
-        entry for entry in entries if entry.instance is not None and spec_of(entry.instance).function not in functions
+        entry
+        for entry in entries
+        if entry.instance is not None and functions.isdisjoint(shown_functions(entry.instance))
     )

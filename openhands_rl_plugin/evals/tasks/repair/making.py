@@ -10,6 +10,7 @@ import ast
 import difflib
 import hashlib
 import json
+import keyword
 import random
 import re
 import sys
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.files import file_sha256, write_file
@@ -98,7 +99,7 @@ def make_repair(plan: RepairPlan, out: Path, cache: Path, progress: Progress) ->
     for at, package in enumerate(plan.packages):
         progress.package(package.label, at, len(plan.packages))
         try:
-            functions = checked_functions(package, plan, cache)
+            functions, _ = checked_functions(package, plan, cache)
         except RLError as error:
             problems.append(str(error))
             continue
@@ -130,7 +131,17 @@ def _license_text(package: Package, cache: Path) -> str:
     return "\n".join([f"{package.label} ({package.license})", "", *texts])
 
 
-def checked_functions(package: Package, plan: RepairPlan, cache: Path) -> list[CheckedFunction]:
+class Recorded(Frozen):
+    """What a package's tests and doctests call: ``path:function`` -> calls. ``broken``: files of tests that could not
+    be imported -> why; ``late``: time was up before all had run, or nothing came of it.
+    """
+
+    calls: dict[str, list[Call]] = Field(default_factory=dict)
+    broken: dict[str, str] = Field(default_factory=dict)
+    late: bool = False
+
+
+def checked_functions(package: Package, plan: RepairPlan, cache: Path) -> tuple[list[CheckedFunction], Recorded]:
     """The functions of a package that its tests and doctests call with literals, and that give the same each time.
 
     Raises ``ConfigError`` for an unknown package, ``InfrastructureError`` where what its tests need cannot be
@@ -140,26 +151,44 @@ def checked_functions(package: Package, plan: RepairPlan, cache: Path) -> list[C
     layout = layout_of(tree)
     paths = package.paths or layout.paths
     code = {_below(path, paths): path for path in layout.code if not is_test(path)}
+    modules = {short: _module(short) for short in code}
     given: JsonObject = {
-        "modules": [each.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for each in code],
+        "modules": [*modules.values()],
         "tests": list(package.tests or layout.arguments),
         "seconds": _RECORDING_SECONDS,
     }
     requirements = list(dict.fromkeys([*plan.requirements, *package.requirements]))
     how = hashlib.sha256(json.dumps([given, requirements]).encode()).hexdigest()[:8]
     kept = cache / "recorded-calls" / f"{package.name}-{origin.version}-{origin.pin[:12]}-{how}.json"
-    if not kept.exists():
+    if kept.exists():
+        recorded = Recorded.model_validate_json(kept.read_bytes())
+    else:
         sandbox = TreeSandbox(make_environment(plan.python, requirements, cache), paths, _RECORDING_SECONDS + 60)
         found = sandbox.run_program(tree, _HERE / "recorder.py", given)
-        write_file(kept, json.dumps(found if isinstance(found, dict) else {}), parents=True)
-    recorded = _RECORDED.validate_json(kept.read_bytes())
+        try:
+            recorded = Recorded.model_validate(found)
+        except ValidationError:  # the tests ended it, or wrote something else in its place
+            recorded = Recorded(late=True)
+        if recorded.calls:
+            write_file(kept, recorded.model_dump_json(), parents=True)
     slicer = PackageSlicer({short: tree.text(path) or "" for short, path in code.items()})
     candidates: list[tuple[SlicedFunction, list[Call]]] = []
     for short, path in code.items():
-        for key, calls in recorded.items():
+        if not all(map(_is_name, modules[short].split("."))):
+            continue  # a test could not import it
+        for key, calls in recorded.calls.items():
             if key.rpartition(":")[0] == path and calls and (sliced := slicer.slice(short, key.rpartition(":")[2])):
-                candidates.append((sliced, varied(calls, f"{plan.seed} {package.name} {key}")))
-    return _agreed(candidates)
+                writable = [call for call in calls if all(map(_is_name, call[1]))]
+                candidates.append((sliced, varied(writable, f"{plan.seed} {package.name} {key}")))
+    return _agreed(candidates), recorded
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not keyword.iskeyword(text)
 
 
 def _below(path: str, paths: Sequence[str]) -> str:
@@ -183,7 +212,6 @@ def _agreed(candidates: Sequence[tuple[SlicedFunction, list[Call]]]) -> list[Che
 
 
 _CALLS = TypeAdapter(list[Call])
-_RECORDED = TypeAdapter(dict[str, list[Call]])
 _RUN = TypeAdapter(list[list[str | None] | None])
 
 type _Work = tuple[SlicedFunction, str, Sequence[Call]]
@@ -349,8 +377,7 @@ def _various(each: CheckedFunction, places: Sequence[int]) -> list[int]:
 
 
 def _tests_text(each: CheckedFunction, shown: Sequence[int]) -> str:
-    module = each.sliced.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    parts = [f"from {module} import {each.sliced.name}"]
+    parts = [f"from {_module(each.sliced.path)} import {each.sliced.name}"]
     for number, at in enumerate(shown, 1):
         positional, keywords = each.calls[at]
         words = ", ".join([*positional, *(f"{name}={text}" for name, text in keywords.items())])

@@ -1,8 +1,9 @@
 """Notes the arguments of a package's functions while its tests and doctests run. It imports nothing of this package.
 
 ``recorder.py GIVEN RESULT``: ``GIVEN`` is JSON, ``{"modules", "tests", "seconds"}``: names of modules, pytest's
-arguments and the time for all; ``RESULT`` becomes an object, ``path:function`` -> list of calls, each ``[positional,
-keywords]`` with the text of literals.
+arguments and the time for all. ``RESULT`` becomes ``{"calls", "broken", "late"}``: ``path:function`` -> list of calls,
+each ``[positional, keywords]`` with the text of literals; files of tests that could not be imported -> why; whether
+time was up.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 MOST_CALLS, MOST_SEEN, LONGEST = 40, 2000, 140
+_LONGEST_REASON = 200
 _ATOMS = (str, bytes, int, bool, type(None))
 
 
@@ -105,26 +107,52 @@ def main(given: str, result: str) -> None:
     sys.monitoring.set_events(3, sys.monitoring.events.PY_START)
     signal.signal(signal.SIGALRM, _stop)
     signal.alarm(wanted["seconds"])
-    with contextlib.suppress(BaseException):
-        _run(wanted["modules"], wanted["tests"])
+    broken: dict[str, str] = {}
+    late = False
+    try:
+        _run(wanted["modules"], wanted["tests"], broken)
+    except _TimeUpError:
+        late = True
+    except BaseException as error:
+        broken.setdefault("pytest", repr(error)[:_LONGEST_REASON])
     signal.alarm(0)
     sys.monitoring.set_events(3, 0)
+    calls = {name: [json.loads(each) for each in found] for name, found in recorder.calls.items()}
     with open(result, "w", encoding="utf-8") as file:
-        json.dump({name: [json.loads(each) for each in calls] for name, calls in recorder.calls.items()}, file)
+        json.dump({"calls": calls, "broken": broken, "late": late}, file)
+    os._exit(0)  # threads that tests left would keep it
+
+
+class _TimeUpError(KeyboardInterrupt):
+    """Ends pytest, too."""
 
 
 def _stop(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    raise _TimeUpError
 
 
-def _run(modules: list[str], tests: list[str]) -> None:
+def _run(modules: list[str], tests: list[str], broken: dict[str, str]) -> None:
     for name in modules:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
             doctest.testmod(importlib.import_module(name), report=False)
     if tests:
         import pytest
 
-        pytest.main(["-q", "--maxfail=300", "-o", "addopts=", "-p", "no:cacheprovider", *tests])
+        words = ["-q", "--maxfail=300", "-o", "addopts=", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+        pytest.main([*words, *tests], plugins=[_Broken(broken)])
+
+
+class _Broken:
+    """A plugin of pytest that notes which files could not be collected."""
+
+    def __init__(self, found: dict[str, str]) -> None:
+        self._found = found
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A file was collected, or not."""
+        if report.failed:
+            lines = [line for line in str(report.longrepr).splitlines() if line.strip()]
+            self._found[report.nodeid] = lines[-1].removeprefix("E").strip()[:_LONGEST_REASON] if lines else ""
 
 
 if __name__ == "__main__":
