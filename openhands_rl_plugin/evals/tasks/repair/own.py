@@ -168,7 +168,7 @@ def _why(recorded: Recorded) -> str:
         return ", as its tests did not end in time"
     if recorded.broken:
         file, reason = next(iter(recorded.broken.items()))
-        return f", as {_counted(len(recorded.broken), 'file')} of tests cannot be imported ({file}: {reason})"
+        return f", as {_counted(len(recorded.broken), 'file')} of tests cannot be imported ({file:.80}: {reason:.120})"
     return ""
 
 

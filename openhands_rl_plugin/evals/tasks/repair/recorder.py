@@ -22,6 +22,8 @@ from typing import Any
 
 MOST_CALLS, MOST_SEEN, LONGEST = 40, 2000, 140
 _LONGEST_REASON = 200
+_LATE: list[int] = []
+"""Not empty when time is up."""
 _ATOMS = (str, bytes, int, bool, type(None))
 
 
@@ -108,27 +110,23 @@ def main(given: str, result: str) -> None:
     signal.signal(signal.SIGALRM, _stop)
     signal.alarm(wanted["seconds"])
     broken: dict[str, str] = {}
-    late = False
     try:
         _run(wanted["modules"], wanted["tests"], broken)
-    except _TimeUpError:
-        late = True
+    except KeyboardInterrupt:
+        pass  # time was up outside of pytest, which catches it
     except BaseException as error:
         broken.setdefault("pytest", repr(error)[:_LONGEST_REASON])
     signal.alarm(0)
     sys.monitoring.set_events(3, 0)
     calls = {name: [json.loads(each) for each in found] for name, found in recorder.calls.items()}
     with open(result, "w", encoding="utf-8") as file:
-        json.dump({"calls": calls, "broken": broken, "late": late}, file)
+        json.dump({"calls": calls, "broken": broken, "late": bool(_LATE)}, file)
     os._exit(0)  # threads that tests left would keep it
 
 
-class _TimeUpError(KeyboardInterrupt):
-    """Ends pytest, too."""
-
-
 def _stop(number: int, frame: object) -> None:
-    raise _TimeUpError
+    _LATE.append(number)
+    raise KeyboardInterrupt
 
 
 def _run(modules: list[str], tests: list[str], broken: dict[str, str]) -> None:
