@@ -270,10 +270,11 @@ async def test_an_agent_gets_the_repository_and_a_python(published: tuple[Instan
         await RepairBackend().checkout(instance.model_copy(update={"extra": {}}), tmp_path / "other")
 
 
-def test_each_bug_fails_the_tests_that_are_named_and_no_others() -> None:
-    """As the grading compares values, so that no task counts as solved without a fix."""
+@pytest.mark.parametrize("step", [10, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_bug_fails_the_tests_that_are_named_and_no_others(step: int) -> None:
+    """As the grading compares values, so that no task counts as solved without a fix. All rows take a minute."""
     wrong: list[str] = []
-    for instance in [*repair_instances(3, "all"), *more_instances(3)]:
+    for instance in [*repair_instances(3, "all"), *more_instances(3)][::step]:
         spec = spec_of(instance)
         item = {"path": spec.path, "name": spec.function, "text": spec.files[spec.path], "kinds": True}
         outcomes = apart({**item, "calls": spec.calls}) or [None] * len(spec.calls)
