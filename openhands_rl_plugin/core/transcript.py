@@ -99,3 +99,8 @@ def one_line(text: str, width: int) -> str:
 def _written_out(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def counted(count: int, what: str) -> str:
+    """``(1, "task")`` -> ``"1 task"``, ``(2, "task")`` -> ``"2 tasks"``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -31,10 +31,9 @@ from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, lineage_path, r
 from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate
 from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
-from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
+from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
 from openhands_rl_plugin.evals.tasks.suite import make_suite
 
-TRAIN = "train"
 _REPOSITORY, _SURVEY, _MADE, _GYM = "repository.json", "survey.json", "made.jsonl", "gym.json"
 _GATE, _TRIED = "gate", "tried.txt"
 _SPARE = 1.25

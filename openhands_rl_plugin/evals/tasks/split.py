@@ -15,6 +15,9 @@ from typing import Literal
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 
+TRAIN = "train"
+"""The split of rows to train on, beside ``HELD_OUT``."""
+
 LEAST_TRAINING, LEAST_HELD_OUT = 4, 4
 """Below these a run says nothing: it is refused."""
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.judgements import standing
 from openhands_rl_plugin.core.records import STANDARD_PROMPT, sub_agent_of
-from openhands_rl_plugin.core.transcript import one_line, visible
+from openhands_rl_plugin.core.transcript import counted, one_line, visible
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
 from openhands_rl_plugin.trajectories.view.terminal import number
@@ -81,12 +81,12 @@ def _entry(entry: JsonValue) -> str:
 def _print_totals(console: Console, episode: Episode) -> None:
     totals = episode.totals
     console.print()
-    ended = f"{episode.stop.value} after {_counted(totals.turns, 'turn')} and {totals.seconds:.1f} s"
+    ended = f"{episode.stop.value} after {counted(totals.turns, 'turn')} and {totals.seconds:.1f} s"
     console.print(Text(f"{ended}, return {number(totals.episode_return)}", "bold"))
     tokens = f"{totals.prompt_tokens:,} prompt and {totals.sampled_tokens:,} sampled tokens"
-    console.print(Text(f"{tokens} in {_counted(totals.segments, 'segment')}; {_counted(totals.nodes, 'node')}"))
+    console.print(Text(f"{tokens} in {counted(totals.segments, 'segment')}; {counted(totals.nodes, 'node')}"))
     if aside := sum(turn.turn is not None and not turn.acted for turn in episode.turns):
-        console.print(Text(f"{_counted(aside, 'more turn')} on other branches: see --tree"))
+        console.print(Text(f"{counted(aside, 'more turn')} on other branches: see --tree"))
     for score in episode.scores:
         console.print(Text(visible(f"score {number(score.reward)} by {score.reward_version}")), soft_wrap=True)
     for label in standing(episode.labels):
@@ -99,10 +99,6 @@ def _print_totals(console: Console, episode: Episode) -> None:
     if (failure := episode.failure) is not None:
         told = f"failed ({failure.kind.value}, {failure.boundary}): {failure.message}"
         console.print(Text(visible(told), "red"), soft_wrap=True)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _name(turn: Turn) -> str:

@@ -12,9 +12,10 @@ from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.suites import REPAIRS, swe_task
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-from openhands_rl_plugin.evals.tasks.repair.own import TRAIN, OwnTasks, make_own_tasks, own_tasks, shown_functions
+from openhands_rl_plugin.evals.tasks.repair.own import OwnTasks, make_own_tasks, own_tasks, shown_functions
 from openhands_rl_plugin.evals.tasks.repair.rows import at_level, spec_of
 from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository, repository_lines
+from openhands_rl_plugin.evals.tasks.split import TRAIN
 from openhands_rl_plugin.training.loop.stages import LoopListener
 
 
@@ -41,7 +42,7 @@ def own_functions(options: RepairOptions, listener: LoopListener, *, anew: bool)
     if own is None:
         raise ConfigError(f"{folder} has lost its tasks: start over with --fresh")
     made_of = repository.model_copy(update={"commit": own.commit})
-    for line in (*repository_lines(made_of, repository.commit), *own.lines()):
+    for line in (*repository_lines(made_of, repository.commit), own.line()):
         listener.noted(line)
     return own
 

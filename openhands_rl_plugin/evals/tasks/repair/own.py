@@ -10,6 +10,7 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.core.transcript import counted
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 from openhands_rl_plugin.evals.swe.dataset import read_instances
@@ -21,9 +22,8 @@ from openhands_rl_plugin.evals.tasks.sources.download import fetch
 from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
 from openhands_rl_plugin.evals.tasks.sources.package_layout import layout_of
 from openhands_rl_plugin.evals.tasks.sources.packages import Package
-from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
+from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
 
-TRAIN = "train"
 ROWS = "own.jsonl"
 _SEED = 1  # whatever the run's: runs with other seeds are evaluated on the same tasks
 _A_FUNCTION, _AT_MOST = 4, 400
@@ -40,15 +40,15 @@ class OwnTasks(Frozen):
     training: tuple[Instance, ...]
     held_out: tuple[Instance, ...]
 
-    def lines(self) -> tuple[str, ...]:
+    def line(self) -> str:
         """What there is, for a person."""
         parts = [
-            f"{len(rows)} {what} ({_counted(_functions(rows), 'function')} in {_counted(len(_files(rows)), 'file')})"
+            f"{len(rows)} {what} ({counted(_functions(rows), 'function')} in {counted(len(_files(rows)), 'file')})"
             for rows, what in ((self.training, "to train on"), (self.held_out, "held out"))
         ]
         shared = _files(self.training) & _files(self.held_out)
         apart = "functions, in the same files" if shared else "files"
-        return (f"tasks of {self.name}: {', '.join(parts)}; they are apart by {apart}",)
+        return f"tasks of {self.name}: {', '.join(parts)}; they are apart by {apart}"
 
 
 def make_own_tasks(
@@ -81,7 +81,7 @@ def make_own_tasks(
     if why := _why(recorded):
         notes.append(f"there would be more tasks{why}: see --with and --tests, and start over with --fresh")
     if left := len(made) - len(kept):
-        notes.append(f"{_counted(left, 'task')} would show what is held out, or unbalance the parts: left out")
+        notes.append(f"{counted(left, 'task')} would show what is held out, or unbalance the parts: left out")
     return tuple(notes)
 
 
@@ -124,7 +124,7 @@ def _made(
     functions = [*{each.sliced.name: each for each in reversed(found)}.values()]
     made = list(tasks_of(package, plan, functions, Counter()))[: plan.per_package]
     if len(made) < LEAST_TRAINING + LEAST_HELD_OUT or len(functions) < _LEAST_FUNCTIONS:
-        what = f"{_counted(len(made), 'task')} of {_counted(len(functions), 'function')}"
+        what = f"{counted(len(made), 'task')} of {counted(len(functions), 'function')}"
         raise ConfigError(_too_few(repository, f"{what}{_why(recorded)}"))
     return made, recorded
 
@@ -168,7 +168,7 @@ def _why(recorded: Recorded) -> str:
         return ", as its tests did not end in time"
     if recorded.broken:
         file, reason = next(iter(recorded.broken.items()))
-        return f", as {_counted(len(recorded.broken), 'file')} of tests cannot be imported ({file:.80}: {reason:.120})"
+        return f", as {counted(len(recorded.broken), 'file')} of tests cannot be imported ({file:.80}: {reason:.120})"
     return ""
 
 
@@ -188,7 +188,3 @@ def _functions(rows: tuple[Instance, ...]) -> int:
 
 def _files(rows: tuple[Instance, ...]) -> set[str]:
     return {spec_of(each).path for each in rows}
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
