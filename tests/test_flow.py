@@ -13,13 +13,13 @@ from report_data import data_of
 from shopper_model import GOAL, INSTRUCTION, SHOP, write_shopper
 from transformers import AutoTokenizer
 
-from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings, TrainingSettings
+from openhands_rl_plugin.contrib.studio.reports.listener import RunReport
+from openhands_rl_plugin.contrib.webshop import running_webshop
+from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore

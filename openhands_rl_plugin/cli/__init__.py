@@ -58,19 +58,22 @@ exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` 
 """
 
 _MODULES = {
-    "acp": "work.acp",
-    "cli": "work.openhands_cli",
-    "images": "work.images",
-    "import": "import_",
-    "improve": "train.improve",
-    "label": "judging.label",
-    "list": "list_",
-    "rollout": "work.rollout",
-    "rollouts": "work.rollouts",
-    "run": "work.run",
-    "score": "judging.score",
-    "train": "train.train",
-    "watch": "train.watch",
+    "demo": "contrib.demo.command",
+    "env": "contrib.webshop.command",
+    "improve": "contrib.improve.command",
+    "rollouts": "contrib.rollouts.command",
+    "studio": "contrib.studio.command",
+    "watch": "contrib.watch.command",
+    "acp": "cli.work.acp",
+    "cli": "cli.work.openhands_cli",
+    "images": "cli.work.images",
+    "import": "cli.import_",
+    "label": "cli.judging.label",
+    "list": "cli.list_",
+    "rollout": "cli.work.rollout",
+    "run": "cli.work.run",
+    "score": "cli.judging.score",
+    "train": "cli.train.train",
 }
 FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
 
@@ -163,7 +166,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def module_of(command: str) -> str:
     """The module of a command."""
-    return f"openhands_rl_plugin.cli.{_MODULES.get(command, command)}"
+    return f"openhands_rl_plugin.{_MODULES.get(command, f'cli.{command}')}"
 
 
 def _run(command: ModuleType, args: argparse.Namespace) -> int:

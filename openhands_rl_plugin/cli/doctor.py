@@ -115,7 +115,7 @@ async def _drift(args: argparse.Namespace) -> int:
 
 
 def _decoder(folder: Path) -> Decode:
-    from openhands_rl_plugin.apps.studio.token_text import load_tokenizer
+    from openhands_rl_plugin.contrib.studio.token_text import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -26,9 +26,9 @@ from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.demo.progress import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource
+    from openhands_rl_plugin.contrib.demo.progress import ProgressListener
     from openhands_rl_plugin.core.types import Adapter, JsonObject
 
 RESUME = "finished stages are kept, and the same command continues"
@@ -122,8 +122,8 @@ def _source(args: argparse.Namespace) -> TaskSource:
 
 
 def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> int:
-    from openhands_rl_plugin.apps.demo.progress import ProgressListener
     from openhands_rl_plugin.apps.loop.claim import claim, forget
+    from openhands_rl_plugin.contrib.demo.progress import ProgressListener
 
     directory = args.run_dir.absolute()
     if args.fresh:
@@ -172,7 +172,7 @@ def _served(
     args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
 ) -> Iterator[tuple[RLSettings, Path]]:
     """The settings with all addresses, and the weights of the base model. Servers that are not named are started."""
-    from openhands_rl_plugin.apps.demo.child import free_port, running_command
+    from openhands_rl_plugin.contrib.demo.child import free_port, running_command
     from openhands_rl_plugin.evals.runs.suites import WEBSHOP
 
     with ExitStack() as opened:
@@ -224,7 +224,7 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
 
 
 def _report(result: LoopResult, listener: ProgressListener) -> None:
-    from openhands_rl_plugin.apps.demo.progress import final_table
+    from openhands_rl_plugin.contrib.demo.progress import final_table
 
     listener.console.print(final_table(result.state, "tasks"))
     for change in result.changes:

@@ -70,7 +70,7 @@ def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], compariso
     else:
         print_report(runs, comparison)
     if args.out is not None:
-        from openhands_rl_plugin.apps.studio.reports.evaluation import write_evaluation_report
+        from openhands_rl_plugin.contrib.studio.reports.evaluation import write_evaluation_report
 
         write_json_report(args.out, groups, comparison)
         write_evaluation_report(args.out, runs, comparison)

@@ -126,8 +126,8 @@ class _Watcher:
 
 
 def _make(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.contrib.repair.making import RepairPlan, make_repair
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-    from openhands_rl_plugin.evals.tasks.repair.making import RepairPlan, make_repair
     from openhands_rl_plugin.evals.tasks.suite import make_suite
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
@@ -169,8 +169,8 @@ def _make_localization(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> TaskPlan:
     """The plan that the sources and options give. Raises ``ConfigError``."""
+    from openhands_rl_plugin.contrib.repair.making import RepairPlan
     from openhands_rl_plugin.core.validation import unknown_name
-    from openhands_rl_plugin.evals.tasks.repair.making import RepairPlan
     from openhands_rl_plugin.evals.tasks.sources.packages import (
         REPAIR,
         REPAIR_PLAN,
@@ -233,10 +233,10 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    from openhands_rl_plugin.contrib.repair.other_bugs import more_instances
+    from openhands_rl_plugin.contrib.repair.rows import MORE, plainly_named
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.lineage import read_lineage
-    from openhands_rl_plugin.evals.tasks.repair.other_bugs import more_instances
-    from openhands_rl_plugin.evals.tasks.repair.rows import MORE, plainly_named
     from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR, tasks_file
     from openhands_rl_plugin.evals.tasks.task_table import table_of
     from openhands_rl_plugin.trajectories.view.terminal import console

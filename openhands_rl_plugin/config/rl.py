@@ -20,12 +20,12 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
 from openhands_rl_plugin.config.loop import LoopSettings as LoopSettings
 from openhands_rl_plugin.config.sampling import SamplingSettings as SamplingSettings
-from openhands_rl_plugin.config.tinker import TinkerSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
 from openhands_rl_plugin.config.verifier import VerifierSettings as VerifierSettings
-from openhands_rl_plugin.config.watch import WatchSettings as WatchSettings
 from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
+from openhands_rl_plugin.contrib.trainers.tinker.settings import TinkerSettings
+from openhands_rl_plugin.contrib.watch.settings import WatchSettings as WatchSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject, Limits, SamplingParams
 from openhands_rl_plugin.core.validation import Location, problems

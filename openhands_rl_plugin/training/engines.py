@@ -21,7 +21,7 @@ def make_trainer(
     policy. ``settings`` say where another engine is. Raises ``ConfigError`` and ``TrainingError``.
     """
     if training.engine == "tinker":
-        from openhands_rl_plugin.training.tinker.trainer import TinkerTrainer
+        from openhands_rl_plugin.contrib.trainers.tinker.trainer import TinkerTrainer
 
         return TinkerTrainer(training, settings.tinker, base_model, adapter=adapter)
     if training.engine == "trl":

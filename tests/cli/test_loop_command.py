@@ -28,9 +28,9 @@ from openhands_rl_plugin.apps.loop.run import LoopJob, loop_plan
 from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.evals.runs.suites import local_rows
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.store import AdapterStore

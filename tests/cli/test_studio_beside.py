@@ -65,7 +65,7 @@ def test_who_wants_none_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_what_a_studio_lacks_is_one_line_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
-    from openhands_rl_plugin.apps.studio import server
+    from openhands_rl_plugin.contrib.studio import server
 
     assert server, "imported before files run out"
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from raw_server import raw_server, respond
 
+from openhands_rl_plugin.contrib.webshop import WebShop, running_webshop
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import Message, Observation, Task
 from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymDialect, AgentGymOptions
-from openhands_rl_plugin.environments.webshop import WebShop, running_webshop
 from openhands_rl_plugin.testing import check_environment
 
 

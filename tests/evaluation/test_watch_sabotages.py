@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from evaluation.performance.watch.sabotage import HONEST, NOTHING, PASSED, UNDECIDED, table, verdict
-from openhands_rl_plugin.apps.watch.journal import Entry, WatchStep
+from openhands_rl_plugin.contrib.watch.journal import Entry, WatchStep
 from openhands_rl_plugin.core.types import JsonObject
 
 BEGUN: tuple[tuple[WatchStep, JsonObject], ...] = (

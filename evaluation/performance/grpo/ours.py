@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from evaluation.performance.grpo.budget import CpuBudget, Job
-from openhands_rl_plugin.apps.demo.model import NAME
-from openhands_rl_plugin.apps.demo.options import ADAPTER, DemoOptions
+from openhands_rl_plugin.contrib.demo.model import NAME
+from openhands_rl_plugin.contrib.demo.options import ADAPTER, DemoOptions
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -47,7 +47,7 @@ class Clock(LoopListener):
 
 def learn(job: Job) -> None:
     """Reinforcement as in the demo, until the budget is spent, which ends the process."""
-    from openhands_rl_plugin.apps.demo.story import run_demo
+    from openhands_rl_plugin.contrib.demo.story import run_demo
 
     begin_after_warm_start(job, job.out)
     budget = CpuBudget(60 * job.minutes, job.out / "marks.jsonl")
@@ -66,7 +66,7 @@ def learn(job: Job) -> None:
 
 def measure(job: Job) -> None:
     """The demo's last evaluation, of the job's adapter; ``held_out_returns`` reads what came of it."""
-    from openhands_rl_plugin.apps.demo.story import run_demo
+    from openhands_rl_plugin.contrib.demo.story import run_demo
 
     begin_after_warm_start(job, job.out)
     options = DemoOptions(

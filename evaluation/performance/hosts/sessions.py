@@ -36,7 +36,7 @@ from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 _SHOP = """
 import sys, time
-from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.contrib.webshop import running_webshop
 with running_webshop() as url:
     print(url, flush=True)
     sys.stdin.read()

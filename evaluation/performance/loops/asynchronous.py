@@ -31,14 +31,14 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openhands_rl_plugin.apps.demo.child import free_port, running_command
 from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
+from openhands_rl_plugin.contrib.demo.child import free_port, running_command
+from openhands_rl_plugin.contrib.webshop import WebShop
+from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
+from openhands_rl_plugin.contrib.webshop.oracle import oracle_actions
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.environments.webshop import WebShop
-from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
-from openhands_rl_plugin.environments.webshop.oracle import oracle_actions
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evaluation.performance.loops.prefixes import MODEL, processor_seconds, servers
-from openhands_rl_plugin.apps.demo.model import ensure_model
-from openhands_rl_plugin.apps.demo.options import DemoOptions
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
+from openhands_rl_plugin.contrib.demo.model import ensure_model
+from openhands_rl_plugin.contrib.demo.options import DemoOptions
+from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.core.statistics import Estimate, paired_difference, wilson
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.hosts.shared.environment_sessions import EnvironmentSessions
 from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessReward
 from openhands_rl_plugin.training.loop.facts import HeldOut

@@ -24,14 +24,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from openhands_rl_plugin.apps.demo.child import free_port, running_command
-from openhands_rl_plugin.apps.demo.model import ensure_model
-from openhands_rl_plugin.apps.demo.options import CONTEXT_TOKENS, DemoOptions
 from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.contrib.demo.child import free_port, running_command
+from openhands_rl_plugin.contrib.demo.model import ensure_model
+from openhands_rl_plugin.contrib.demo.options import CONTEXT_TOKENS, DemoOptions
+from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.core.records import TrajectoryFilter, prefix_of
 from openhands_rl_plugin.core.types import Frozen, Task, Trajectory
-from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.hosts.shared.environment_sessions import EnvironmentSessions
 from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessReward
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out

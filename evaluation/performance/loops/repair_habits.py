@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from openhands_rl_plugin.contrib.repair.rows import RUN_TESTS
 from openhands_rl_plugin.core.statistics import Estimate, wilson
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.evals.tasks.repair.rows import RUN_TESTS
 
 _FAILED = re.compile(r"(\d+) failed, \d+ passed")
 

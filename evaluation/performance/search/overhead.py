@@ -15,11 +15,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
+from openhands_rl_plugin.contrib.webshop import WebShop, running_webshop
 from openhands_rl_plugin.core.protocols import Environment, Forkable
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.environments.webshop import WebShop, running_webshop
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 

@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
-from openhands_rl_plugin.apps.demo.child import free_port, running_command
-from openhands_rl_plugin.apps.demo.model import NAME, ensure_model
-from openhands_rl_plugin.apps.demo.repair.options import ADAPTER, RepairOptions
+from openhands_rl_plugin.contrib.demo.child import free_port, running_command
+from openhands_rl_plugin.contrib.demo.model import NAME, ensure_model
+from openhands_rl_plugin.contrib.demo.repair.options import ADAPTER, RepairOptions
+from openhands_rl_plugin.contrib.repair.rows import TESTS_AS_VALUE
 from openhands_rl_plugin.core.statistics import paired_difference, wilson
 from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject
-from openhands_rl_plugin.evals.tasks.repair.rows import TESTS_AS_VALUE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 

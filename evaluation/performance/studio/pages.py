@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evaluation.performance.studio.episodes import Words, long_episode, searched_episode
-from openhands_rl_plugin.apps.studio.config import StudioConfig
-from openhands_rl_plugin.apps.studio.server import running_studio
-from openhands_rl_plugin.apps.studio.sources import StudioSources
+from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.server import running_studio
+from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -13,8 +13,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from openhands_rl_plugin.apps.watch.gates import held_out_gate, safety_gate
-from openhands_rl_plugin.apps.watch.trouble import FLAGGED, STUCK, TROUBLES
+from openhands_rl_plugin.contrib.watch.gates import held_out_gate, safety_gate
+from openhands_rl_plugin.contrib.watch.trouble import FLAGGED, STUCK, TROUBLES
 from openhands_rl_plugin.core.statistics import Estimate, wilson
 
 

@@ -32,9 +32,9 @@ from evaluation.performance.watch.world import (
     minutes_since,
 )
 from evaluation.performance.watch.worlds import WORLDS, World
-from openhands_rl_plugin.apps.watch.journal import WatchStep
-from openhands_rl_plugin.apps.watch.state import Measurement, state_of
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.contrib.watch.journal import WatchStep
+from openhands_rl_plugin.contrib.watch.state import Measurement, state_of
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.statistics import wilson
 from openhands_rl_plugin.models.adapters.store import AdapterStore

@@ -17,23 +17,23 @@ from pathlib import Path
 from evaluation.performance.watch.poison import SECRET
 from evaluation.performance.watch.world import ADAPTER, MODEL, Served, Way, job_of
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-from openhands_rl_plugin.apps.watch.measuring import play as play_tasks
 from openhands_rl_plugin.config.host import TOOLS, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.evals.runs.suites import find_suite, swe_task
-from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.repair.oracle import (
+from openhands_rl_plugin.contrib.repair.oracle import (
     ORACLE,
     edit_call,
     fixed_text,
     oracle_plan,
     other_edits,
 )
-from openhands_rl_plugin.evals.tasks.repair.oracle_server import serve_oracle
-from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances, spec_of
+from openhands_rl_plugin.contrib.repair.oracle_server import serve_oracle
+from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
+from openhands_rl_plugin.contrib.watch.measuring import play as play_tasks
+from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.evals.runs.suites import find_suite, swe_task
+from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -40,9 +40,9 @@ from evaluation.performance.watch.world import (
     write_model,
     write_settings,
 )
-from openhands_rl_plugin.apps.watch.journal import Entry, WatchStep
-from openhands_rl_plugin.apps.watch.service import Watch
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.contrib.watch.journal import Entry, WatchStep
+from openhands_rl_plugin.contrib.watch.service import Watch
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import Adapter

@@ -17,10 +17,13 @@ from typing import Any
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-from openhands_rl_plugin.apps.watch.journal import Entry, Journal, WatchStep
-from openhands_rl_plugin.apps.watch.service import Watch
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.contrib.repair.backend import RepairBackend
+from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep
+from openhands_rl_plugin.contrib.watch.service import Watch
+from openhands_rl_plugin.contrib.webshop import running_webshop
+from openhands_rl_plugin.contrib.webshop.oracle import listings, oracle_actions
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.core.types import (
@@ -35,11 +38,8 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.environments.webshop import running_webshop
-from openhands_rl_plugin.environments.webshop.oracle import listings, oracle_actions
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.suites import Suite
-from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.contrib.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.environments.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.adapters.whole import WeightsPublisher

@@ -13,12 +13,17 @@ from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.recorded import RecordedRunner
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-from openhands_rl_plugin.apps.studio.reports.listener import RunReport
 from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
 from openhands_rl_plugin.config.host import TOOLS, host_of
 from openhands_rl_plugin.config.rl import LoopSettings, RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.config.training import TrainingSettings
+from openhands_rl_plugin.contrib.repair.drills import lessons
+from openhands_rl_plugin.contrib.repair.oracle import ORACLE, RepairOracle
+from openhands_rl_plugin.contrib.repair.oracle_server import serve_oracle
+from openhands_rl_plugin.contrib.repair.rows import spec_of
+from openhands_rl_plugin.contrib.studio.reports.listener import RunReport
+from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Forkable, TrajectoryStorage
@@ -31,17 +36,12 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.environments.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
 from openhands_rl_plugin.evals.runs.suites import REPAIRS, graded_by
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.tasks.repair.drills import lessons
-from openhands_rl_plugin.evals.tasks.repair.oracle import ORACLE, RepairOracle
-from openhands_rl_plugin.evals.tasks.repair.oracle_server import serve_oracle
-from openhands_rl_plugin.evals.tasks.repair.rows import spec_of
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.contrib.repair.rows import MORE
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.core.types import Frozen
@@ -30,7 +31,6 @@ from openhands_rl_plugin.evals.runs.suites import (
     swe_tasks,
 )
 from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.tasks.repair.rows import MORE
 
 _SPLITS: Mapping[str, tuple[str, str]] = dict.fromkeys((LOCAL, WEBSHOP, *REPAIRS), ("train", HELD_OUT))
 """Suite -> its split for training, and the one that is held out."""

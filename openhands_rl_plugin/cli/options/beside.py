@@ -49,9 +49,9 @@ def _begun(
     tokenizer: Path | None,
 ) -> str:
     try:
-        from openhands_rl_plugin.apps.studio.config import StudioConfig
-        from openhands_rl_plugin.apps.studio.server import running_studio
-        from openhands_rl_plugin.apps.studio.sources import StudioSources
+        from openhands_rl_plugin.contrib.studio.config import StudioConfig
+        from openhands_rl_plugin.contrib.studio.server import running_studio
+        from openhands_rl_plugin.contrib.studio.sources import StudioSources
 
         known = tokenizer is not None and (tokenizer / "tokenizer.json").is_file()
         config = StudioConfig(port=0, author=author(), tokenizer=str(tokenizer) if known else "")

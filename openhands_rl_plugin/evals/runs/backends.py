@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from openhands_rl_plugin.contrib.repair.backend import RepairBackend
+from openhands_rl_plugin.contrib.repair.rows import is_repair
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.images.finding import ImageFinder
 from openhands_rl_plugin.evals.images.layers import ImageLimits
@@ -21,8 +23,6 @@ from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict
 from openhands_rl_plugin.evals.tasks.localization.backend import LocalizationBackend
 from openhands_rl_plugin.evals.tasks.localization.rows import is_localization
-from openhands_rl_plugin.evals.tasks.repair.backend import RepairBackend
-from openhands_rl_plugin.evals.tasks.repair.rows import is_repair
 from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
 
 BackendName = Literal["local", "docker", "image"]

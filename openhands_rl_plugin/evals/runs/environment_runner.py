@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import SuccessRule
+from openhands_rl_plugin.contrib.webshop import Split, WebShop, running_webshop
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
-from openhands_rl_plugin.environments.webshop import Split, WebShop, running_webshop
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.stages import Stages

@@ -4,10 +4,10 @@ compare only under the same prompts.
 
 from __future__ import annotations
 
+from openhands_rl_plugin.contrib.repair.rows import DIRECTORY, is_repair
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.localization import rows as localization
 from openhands_rl_plugin.evals.tasks.localization.rows import is_localization
-from openhands_rl_plugin.evals.tasks.repair.rows import DIRECTORY, is_repair
 from openhands_rl_plugin.hosts.shared.options import UserReplies
 
 _INSTRUCTION = """\

@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import RewardSettings
+from openhands_rl_plugin.contrib.repair.other_bugs import more_instances
+from openhands_rl_plugin.contrib.repair.rows import LEVELS, MORE, Level, repair_instances
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
 from openhands_rl_plugin.core.types import Frozen, Task
 from openhands_rl_plugin.core.validation import unknown_name
@@ -18,8 +20,6 @@ from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.localization.rows import LOCALIZATION, all_localization
-from openhands_rl_plugin.evals.tasks.repair.other_bugs import more_instances
-from openhands_rl_plugin.evals.tasks.repair.rows import LEVELS, MORE, Level, repair_instances
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 
 LOCAL = "swe-local"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from openhands_rl_plugin.contrib.repair.rows import is_repair
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Frozen
@@ -16,7 +17,6 @@ from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.lineage import Check, TaskLineage, TasksLineage, read_lineage, write_lineage
-from openhands_rl_plugin.evals.tasks.repair.rows import is_repair
 
 NO_OP = """diff --git a/no_op.txt b/no_op.txt
 new file mode 100644

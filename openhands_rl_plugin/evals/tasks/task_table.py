@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from openhands_rl_plugin.contrib.repair.rows import COLUMN
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.lineage import TasksLineage
-from openhands_rl_plugin.evals.tasks.repair.rows import COLUMN
 
 
 def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Table:

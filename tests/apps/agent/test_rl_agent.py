@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.apps.agent.rl_agent import EpisodeResult, ExcludedEpisodes
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     ConfigError,
@@ -34,7 +35,6 @@ from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.records import EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Score, Trajectory
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator

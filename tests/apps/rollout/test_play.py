@@ -16,10 +16,10 @@ from openhands_rl_plugin import FileTrajectoryStorage, PlayOptions, PolicyRef, T
 from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of, read_episode, rollout_command
 from openhands_rl_plugin.apps.rollout.tasks import find_task
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.evals.swe.dataset import row_of
-from openhands_rl_plugin.evals.tasks.repair.rows import repair_instances
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
 SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"

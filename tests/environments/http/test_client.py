@@ -10,10 +10,10 @@ import pytest
 from pydantic import ValidationError
 from raw_server import raw_server, respond
 
+from openhands_rl_plugin.contrib.webshop import WebShop, oracle_actions, running_webshop
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import Message, Task
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.environments.webshop import WebShop, oracle_actions, running_webshop
 from openhands_rl_plugin.testing import check_environment
 
 

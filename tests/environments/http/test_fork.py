@@ -9,12 +9,12 @@ import pytest
 from raw_server import raw_server, respond
 from test_client import CountingServer, options, said, task
 
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.protocols import Forkable, Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, PolicyRef, StrategySpec
 from openhands_rl_plugin.environments.http.client import WebEnvClient
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.budget import SearchBudget

@@ -15,10 +15,10 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.contrib.environments.nemo_gym import NeMoGymClient
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
-from openhands_rl_plugin.environments.nemo_gym import NeMoGymClient
 from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.evals.runs.environment_runner import shop_for
 from openhands_rl_plugin.evals.runs.episodes import EvalTask

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from openhands_rl_plugin.apps.rollout.service.owners import living_owner, release_dead
-from openhands_rl_plugin.apps.rollout.service.queue import JobQueue
-from openhands_rl_plugin.apps.rollout.service.states import Result, RolloutState
+from openhands_rl_plugin.contrib.rollouts.owners import living_owner, release_dead
+from openhands_rl_plugin.contrib.rollouts.queue import JobQueue
+from openhands_rl_plugin.contrib.rollouts.states import Result, RolloutState
 
 TWICE = 7
 

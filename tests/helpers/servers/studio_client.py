@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from starlette.testclient import TestClient
 
-from openhands_rl_plugin.apps.studio.app import build_app
-from openhands_rl_plugin.apps.studio.config import StudioConfig
-from openhands_rl_plugin.apps.studio.sources import StudioSources
-from openhands_rl_plugin.apps.studio.tickets import Tickets
+from openhands_rl_plugin.contrib.studio.app import build_app
+from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.sources import StudioSources
+from openhands_rl_plugin.contrib.studio.tickets import Tickets
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.servers.asgi import GuardedApp
 from openhands_rl_plugin.core.servers.connections import Connections

@@ -11,10 +11,10 @@ from needs import needs_bubblewrap
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.hosts.open import make_runner
 from openhands_rl_plugin.hosts.pool.ray_workers import RayPoolRunner
 from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner

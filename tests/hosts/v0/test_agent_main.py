@@ -15,8 +15,8 @@ import pytest
 from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, message_ids, prompt_ids, says, serve, stopped
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.types import FailureKind, StopReason
-from openhands_rl_plugin.environments.webshop import running_webshop
 
 # A run takes about ten seconds of processor time, nearly all of it to import OpenHands.
 PATIENCE = 240

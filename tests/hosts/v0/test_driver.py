@@ -16,10 +16,10 @@ import pytest
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.hosts.pool.processes import ProcessChannel
 from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions

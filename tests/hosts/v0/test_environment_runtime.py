@@ -19,6 +19,7 @@ from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -29,7 +30,6 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Task,
 )
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.hosted_environment import HostedEnvironment

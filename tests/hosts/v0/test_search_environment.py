@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.contrib.webshop import WebShop, create_app
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -35,7 +36,6 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.environments.webshop import WebShop, create_app
 from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE

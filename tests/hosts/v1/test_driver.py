@@ -187,7 +187,7 @@ async def test_worker_processes(server: ScriptedModel, tmp_path: Path) -> None:
 
 @pytest.mark.shows("environments played by a runner")
 async def test_environments_are_played_without_the_sdk(server: ScriptedModel) -> None:
-    from openhands_rl_plugin.environments.webshop import running_webshop
+    from openhands_rl_plugin.contrib.webshop import running_webshop
 
     server.policies["shop"] = lambda body: says("Thought: I buy.\nAction: click[buy now]")
     with running_webshop() as url:

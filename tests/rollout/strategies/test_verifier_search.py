@@ -14,9 +14,9 @@ from verifier_store import BAD, GOOD, episode, toy_episodes
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, Trajectory
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.verifier.card import VerifierOutput
 from openhands_rl_plugin.training.verifier.model import VerifierModel

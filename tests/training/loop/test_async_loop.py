@@ -13,11 +13,11 @@ from shopper_model import SHOP
 from shopping_loop import MODEL, ShopWorld, make_plan, write_talker
 
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.server import running_server

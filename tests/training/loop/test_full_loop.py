@@ -12,8 +12,8 @@ from shopper_model import SHOP
 from shopping_loop import MODEL, ShopWorld, make_plan, write_talker
 from transformers import AutoModelForCausalLM
 
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.adapters.whole import WeightsPublisher
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server

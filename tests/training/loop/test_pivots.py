@@ -12,10 +12,10 @@ from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, SHOP, write_shopper
 from shopping_loop import MODEL, ShopWorld, make_plan
 
 from openhands_rl_plugin.config.rl import LoopSettings
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, StopReason, Task, Trajectory
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server

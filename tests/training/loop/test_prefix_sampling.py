@@ -18,10 +18,10 @@ from shopping_loop import MODEL, TASKS, ShopWorld, make_plan, write_talker
 from tiny_model import write_model
 
 from openhands_rl_plugin.config.rl import LoopSettings
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, prefix_of
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef, Sample, StrategySpec, Task, Tokens, Trajectory
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.rewards.outcome import ReturnReward

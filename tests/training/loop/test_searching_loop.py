@@ -11,10 +11,10 @@ from shopper_model import SHOP
 from shopping_loop import LIMITS, MODEL, ShopWorld, make_plan, write_talker
 
 from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StrategySpec
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.rollout.in_process import SessionRunner

@@ -18,10 +18,10 @@ from shopping_loop import MODEL, write_talker
 from torch import Tensor
 
 from openhands_rl_plugin import FileTrajectoryStorage, PlayOptions
-from openhands_rl_plugin.apps.rollout.trl_worker import TRLRolloutWorker
 from openhands_rl_plugin.config.rl import ServingSettings
+from openhands_rl_plugin.contrib.trainers.trl_worker import TRLRolloutWorker
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, RLError, TrainingError
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server

@@ -17,7 +17,7 @@ import pytest
 from shopper_model import SHOP
 from shopping_loop import MODEL, write_talker
 
-from openhands_rl_plugin.environments.webshop import running_webshop
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server

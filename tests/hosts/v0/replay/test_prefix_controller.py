@@ -12,10 +12,10 @@ from scripted_model import ScriptedModel, call, says, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.config.workspace import PromptName
+from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.records import prefix_of
 from openhands_rl_plugin.core.types import EpisodeRequest, Node, StopReason, Task, Trajectory
-from openhands_rl_plugin.environments.webshop import running_webshop
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.prefix import begun_with, can_begin_others, has_differed, prefix_nodes

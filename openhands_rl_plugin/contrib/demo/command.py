@@ -1,0 +1,159 @@
+"""``openhands-rl demo``: the whole loop on one machine, in the embedded shop or on repair tasks."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
+from openhands_rl_plugin.cli.options.fields import checked
+from openhands_rl_plugin.cli.options.foreground import silence_libraries, typed
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.tasks.sources.packages import package_name
+from openhands_rl_plugin.models.generator.threads import prepare_threads
+from openhands_rl_plugin.models.generator.weights import check_model_folder
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.contrib.demo.options import DemoOptions
+    from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
+
+EPILOG = """examples:
+  openhands-rl demo                      the whole demo, 16 to 35 minutes on two cores: eight iterations
+                                         of 8 tasks by 6 episodes
+  openhands-rl demo --tiny               the same path in two to four minutes, too small to learn
+  openhands-rl demo --task repair        functions with a bug instead of the shop, in the workspace of OpenHands (V0
+                                         where it is installed, else V1); one to two hours on two cores
+  openhands-rl demo --task repair --level 3 --run-dir runs/repair-3
+  openhands-rl demo --task repair --repo ./mine
+                                         trained on are functions of your own repository, too, and held out
+                                         are others of it
+  openhands-rl demo --seed 1 --run-dir runs/seed-1
+  openhands-rl demo --loop async         rollouts and training side by side
+  openhands-rl demo --fresh              start over instead of resuming
+
+The first line has a link to the studio, where you see episodes, stages and curves while they come; --no-studio leaves
+it out. You can interrupt the demo at any time: the same command continues where it stopped.
+"""
+_TASKS = "shop: buy what is asked for; repair: find and fix the bug of a function (default: shop)"
+_LEVEL = "repair: what is told of the bug (1: its line, 2: its function, 3: only the failing test; default: 1)"
+_REPO = "repair: a git repository whose functions are trained on, too, and held out (needs uv)"
+_TESTS = "--repo: pytest's arguments (default: the folders of tests that are found); may be repeated"
+_WITH = "--repo: also install this for its tests; may be repeated"
+_OF_REPAIR = ("level", "repo", "tests", "requirements")
+_TINY = "few tasks and one iteration: a quick check of all parts, too small to learn anything"
+_TOO_SMALL = "--tiny checks that all parts work; it is too small to learn: expect the success to stay near zero"
+SHOP, REPAIR = "shop", "repair"
+RESUME = "the same command continues where it stopped"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The folder of the run, and its size."""
+    parser.add_argument("--task", choices=[SHOP, REPAIR], default=SHOP, help=_TASKS)
+    parser.add_argument("--level", type=int, choices=[1, 2, 3], help=_LEVEL)
+    parser.add_argument("--repo", type=Path, metavar="PATH", help=_REPO)
+    parser.add_argument("--tests", action="append", metavar="PATH", help=_TESTS)
+    parser.add_argument("--with", dest="requirements", action="append", metavar="REQ", help=_WITH)
+    folder = "folder of the run (default: runs/demo, runs/repair or runs/repair-NAME of --repo, -tiny with --tiny)"
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=folder)
+    parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of tasks, sampling and weights")
+    parser.add_argument("--tiny", action="store_true", help=_TINY)
+    parser.add_argument("--fresh", action="store_true", help="delete the files of an earlier run in the folder")
+    parser.add_argument("--iterations", type=int, metavar="ITERATIONS", help="iterations of roll out, train and reload")
+    parser.add_argument("--held-out", type=int, metavar="TASKS", help="tasks in each evaluation")
+    kinds = "async: rollouts continue while the policy is trained"
+    parser.add_argument("--loop", choices=["sync", "async"], default="sync", help=kinds)
+    staleness = "async: versions that a rollout may be behind"
+    parser.add_argument("--max-staleness", type=int, default=1, metavar="VERSIONS", help=staleness)
+    partial = "async: running episodes finish on their version, or continue on the newest"
+    parser.add_argument("--partial-rollouts", choices=["finish", "continue"], default="finish", help=partial)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="another Hugging Face chat model to start from")
+    add_studio(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run or resume the demo, then print the results and the path of the report."""
+    from openhands_rl_plugin.contrib.demo.model import check_extras, default_model_directory
+
+    check_extras()
+    silence_libraries()
+    prepare_threads()
+    from openhands_rl_plugin.apps.loop.claim import check_alone, forget, held
+    from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+    check_alone()
+    if args.model is not None:
+        check_model_folder(args.model)
+    _check(args)
+    directory = (args.run_dir or Path("runs") / _folder(args)).absolute()
+    options = _options(args, directory)
+    with held(directory):
+        if args.fresh:
+            # Only the files of a run are deleted: the folder may hold others.
+            forget(directory)
+            for name in ("trajectories", "adapters"):
+                shutil.rmtree(directory / name, ignore_errors=True)
+        model = args.model or default_model_directory()
+        store = directory / "trajectories"
+        with studio_beside(args, directory, lambda: FileTrajectoryStorage(store), directory / "adapters", model):
+            if args.tiny:
+                print(_TOO_SMALL, flush=True)
+            return _play(options, typed(args), tiny=args.tiny)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Before anything is written or, with ``--fresh``, deleted. Raises ``ConfigError``."""
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository
+
+    for name in _OF_REPAIR if args.task == SHOP else ():
+        if getattr(args, name) is not None:
+            option = "with" if name == "requirements" else name
+            raise ConfigError(f"--{option} is of the repair tasks: add --task repair")
+    if args.repo is None and (args.tests or args.requirements):
+        raise ConfigError("--tests and --with are of a repository: add --repo PATH")
+    if args.repo is not None:
+        find_repository(args.repo)
+
+
+def _folder(args: argparse.Namespace) -> str:
+    name = "demo" if args.task == SHOP else REPAIR
+    own = f"-{package_name(args.repo.resolve())}" if args.repo is not None else ""
+    return f"{name}{own}" + ("-tiny" if args.tiny else "")
+
+
+def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairOptions:
+    from openhands_rl_plugin.contrib.demo.options import DemoOptions
+    from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
+
+    kind = DemoOptions if args.task == SHOP else RepairOptions
+    options = kind(run_directory=directory, model_directory=args.model, seed=args.seed)
+    options = options.shortened() if args.tiny else options
+    given = {"iterations": args.iterations, "held_out": args.held_out, "level": args.level}
+    given |= {"repository": args.repo and args.repo.resolve(), "tests": args.tests, "requirements": args.requirements}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    loop = {"kind": args.loop, "max_staleness": args.max_staleness, "partial_rollouts": args.partial_rollouts}
+    return checked(kind, {**options.model_dump(), "loop": loop, **sizes})
+
+
+def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> int:
+    from openhands_rl_plugin.contrib.demo.options import DemoOptions
+    from openhands_rl_plugin.contrib.demo.progress import ProgressListener, final_table
+    from openhands_rl_plugin.contrib.demo.repair.run import run_repair_demo
+    from openhands_rl_plugin.contrib.demo.story import run_demo
+
+    started = time.monotonic()
+    with ProgressListener(options.stages) as listener:
+        if isinstance(options, DemoOptions):
+            result, word = run_demo(options, listener, command), "goals"
+        else:
+            result, word = run_repair_demo(options, listener, command), "tasks"
+    listener.console.print(final_table(result.state, word))
+    for line in result.comparisons:
+        listener.console.print(line, highlight=False, soft_wrap=True)
+    if tiny:
+        listener.console.print(f"({_TOO_SMALL})", highlight=False, soft_wrap=True)
+    minutes = (time.monotonic() - started) / 60
+    listener.console.print(f"{minutes:.1f} minutes; report: {result.report}", highlight=False, soft_wrap=True)
+    return 0

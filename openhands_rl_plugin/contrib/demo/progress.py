@@ -1,0 +1,153 @@
+"""Progress of a running loop: a bar for the run, a bar for the current activity, and a line per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from openhands_rl_plugin.contrib.demo.summary import COLUMNS, evaluation_rows
+from openhands_rl_plugin.core.transcript import one_line, visible
+from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.sync import LoopListener
+from openhands_rl_plugin.trajectories.view.pages import said_by
+from openhands_rl_plugin.trajectories.view.progress import TimesColumn
+
+
+class ProgressListener(LoopListener):
+    """Draws bars with their times; use as a context manager around the run."""
+
+    def __init__(self, stages: int, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._progress = Progress(
+            TextColumn("{task.description:<34}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimesColumn(),
+            console=self.console,
+        )
+        self._run = self._progress.add_task("stages", total=stages, promise=False)  # they are of different lengths
+        self._activity = self._progress.add_task("starting", total=None)
+        self._shown = ""
+        self._exemplified: set[str] = set()
+        self._example: str | None = None
+
+    def __enter__(self) -> ProgressListener:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def stage_started(self, name: str) -> None:
+        """Show the name of the stage."""
+        self._show(f"{name}: starting", 0, None)
+
+    def noted(self, line: str) -> None:
+        """Print it."""
+        self.console.print(f"  {visible(line)}", highlight=False, soft_wrap=True, markup=False)
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        """Move the lower bar."""
+        self._show(f"{stage}: {activity}", done, total)
+
+    def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
+        """Print one episode of each evaluation: where possible of the same task, so that they can be compared."""
+        known = trajectory.task.id == (self._example or trajectory.task.id)
+        if not stage.startswith("evaluate") or stage in self._exemplified or trajectory.failure or not known:
+            return
+        self._exemplified.add(stage)
+        self._example = trajectory.task.id
+        for line in episode_lines(trajectory):
+            self.console.print(line, style="dim", highlight=False, markup=False, overflow="ellipsis", no_wrap=True)
+
+    def stage_finished(self, record: StageRecord) -> None:
+        """Move the upper bar and print a line."""
+        self._progress.advance(self._run)
+        self.console.print(stage_line(record), highlight=False, soft_wrap=True, markup=False)
+
+    def _show(self, description: str, done: int, total: int | None) -> None:
+        if description != self._shown:
+            self._progress.reset(self._activity, total=total, description=description)
+            self._shown = description
+        self._progress.update(self._activity, completed=done)
+
+
+def stage_line(record: StageRecord) -> str:
+    """One stage in one line: its duration and its metrics."""
+    metrics = record.metrics
+    figures = [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
+    if metrics.get("failed"):
+        figures.append(f"{metrics['failed']:.0f} failed")
+    if metrics.get("unscored"):
+        figures.append(
+            f"{metrics['unscored']:.0f} without a reward (`openhands-rl score STORE --reward NAME` says why)"
+        )
+    if "pivots" in metrics:
+        figures += _of_pivots(metrics)
+    elif "states" in metrics:
+        figures.append(_of_proposals(metrics))
+    elif metrics.get("episodes_used") == 0:
+        causes = [f"{metrics[key]:.0f} {why}" for key, why in _UNUSED.items() if metrics.get(key)]
+        figures.append(f"nothing learnt: {', '.join(causes) or 'no episode ended'}")
+    return (
+        f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
+        + ", ".join(figures)
+    )
+
+
+def _of_proposals(metrics: Mapping[str, float]) -> str:
+    """In how many states the answers that a search compared are not worth the same."""
+    if not metrics["states"]:
+        return "nothing learnt: no answer of the search was judged (`openhands-rl show STORE ID --tree` says why)"
+    nothing = "" if metrics.get("samples") else ": nothing learnt"
+    return f"answers differ in {metrics['states_differing']:.0f} of {metrics['states']:.0f} states{nothing}"
+
+
+def _of_pivots(metrics: Mapping[str, float]) -> list[str]:
+    """What was found among single decisions."""
+    names = ("pivots", "decisions", "wordings", "outcomes")
+    pivots, decisions, wordings, outcomes = (f"{metrics[name]:.0f}" for name in names)
+    told = [f"{pivots} pivots among {decisions} decisions", f"{wordings} wordings with {outcomes} outcomes"]
+    if metrics["answers_failed"]:
+        told.append(f"{metrics['answers_failed']:.0f} answers failed")
+    if metrics.get("episodes_used") == 0:
+        told.append("nothing learnt: all answers to a decision earn alike")
+    return told
+
+
+def episode_lines(trajectory: Trajectory) -> list[str]:
+    """An episode in a few lines: its task, policy and return, then each answer in a line."""
+    head = f"for example {trajectory.task.id}, by {trajectory.policy.served_name}: "
+    answers = [trajectory.nodes[at].message for at in trajectory.path() if trajectory.nodes[at].sampled]
+    lines = [f"{turn}. {one_line(said_by(answer), _ANSWER)}" for turn, answer in enumerate(answers, start=1)]
+    return [
+        f"    {one_line(head, _ANSWER)} return {trajectory.episode_return:.2f}",
+        *(f"      {each}" for each in lines),
+    ]
+
+
+_ANSWER = 80
+"""Characters of an answer that are shown."""
+
+_UNUSED = {
+    "episodes_failed": "failed or cut short by a timeout",
+    "episodes_unscored": "without a reward",
+    "episodes_overlong": "overlong",
+    "episodes_flat": "of tasks whose attempts have equal rewards (easier or harder tasks, or more samples_per_task)",
+    "episodes_alone": "without another attempt to compare with",
+}
+_SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
+
+
+def final_table(state: LoopState, tasks: str = "goals") -> Table:
+    """The evaluations as a table; ``tasks``: the word for tasks."""
+    table = Table(title=f"Held-out {tasks}")
+    for heading in (*COLUMNS, tasks):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for row in evaluation_rows(state):
+        table.add_row(*row)
+    return table

@@ -1,0 +1,296 @@
+"""NeMo Gym's resources servers: a cookie identifies the episode, and an action is a response in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar, Literal
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.contrib.environments.nemo_gym.rows import PARAMETERS, GymRow
+from openhands_rl_plugin.core.errors import BadEnvironmentError
+from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, ToolCall
+from openhands_rl_plugin.environments.http.calls import CalledAction, arguments_of, replies
+from openhands_rl_plugin.environments.http.client import (
+    BaseEnvClient,
+    HttpEnvironmentOptions,
+    ServerAnswer,
+    episode_index,
+)
+from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
+from openhands_rl_plugin.environments.http.transport import (
+    CookieTransport,
+    EndpointMissingError,
+    JsonTransport,
+    excerpt,
+)
+
+_SILENCE = "(no observation)"
+_NO_ROUTE = '{"detail":"NotFound"}'  # without spaces
+
+
+class NeMoGymOptions(HttpEnvironmentOptions):
+    """``index_key`` is the key of the task's index in requests, for tasks without a dataset row.
+
+    ``tool_calls``: ``execute`` sends each call to the server's endpoint of that name, and ``answer`` takes the first
+    response with a call as the answer, as servers want it that grade the call itself. ``auto``: by the row.
+    """
+
+    index_key: str = "seed"
+    tool_calls: Literal["auto", "execute", "answer"] = "auto"
+
+
+class NeMoGymClient(BaseEnvClient):
+    """``/reset`` and ``/step`` of a gymnasium-style server. A server that has no ``/reset`` gets ``/seed_session``, the
+    calls of the row's tools, each at an endpoint of its own, and with the first response without a call ``/verify``,
+    which ends the episode.
+
+    A task's dataset row is ``data["row"]``; every request contains it, and its prompt precedes the first observation.
+    ``/verify`` gets all responses, calls and their outputs, as NeMo Gym's ``simple_agent`` sends them. What a call's
+    endpoint refuses (400, 422, 500) is told to the model; a row that cannot be played in text is refused by ``reset``.
+    A server does not report an unknown episode (after a restart, for example), so it must not be restarted while
+    episodes run.
+    """
+
+    Options: ClassVar[type[HttpEnvironmentOptions]] = NeMoGymOptions
+
+    def __init__(self, options: NeMoGymOptions | None = None) -> None:
+        options = options or NeMoGymOptions()
+        super().__init__(options)
+        self._index_key = options.index_key
+        self._tool_calls = options.tool_calls
+        self._row: GymRow | None = None
+        self._verifies = False
+        self._acted = 0
+        self._output: list[JsonValue] = []
+        self._told: tuple[tuple[ToolCall, str], ...] = ()
+        self._verified_as: ServerAnswer | None = None
+
+    @property
+    def offered_tools(self) -> tuple[JsonObject, ...]:
+        """The row's tools, after ``reset``; none where ``react_format`` describes them in the prompt."""
+        return self._row.tools.offered if self._row is not None and not self.options.react_format else ()
+
+    def make_transport(self) -> JsonTransport:
+        """A transport with cookies; a copy of the episode gets its own."""
+        options = self.options
+        bound, key = options.max_response_bytes, options.key()
+        return CookieTransport(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
+
+    async def open_episode(self, task: Task) -> ServerAnswer:
+        """``POST /reset``, or ``POST /seed_session``."""
+        row = self._row = GymRow.of(self._row_of(task), task.id, task.environment)
+        paths = await self._paths() if row.tools else None
+        # A server with one route for all its tools would take "/reset" for a call of one.
+        self._verifies = self._verifies or (paths is not None and "/reset" not in paths)
+        path = "/seed_session" if self._verifies else "/reset"
+        try:
+            answer = await self.post(path, row.body)
+        except BadEnvironmentError as error:
+            if self._verifies or not (isinstance(error, EndpointMissingError) or await self._has_no_reset()):
+                raise
+            path, self._verifies = "/seed_session", True
+            answer = await self.post(path, row.body)
+        transport = self._open_transport()
+        if not isinstance(transport, CookieTransport) or not transport.has_session:
+            raise BadEnvironmentError(f"{path} set no cookie, so the server cannot distinguish episodes")
+        observation = _observed(answer, path)
+        row.refuse_unanswered(answer, task.id)
+        if row.tools and self._verifies:
+            self._check_endpoints(row, task, paths)
+        if not row.turns and not row.system and not observation:
+            raise BadEnvironmentError(f"{path} answered no observation: give the task a row with a prompt")
+        return ServerAnswer(state=observation or "")
+
+    def opening(self, task: Task, state: str) -> tuple[Message, ...]:
+        """The instructions, then the row's messages; the first observation continues the last one.
+
+        A row that is verified speaks for itself, unless the answer has to have the form of ``react_format``.
+        """
+        row, options = self._known_row(), self.options
+        general = options.system_prompt or task.instruction
+        if options.react_format or not self._verifies:
+            general = super().opening(task, state)[0].content or ""
+        text = "\n\n".join(part for part in (general, *row.system) if part)
+        turns = list(row.turns)
+        if state and turns and turns[-1].role == "user":
+            turns[-1] = Message(role="user", content=f"{turns[-1].content}\n\n{state}")
+        elif state or not turns:
+            turns.append(Message(role="user", content=state or "Begin."))
+        return (*([Message(role="system", content=text)] if text else []), *turns)
+
+    def actions(self, task: Task) -> str:
+        """The row's tools, where they are described in the prompt."""
+        if self._row is None or not self._row.tools:
+            return super().actions(task)
+        return f"{self._row.tools.language()}\nor your answer, as text." if self.options.react_format else ""
+
+    def parse(self, action: Message) -> ParsedAction:
+        """The calls of the row's tools, or the text: that which is verified with its fences, which graders look for."""
+        row = self._known_row()
+        if row.tools and action.tool_calls:
+            return ParsedAction(row.tools.of_message(action, action.content).written(), None)
+        read = parse_react if self.options.react_format else parse_plain
+        if row.tools and (called := row.tools.read(read(action.content).action or "")).calls:
+            return ParsedAction(called.written(), None)
+        return read(action.content, unwrap=not self._verifies)
+
+    async def act(self, action: str) -> ServerAnswer:
+        """``POST /step``, or the action's calls, or ``POST /verify``."""
+        row = self._known_row()
+        called = row.tools.read(action) if row.tools else CalledAction(said=action)
+        for call in called.calls:
+            if call.name not in row.tools:
+                raise row.tools.refused(call.name)
+        self._acted += 1
+        items, self._told = _items(called, self._acted), ()
+        if not self._verifies:
+            return self._stepped(await self._graded("/step", items), called)
+        self._output += items
+        if not called.calls or self._call_is_answer(row):
+            return await self._verified()
+        outputs = [await self._output_of(call) for call in called.calls]
+        self._told = tuple(zip(called.calls, outputs, strict=True))
+        for at, output in enumerate(outputs, 1):
+            self._output.append({"type": "function_call_output", "call_id": _id(self._acted, at), "output": output})
+        return ServerAnswer(state="\n\n".join(outputs), reward=0.0, done=False)
+
+    def reply(self, action: Message, state: str) -> tuple[Message, ...]:
+        """The outputs of calls, of a tool's where the response had calls of its own; then what else was observed."""
+        if not self._told:
+            return super().reply(action, state)
+        outputs = [output or _SILENCE for _, output in self._told]
+        told = replies(action, [call for call, _ in self._told], outputs)
+        return (*told, Message(role="user", content=state)) if state and not self._verifies else told
+
+    async def cut_short(self) -> Observation | None:
+        """``POST /verify`` for an episode that a limit cut, as NeMo Gym's agents do at their limit of steps."""
+        if not self._verifies or not self._output or self._verified_as is not None:
+            return None
+        return Observation(reward=(await self._verified()).reward, truncated=True)
+
+    async def evidence(self) -> JsonObject:
+        """The evidence of ``BaseEnvClient``; ``unrewarded`` where a server that verifies was never asked to."""
+        found = await super().evidence()
+        if found and self._verifies:
+            verdict = self._verified_as
+            found |= {"unrewarded": True} if verdict is None else {"return": verdict.reward, "info": verdict.info}
+        return found
+
+    async def _paths(self) -> frozenset[str] | None:
+        """The server's routes, as it describes them itself; ``None`` where it does not."""
+        try:
+            described = await self._open_transport().get("/openapi.json")
+        except BadEnvironmentError:
+            return None
+        paths = described.get("paths") if isinstance(described, dict) else None
+        return frozenset(paths) if isinstance(paths, dict) else None
+
+    async def _has_no_reset(self) -> bool:
+        paths = await self._paths()
+        return paths is not None and "/reset" not in paths and "/seed_session" in paths
+
+    def _check_endpoints(self, row: GymRow, task: Task, paths: frozenset[str] | None) -> None:
+        """Refuse a row whose calls the server does not execute, unless they are the answer."""
+        if self._call_is_answer(row) or paths is None or any(path.startswith("/{") for path in paths):
+            return
+        if missing := [name for name in row.tools.names if f"/{name}" not in paths]:
+            raise BadEnvironmentError(
+                f"task '{task.id}' cannot be played: {self.options.base_url} has no endpoint for its tool "
+                f'{", ".join(missing[:5])}; start the server that has, or set tool_calls = "answer" in '
+                "[rl.environment] where the call itself is graded"
+            )
+
+    def _call_is_answer(self, row: GymRow) -> bool:
+        return self._tool_calls == "answer" or (self._tool_calls == "auto" and row.call_is_answer)
+
+    async def _output_of(self, call: ToolCall) -> str:
+        """The body of the endpoint's answer, whatever its status: so NeMo Gym's own agents hand it on."""
+        try:
+            arguments = arguments_of(call)
+        except ValueError as error:
+            return json.dumps({"error": f"Invalid tool call arguments: {error!r}"})
+        status, text = await self._open_transport().ask(f"/{call.name}", arguments)
+        if status == 404 and text.replace(" ", "") == _NO_ROUTE:
+            raise BadEnvironmentError(f"{self.options.base_url} has no endpoint for the tool {call.name!r}")
+        return text
+
+    async def _graded(self, path: str, items: list[JsonValue]) -> JsonObject:
+        response = _response(items, self._acted)
+        answer = await self.post(path, {**self._known_row().body, "response": response})
+        if not isinstance(answer, dict):
+            raise BadEnvironmentError(f"{path} answered {excerpt(str(answer))}, which is not a JSON object")
+        if "reward" not in answer:
+            raise BadEnvironmentError(f"{path} answered no 'reward': {excerpt(str(answer))}")
+        return answer
+
+    def _stepped(self, answer: JsonObject, called: CalledAction) -> ServerAnswer:
+        info = answer.get("info")
+        told = info.get("tool_outputs") if isinstance(info, dict) else None
+        outputs = [str(each.get("output")) for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+        if called.calls and len(outputs) == len(called.calls):
+            self._told = tuple(zip(called.calls, outputs, strict=True))
+        state = _observed(answer, "/step") or ("" if self._told else _SILENCE)
+        return ServerAnswer.parse({**answer, "state": state}, "/step")
+
+    async def _verified(self) -> ServerAnswer:
+        answer = await self._graded("/verify", self._output)
+        sent = {*self._known_row().body, "response", "reward"}
+        info = {name: value for name, value in answer.items() if name not in sent}
+        self._verified_as = ServerAnswer.parse(
+            {"state": _SILENCE, "reward": answer["reward"], "terminated": True, "info": info}, "/verify"
+        )
+        return self._verified_as
+
+    def _known_row(self) -> GymRow:
+        if self._row is None:
+            raise RuntimeError("the row is known only after reset")
+        return self._row
+
+    def _row_of(self, task: Task) -> JsonObject:
+        row = task.data.get("row")
+        if row is None:
+            row = {self._index_key: episode_index(task)}
+        if not isinstance(row, dict):
+            raise BadEnvironmentError(f"task '{task.id}' needs an object in data['row'], not {excerpt(repr(row))}")
+        return {PARAMETERS: {"input": []}, **row}
+
+
+def _observed(answer: JsonValue, path: str) -> str | None:
+    if not isinstance(answer, dict):
+        raise BadEnvironmentError(f"{path} answered {excerpt(str(answer))}, which is not a JSON object")
+    observation = answer.get("observation")
+    if observation is not None and not isinstance(observation, str):
+        raise BadEnvironmentError(f"{path} answered a wrong 'observation': {excerpt(str(observation))}")
+    return observation
+
+
+def _id(turn: int, number: int) -> str:
+    return f"call_{turn}_{number}"
+
+
+def _items(called: CalledAction, turn: int) -> list[JsonValue]:
+    """One turn of the model in OpenAI's format for responses: what it said, then its calls."""
+    items: list[JsonValue] = []
+    if called.said or not called.calls:
+        text: JsonObject = {"type": "output_text", "text": called.said, "annotations": []}
+        items.append(
+            {"id": f"msg_{turn}", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+        )
+    for at, call in enumerate(called.calls, 1):
+        own = {"id": f"fc_{turn}_{at}", "type": "function_call", "call_id": _id(turn, at), "status": "completed"}
+        items.append({**own, "name": call.name, "arguments": call.arguments})
+    return items
+
+
+def _response(output: list[JsonValue], number: int) -> JsonObject:
+    return {
+        "id": f"resp_{number}",
+        "object": "response",
+        "created_at": 0,
+        "model": "policy",
+        "output": output,
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": [],
+    }

@@ -1,0 +1,353 @@
+"""``openhands-rl improve``: a git repository as a gym for the model that works on it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
+from openhands_rl_plugin.cli.options.fields import checked
+from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
+from openhands_rl_plugin.cli.options.jobs import loop_job
+from openhands_rl_plugin.cli.options.serving import served_policy
+from openhands_rl_plugin.cli.options.stored import positive
+from openhands_rl_plugin.cli.options.weights import given_weights
+from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.errors import MissingExtraError
+from openhands_rl_plugin.models.generator.threads import prepare_threads
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
+    from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+    from openhands_rl_plugin.contrib.demo.progress import ProgressListener
+    from openhands_rl_plugin.contrib.improve.fitting import Lengths, PromptChoice
+    from openhands_rl_plugin.contrib.improve.gym import Gym
+    from openhands_rl_plugin.contrib.improve.price import Price
+    from openhands_rl_plugin.contrib.improve.spent import RunCost
+    from openhands_rl_plugin.core.types import JsonObject
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
+    from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
+
+_GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
+_GRADING = 300.0
+"""Seconds that a patch's tests have at least: it may make them slower."""
+RESUME = "the same command continues where it stopped"
+EPILOG = """examples:
+  openhands-rl improve --repo . --dry-run                 tasks and price, and nothing is trained
+  openhands-rl improve --repo . --model ./Qwen3-4B        the embedded server serves the model for the run
+  openhands-rl improve --repo . --config config.toml      the server of [rl.serving], and your own settings
+  openhands-rl improve --repo . --model ./SmolLM2-135M-Instruct --tasks 8 --held-out 4 --iterations 1
+  openhands-rl improve --repo . --with hypothesis --tests tests/unit --test-timeout 120
+
+The stages: tasks are made (bugs that the tests notice; past commits whose tests fail without their code), checked, and
+split: held-out tasks change files that no training task changes, and past commits that are held out are newer than
+those of training. Then the price is printed, and the loop of `openhands-rl loop` runs, with an evaluation on the
+held-out tasks before and after. Tests and agents run in bubblewrap without a network.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The repository, the model, the run, and how many tasks of what."""
+    parser.add_argument("--repo", type=Path, required=True, metavar="PATH", help="a git repository with tests")
+    commit = "commit that bugs are put into, and before which fixes are looked for"
+    parser.add_argument("--commit", default="HEAD", metavar="COMMIT", help=commit)
+    settings = "a config.toml with an [rl] section (default: sizes that follow from the model's context)"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=settings)
+    weights = "folder of the base model's weights (default: as the server of [rl.serving] says, else SmolLM2-135M)"
+    parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
+    folder = "folder of the run (default: runs/improve-NAME)"
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=folder)
+    parser.add_argument("--fresh", action="store_true", help="delete tasks and state of an earlier run in the folder")
+    dry = "make tasks, print what was found and what the run would cost, train nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_studio(parser)
+    _add_tasks(parser.add_argument_group("tasks"))
+    loop = parser.add_argument_group("loop", "Default: the keys of [rl.loop], if a config is given.")
+    often = "roll out, train, publish so often (default: 5)"
+    loop.add_argument("--iterations", type=positive, metavar="ITERATIONS", help=often)
+    each = "training tasks rolled out per iteration (default: 8, or all there are)"
+    loop.add_argument("--tasks-per-iteration", type=positive, metavar="TASKS", help=each)
+    loop.add_argument("--samples-per-task", type=positive, metavar="EPISODES", help="episodes per task (default: 8)")
+    loop.add_argument("--workers", type=positive, metavar="EPISODES", help="episodes at a time (default: 4)")
+    processes = "processes that play the episodes (0: this one only)"
+    loop.add_argument("--processes", type=int, metavar="PROCESSES", help=processes)
+    seconds = "seconds for an episode"
+    loop.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help=seconds)
+    native = "tool calls by the server's API, or in the text (default: as context and chat template allow)"
+    loop.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
+
+
+def _add_tasks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tasks", type=positive, default=32, metavar="TASKS", help="training tasks wanted")
+    group.add_argument("--held-out", type=positive, default=16, metavar="TASKS", help="held-out tasks wanted")
+    tests = "pytest's arguments (default: the folders of tests that are found); may be repeated"
+    group.add_argument("--tests", action="append", default=[], metavar="PATH", help=tests)
+    also = "also install this for the tests; may be repeated"
+    group.add_argument("--with", dest="requirements", action="append", default=[], metavar="REQ", help=also)
+    group.add_argument("--python", default="3.12", metavar="VERSION", help="Python version of the tests")
+    group.add_argument("--test-timeout", type=float, default=60.0, metavar="SECONDS", help="for one run of the tests")
+    seed = "seed of the choice of bugs and of the split"
+    group.add_argument("--seed", type=int, default=1, metavar="SEED", help=seed)
+    text = "folder for Python environments (default: in the user's cache folder)"
+    group.add_argument("--cache", type=Path, metavar="DIR", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make tasks, say the price, train. Raises ``RLError`` when the repository, the model or the disk is unusable."""
+    silence_libraries()
+    prepare_threads()
+    try:
+        from openhands_rl_plugin.apps.loop.claim import check_alone, held
+        from openhands_rl_plugin.apps.loop.run import check_trainable
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "openhands", "openhands") from error
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository
+
+    check_alone()
+    repository = find_repository(args.repo, args.commit)
+    directory = (args.run_dir or Path("runs") / f"improve-{repository.name}").absolute()
+    settings = _settings(args, repository, directory)
+    check_trainable(settings)
+    with held(directory):
+        return _improve(args, settings, repository, directory)
+
+
+def _settings(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> RLSettings:
+    """Those of the config, else defaults with everything in the run's folder; and what the options change."""
+    from openhands_rl_plugin.contrib.improve.fitting import own_settings
+
+    names = ("iterations", "tasks_per_iteration", "samples_per_task")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.config is not None:
+        settings = load_settings(args.config)
+    else:
+        settings = own_settings(repository.name, directory, args.timeout)
+    workers = {"max_workers": args.workers} if args.workers is not None else {}
+    # A config may be for other runs, too: nobody has scripted episodes of the user's own repository.
+    loop = checked(LoopSettings, {**settings.loop.model_dump(), **given, "demonstrations": 0})
+    return settings.model_copy(update={"loop": loop, **workers})
+
+
+def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepository, directory: Path) -> int:
+    from openhands_rl_plugin.contrib.improve.fitting import check_room
+    from openhands_rl_plugin.contrib.improve.price import lines as price_lines
+    from openhands_rl_plugin.contrib.improve.telling import gym_lines
+    from openhands_rl_plugin.core.machine import machine
+
+    if args.fresh:
+        _forget(directory)
+    model, settings, choice = _fitted(args, settings)
+    check_room(settings, choice)
+    gym = _gym(args, repository, directory)
+    lengths, loop = check_room(settings, choice, gym.longest), settings.loop
+    sizes = {"held_out": gym.counts[1], "tasks_per_iteration": min(loop.tasks_per_iteration, gym.counts[0])}
+    settings = settings.model_copy(update={"loop": loop.model_copy(update=sizes)})
+    _say(args, *gym_lines(gym), f"model: {model}", *(f"  {reason}" for reason in choice.reasons))
+    with served_policy(settings, model, directory) as (served, weights):
+        price = _price(args, served, gym, weights, lengths, directory, own=not settings.serving.base_url)
+        _say(args, "the run costs at most (episodes that end earlier cost less)", *price_lines(price, machine()))
+        found: JsonObject = {"tasks": gym.model_dump(mode="json"), "prompt": choice.model_dump(mode="json")}
+        found["price"] = price.model_dump(mode="json")
+        if args.dry_run:
+            return _done(args, found)
+        return _train(args, settings, served, weights, choice, gym, directory, found, price)
+
+
+def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSettings, PromptChoice]:
+    """The weights, and the settings with a prompt and lengths that fit the model's context."""
+    from openhands_rl_plugin.contrib.improve.fitting import choose_prompt, context_of, fitted
+    from openhands_rl_plugin.models.engines.server_models import listed_models
+
+    context, serving = None, settings.serving
+    if serving.base_url:
+        with served_policy(settings, args.model, Path()) as (there, model):
+            cards = listed_models(serving.base_url, serving.api_key(), serving.request_timeout) or ()
+            context = next((card.max_model_len for card in cards if card.id == there.serving.model), None)
+    else:
+        model = given_weights(args.model) if args.model is not None else _embedded_model()
+    choice = choose_prompt(settings, model, context_of(model, context), args.native_tool_calling)
+    return model, fitted(settings, choice, chosen=args.config is not None), choice
+
+
+def _embedded_model() -> Path:
+    from openhands_rl_plugin.contrib.demo.model import ensure_model
+
+    return ensure_model()
+
+
+def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> Gym:
+    """The tasks, made or found. A run keeps the commit that it began with."""
+    from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
+    from openhands_rl_plugin.contrib.improve.gym import WantedTasks, make_gym, pinned, resize
+    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import repository_lines
+    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
+
+    options = checked(
+        WantedTasks,
+        {"timeout": args.test_timeout, **{name: getattr(args, name) for name in _GYM_OPTIONS}},
+        {"timeout": "--test-timeout", "requirements": "--with"},
+    )
+    folder = directory / "tasks"
+    there = {"repository": str(repository.root), "commit": args.commit, **options.model_dump(mode="json")}
+    if not (directory / OPTIONS).exists() and resize(folder, there, options):
+        _say(args, "other numbers of tasks than before: they are made anew")
+    claim(folder, there)
+    of = pinned(repository, folder)
+    _say(args, *repository_lines(of, repository.commit))
+    with progress_bar("reading") as bar:
+        return make_gym(of, options, folder, args.cache or default_cache(), _Watcher(bar))
+
+
+class _Watcher:
+    """Shows what is being done: as a bar on a terminal, as lines on stderr elsewhere."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self._bar = bar
+
+    def stage(self, what: str, total: int | None = None) -> None:
+        """A stage begins."""
+        self._bar.update(0, total, what=what, note="")
+        self._print(what)
+
+    def package(self, label: str, at: int, of: int) -> None:
+        """There is one only."""
+
+    def tried(self, made: int, wanted: int, reason: str) -> None:
+        """A change was tried."""
+        note = reason or "made one"
+        self._bar.update(made, wanted, note=note)
+        self._print(f"  {made} of {wanted} tasks; {note}")
+
+    def checked(self, done: int, total: int, last: str) -> None:
+        """A task went through the gate."""
+        self._bar.update(done, total, note=last)
+        self._print(f"  {done} of {total} checked; {last}")
+
+    def _print(self, line: str) -> None:
+        if not self._bar.drawn:
+            self._bar.print(line)
+
+
+def _price(
+    args: argparse.Namespace,
+    settings: RLSettings,
+    gym: Gym,
+    model: Path,
+    lengths: Lengths,
+    directory: Path,
+    *,
+    own: bool,
+) -> Price:
+    from openhands_rl_plugin.contrib.improve.price import price_of
+    from openhands_rl_plugin.contrib.improve.rates import measure_rates
+
+    rates = asyncio.run(measure_rates(settings, gym.longest * 2))
+    graders = os.cpu_count() or 1
+    return price_of(
+        settings,
+        gym,
+        model,
+        lengths,
+        rates,
+        graders=graders,
+        directory=directory,
+        serves=own,
+        timeout=args.timeout,
+    )
+
+
+def _train(
+    args: argparse.Namespace,
+    settings: RLSettings,
+    served: RLSettings,
+    model: Path,
+    choice: PromptChoice,
+    gym: Gym,
+    directory: Path,
+    found: JsonObject,
+    price: Price,
+) -> int:
+    """The loop, and what it earned. ``settings``: as they were before the server's address was known."""
+    from rich.console import Console
+
+    from openhands_rl_plugin.apps.loop.claim import claim, identity_of
+    from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
+    from openhands_rl_plugin.contrib.demo.progress import ProgressListener, final_table
+    from openhands_rl_plugin.contrib.improve.spent import spent_lines
+    from openhands_rl_plugin.contrib.improve.telling import earned, earned_lines, use_lines
+
+    folder = directory / "tasks"
+    source = TaskSource(suite=str(folder / gym.training), held_out_rows=folder / gym.held_out)
+    claim(directory, identity_of(settings, source.model_dump(mode="json"), model=model, timeout=args.timeout))
+    job = _job(args, served, model, choice, loop_tasks(source, served), directory)
+    adapters = settings.serving.adapters_directory.resolve()
+    with (
+        studio_beside(args, directory, lambda: open_storage(settings), adapters, model),
+        ProgressListener(settings.loop.stages, Console(stderr=args.json)) as listener,
+    ):
+        result, spent = asyncio.run(_run(args, job, listener))
+    listener.console.print(final_table(result.state, "tasks"))
+    server = settings.serving.base_url
+    used = use_lines(result, model, settings.serving.adapter, adapters, server=server)
+    told = (*earned_lines(result), *spent_lines(spent, price), f"report: {result.report}", *used)
+    _say(args, *told)
+    return _done(args, {**found, "result": earned(result), "spent": spent.model_dump(mode="json")})
+
+
+async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> tuple[LoopResult, RunCost]:
+    from openhands_rl_plugin.apps.loop.run import run_loop
+    from openhands_rl_plugin.contrib.improve.spent import spent_by
+    from openhands_rl_plugin.evals.runs.backends import make_backend
+
+    backend = make_backend("local", cache=args.cache)
+    try:
+        result = await run_loop(replace(job, backend=backend), listener)
+    finally:
+        await backend.close()
+    storage = open_storage(job.settings)
+    try:
+        return result, await spent_by(storage, result.state, job.run_id)
+    finally:
+        await storage.close()
+
+
+def _job(
+    args: argparse.Namespace, settings: RLSettings, model: Path, choice: PromptChoice, tasks: LoopTasks, directory: Path
+) -> LoopJob:
+    return replace(
+        loop_job(args, settings, model, tasks, directory),
+        graders=os.cpu_count() or 1,
+        test_timeout=max(_GRADING, 2 * args.test_timeout),
+        native_tool_calling=choice.native,
+    )
+
+
+def _say(args: argparse.Namespace, *lines: str) -> None:
+    """To people: on stdout, or beside the JSON."""
+    print(sayable("\n".join(lines)), file=sys.stderr if args.json else sys.stdout, flush=True)
+
+
+def _forget(directory: Path) -> None:
+    """Delete the tasks and the state of an earlier run; episodes and adapters stay."""
+    import shutil
+
+    from openhands_rl_plugin.apps.loop.claim import forget
+
+    forget(directory)
+    shutil.rmtree(directory / "tasks", ignore_errors=True)
+
+
+def _done(args: argparse.Namespace, found: JsonObject) -> int:
+    if args.json:
+        print(sayable(json.dumps(found, indent=1)))
+    return 0

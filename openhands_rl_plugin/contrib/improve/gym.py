@@ -1,0 +1,307 @@
+"""The stages that make tasks of a repository. Each leaves a file; one that is there is not done again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from pydantic import Field, ValidationError
+
+from openhands_rl_plugin.apps.loop.claim import OPTIONS, noted_options
+from openhands_rl_plugin.contrib.improve.gate import CheckedTask, gate_tasks
+from openhands_rl_plugin.contrib.improve.survey import Survey, survey
+from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.evals.runs.backends import make_backend
+from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.swe.patches import touched_files
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.candidates import REOPENED
+from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, lineage_path, read_lineage, write_tasks
+from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate
+from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
+from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
+from openhands_rl_plugin.evals.tasks.suite import make_suite
+
+_REPOSITORY, _SURVEY, _MADE, _GYM = "repository.json", "survey.json", "made.jsonl", "gym.json"
+_GATE, _TRIED = "gate", "tried.txt"
+_SPARE = 1.25
+"""Tasks made for each that is wanted: the gate and the split drop some."""
+
+_REPEATS = 1
+"""Runs of the gate with the fix, and without: the task was made of two runs each already."""
+
+_BASICS = TaskPlan.model_fields["requirements"].default
+
+
+class WantedTasks(Frozen):
+    """What tasks are wanted. ``tests``: pytest's arguments; ``requirements``: installed for them; ``timeout``: seconds
+    of one run of the tests.
+    """
+
+    tasks: int = Field(ge=LEAST_TRAINING, le=500)
+    held_out: int = Field(ge=LEAST_HELD_OUT, le=500)
+    seed: int = 1
+    python: str = Field(default="3.12", pattern=r"^3\.1\d$")
+    tests: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+    timeout: float = Field(default=60.0, gt=0)
+
+
+class Gym(Frozen):
+    """The tasks of a repository. ``training`` and ``held_out``: names of files of rows, in the folder of the tasks.
+
+    ``tried``: changes that were tried. ``fixes``: tasks that are fixes of the history. ``dropped``: reason -> how
+    many candidates. ``grading``: seconds in which one patch is graded, a median.
+    """
+
+    survey: Survey
+    training: str
+    held_out: str
+    counts: tuple[int, int]
+    fixes: tuple[int, int]
+    files: tuple[int, int]
+    tried: int
+    dropped: dict[str, int]
+    grading: float
+    longest: str
+    """The longest text of a task's problem."""
+    split_by: Literal["file", "function"] = "file"
+    """What no two tasks of different parts change."""
+
+
+class GymProgress(Protocol):
+    """Callbacks for what is being done."""
+
+    def stage(self, what: str, total: int | None = None) -> None:
+        """A stage begins; ``total``: its steps."""
+        ...
+
+    def package(self, label: str, at: int, of: int) -> None:
+        """The only package of ``make_suite`` begins."""
+        ...
+
+    def tried(self, made: int, wanted: int, reason: str) -> None:
+        """A change was tried; ``reason``: why it is no task."""
+        ...
+
+    def checked(self, done: int, total: int, last: str) -> None:
+        """A task went through the gate."""
+        ...
+
+
+def pinned(repository: OwnRepository, folder: Path) -> OwnRepository:
+    """The repository with the commit that ``folder`` was begun with, or begins with now."""
+    before = _read(folder / _REPOSITORY, OwnRepository)
+    if before is None:
+        write_file(folder / _REPOSITORY, repository.model_dump_json(indent=1), parents=True)
+    return repository if before is None else repository.model_copy(update={"commit": before.commit})
+
+
+def resize(folder: Path, identity: JsonObject, options: WantedTasks) -> bool:
+    """Let a folder of tasks that nothing was trained on take other options; whether tasks are made anew.
+
+    Before a survey nothing is kept. Where other numbers of tasks are wanted, and nothing else, the survey stays, and
+    what was made where it is enough. ``identity``: what ``claim`` will note.
+    """
+    noted = folder / OPTIONS
+    if not noted.exists():
+        return False
+    if not (folder / _SURVEY).exists():
+        (folder / _REPOSITORY).unlink(missing_ok=True)
+        noted.unlink()
+        return False
+    before, made = noted_options(folder), folder / _MADE
+    tasks, held_out = before.get("tasks"), before.get("held_out")
+    resized = {**before, "tasks": options.tasks, "held_out": options.held_out}
+    if before == identity or resized != identity or not (isinstance(tasks, int) and isinstance(held_out, int)):
+        return False
+    enough = lineage_path(made).exists()
+    enough = enough and _made_of(tasks, held_out) >= _made_of(options.tasks, options.held_out)
+    (folder / _GYM).unlink(missing_ok=True)
+    if not enough:
+        shutil.rmtree(folder / _GATE, ignore_errors=True)  # its checks go by names, which other tasks may have
+        for file in (folder / _TRIED, lineage_path(made), made, made.with_name(f".{made.name}.journal")):
+            file.unlink(missing_ok=True)
+    noted.unlink()
+    return not enough
+
+
+def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cache: Path, progress: GymProgress) -> Gym:
+    """The tasks of a repository, in ``folder``. A killed call goes on where it was.
+
+    Raises ``ConfigError`` where tests or tasks are too few or too bad, and as ``make_suite`` and the gate do.
+    """
+    if (known := _read(folder / _GYM, Gym)) is not None:
+        return known
+    package = Package(name=repository.name, git=str(repository.root), commit=repository.commit, tests=options.tests)
+    plan = TaskPlan(
+        packages=(package,),
+        python=options.python,
+        requirements=(*_BASICS, *options.requirements),
+        per_package=_made_of(options.tasks, options.held_out),
+        seed=options.seed,
+        timeout=options.timeout,
+        least_share=0.0,
+    )
+    found = _read(folder / _SURVEY, Survey)
+    if found is None:
+        progress.stage("running the tests")
+        found = survey(package, plan, cache)
+        write_file(folder / _SURVEY, found.model_dump_json(indent=1), parents=True)
+    made = folder / _MADE
+    if not lineage_path(made).exists():  # it is written after the rows
+        progress.stage("making tasks", plan.per_package)
+        make_suite(plan, made, cache, _Noting(progress, folder / _TRIED))
+    instances, lineage = read_instances(made), _lineage(made)
+    progress.stage("checking tasks", len(instances))
+    checked = asyncio.run(_gated(instances, [*lineage.values()], folder / _GATE, cache, progress))
+    gym = _divided(repository, options, folder, found, instances, checked)
+    write_file(folder / _GYM, gym.model_dump_json(indent=1))
+    return gym
+
+
+def _made_of(training: int, held_out: int) -> int:
+    return math.ceil(_SPARE * (training + held_out))
+
+
+class _Noting:
+    """Keeps the reasons of a run that may be killed: a line for each change that was tried."""
+
+    def __init__(self, progress: GymProgress, file: Path) -> None:
+        self._progress = progress
+        self._file = file
+
+    def package(self, label: str, at: int, of: int) -> None:
+        self._progress.package(label, at, of)
+
+    def tried(self, made: int, wanted: int, reason: str) -> None:
+        with open(self._file, "a", encoding="utf-8") as file:
+            file.write(f"{' '.join(reason.split())}\n")
+        self._progress.tried(made, wanted, reason)
+
+
+async def _gated(
+    instances: Sequence[Instance],
+    lineage: Sequence[TaskLineage],
+    folder: Path,
+    cache: Path,
+    progress: GymProgress,
+) -> dict[str, CheckedTask]:
+    gate = QualityGate(repeats=_REPEATS, workers=max(1, (os.cpu_count() or 1) // 2))
+    backend = make_backend("local", cache=cache)
+    try:
+        return await gate_tasks(instances, lineage, backend, gate, folder, progress.checked)
+    finally:
+        await backend.close()
+
+
+def _divided(
+    repository: OwnRepository,
+    options: WantedTasks,
+    folder: Path,
+    found: Survey,
+    instances: Sequence[Instance],
+    checked: Mapping[str, CheckedTask],
+) -> Gym:
+    """Split what passed the gate, and write the rows of both parts."""
+    good = [each for each in instances if not checked[each.instance_id].problems]
+    reasons, tried = _reasons(folder / _TRIED)
+    bad = (checked[each.instance_id].problems for each in instances)
+    reasons += Counter(_without_counts(problems[0]) for problems in bad if problems)
+    fixes = {each.instance_id: _commit(each) for each in good if _is_fix(checked[each.instance_id].lineage)}
+    times = repository.times(set(fixes.values()))
+    described_tasks = [
+        SplitTask(
+            id=name,
+            files=touched_files(each.patch),
+            time=times[fixes[name]] if name in fixes else None,
+            function=checked[name].lineage.function,
+        )
+        for each in good
+        for name in (each.instance_id,)
+    ]
+    try:
+        split = split_tasks(described_tasks, options.tasks, options.held_out, seed=options.seed)
+    except ConfigError as error:
+        raise ConfigError(f"{repository.name}: {error}; of {tried} changes tried, {said(reasons)}") from error
+    parts: list[str] = []
+    for part, ids, suffix in ((TRAIN, split.training, ""), (HELD_OUT, split.held_out, "-heldout")):
+        chosen = [each for each in good if each.instance_id in ids]
+        rows = [each.model_copy(update={"extra": {**each.extra, "split": part}}) for each in chosen]
+        parts.append(f"{repository.name.replace('.', '-')}{suffix}.jsonl")
+        write_tasks(folder / parts[-1], rows, [checked[each.instance_id].lineage for each in chosen])
+    sides = (split.training, split.held_out)
+    return Gym(
+        survey=found,
+        training=parts[0],
+        held_out=parts[1],
+        counts=(len(split.training), len(split.held_out)),
+        fixes=(sum(name in fixes for name in sides[0]), sum(name in fixes for name in sides[1])),
+        files=(_files(described_tasks, sides[0]), _files(described_tasks, sides[1])),
+        tried=tried,
+        dropped=dict((reasons + Counter(split.dropped.values())).most_common()),
+        grading=round(statistics.median(checked[each.instance_id].seconds for each in good), 1),
+        longest=max((each.problem_statement for each in good), key=len),
+        split_by=split.by,
+    )
+
+
+def said(reasons: Mapping[str, int]) -> str:
+    """``"12: no test notices it; 3: two runs with the bug differ"``."""
+    return (
+        "; ".join(f"{count}: {reason:.120}" for reason, count in Counter(reasons).most_common()) or "none was dropped"
+    )
+
+
+def _reasons(file: Path) -> tuple[Counter[str], int]:
+    """Why changes gave no task, and how many changes were tried."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return Counter(_without_counts(line) for line in lines if line), len(lines)
+
+
+def _without_counts(reason: str) -> str:
+    """The reason without what differs from task to task, so that equal ones are counted together."""
+    reason = re.sub(r"^\d+ of \d+ tests fail$", "too few or too many tests fail", reason)
+    return re.sub(r"^it is \S+ once more$", "another task is the same", reason)
+
+
+def _files(tasks: Sequence[SplitTask], ids: Sequence[str]) -> int:
+    return len({file for task in tasks if task.id in ids for file in task.files})
+
+
+def _is_fix(lineage: TaskLineage) -> bool:
+    return lineage.modifier == REOPENED
+
+
+def _commit(instance: Instance) -> str:
+    source = instance.extra.get("source")
+    return str(source.get("commit", "")) if isinstance(source, dict) else ""
+
+
+def _lineage(made: Path) -> dict[str, TaskLineage]:
+    found = read_lineage(made)
+    if found is None:
+        raise ConfigError(f"{made} has lost its lineage: start over with --fresh")
+    return {task.instance_id: task for task in found.tasks}
+
+
+def _read[T: Frozen](file: Path, kind: type[T]) -> T | None:
+    """What a finished stage left; ``None`` before it. Raises ``StorageError`` for a damaged file."""
+    try:
+        return kind.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise StorageError(f"{file} cannot be read ({describe(error)}): start over with --fresh") from error

@@ -1,0 +1,395 @@
+"""Makes repair tasks: functions of packages, recorded calls, bugs that examples detect.
+
+The tests are input and output examples: inputs are calls that the package's own tests and doctests make, and small
+variations of them; outputs are what the function gives without the bug.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import json
+import keyword
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+
+from openhands_rl_plugin.contrib.repair.backend import plain, same
+from openhands_rl_plugin.contrib.repair.edits import line_edit, patch_of
+from openhands_rl_plugin.contrib.repair.kinds import bugs_in
+from openhands_rl_plugin.contrib.repair.oracle import fixed_text
+from openhands_rl_plugin.contrib.repair.other_bugs import OtherBug
+from openhands_rl_plugin.contrib.repair.rows import COLUMN, RepairSpec, repository_files, spec_of, statement
+from openhands_rl_plugin.contrib.repair.slices import PackageSlicer, SlicedFunction
+from openhands_rl_plugin.contrib.repair.telling import is_told
+from openhands_rl_plugin.contrib.repair.variations import Call, varied
+from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.core.files import file_sha256, write_file
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.lineage import (
+    Check,
+    TaskLineage,
+    TasksLineage,
+    Validation,
+    write_lineage,
+    write_tasks,
+)
+from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
+from openhands_rl_plugin.evals.tasks.sources.download import fetch
+from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of
+from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test, layout_of
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
+from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
+from openhands_rl_plugin.evals.tasks.sources.virtualenv import make_environment
+from openhands_rl_plugin.evals.tasks.suite import Progress, SuiteSummary
+
+RUNS = 3
+"""Runs with different hash seeds, which must agree."""
+SHOWN_FAILING, SHOWN_PASSING, HIDDEN = 2, 3, 8
+LEAST_CALLS = 4
+_MOST_BUGS = 10
+_MOST_OTHERS = 12
+_RECORDING_SECONDS = 240
+_LICENSE = re.compile(r"(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
+_HERE = Path(__file__).parent
+_NOWHERE = SourceTree({})
+
+
+class RepairPlan(TaskPlan):
+    """``per_package`` bounds the tasks of a package, ``per_function`` those of a function."""
+
+    per_function: int = 2
+
+
+class CheckedFunction(Frozen):
+    """A function with calls whose outcomes did not differ between runs. ``expected``: those outcomes, as literals."""
+
+    sliced: SlicedFunction
+    calls: tuple[tuple[tuple[str, ...], dict[str, str]], ...]
+    expected: tuple[str, ...]
+
+
+class _Bug(Frozen):
+    kind: str
+    text: str
+    outcomes: tuple[str | None, ...]
+
+
+def make_repair(plan: RepairPlan, out: Path, cache: Path, progress: Progress) -> SuiteSummary:
+    """Make the tasks of a plan and write them to ``out``, with their lineage, further bugs of the training functions
+    (``other_bugs``) and the packages' licenses beside it.
+
+    Unusable packages are in ``problems``. A function whose name was seen in a package of the other split is left out.
+    Raises ``ConfigError`` without bubblewrap.
+    """
+    find_bubblewrap()
+    instances: list[Instance] = []
+    lineage: list[TaskLineage] = []
+    problems: list[str] = []
+    taken: dict[str, str] = {}
+    kinds: Counter[str] = Counter()
+    for at, package in enumerate(plan.packages):
+        progress.package(package.label, at, len(plan.packages))
+        try:
+            functions, _ = checked_functions(package, plan, cache)
+        except RLError as error:
+            problems.append(str(error))
+            continue
+        functions = [each for each in functions if taken.setdefault(each.sliced.name, package.split) == package.split]
+        made = list(tasks_of(package, plan, functions, kinds))[: plan.per_package]
+        for instance, entry in made:
+            instances.append(instance)
+            lineage.append(entry)
+        progress.tried(len(made), plan.per_package, f"{len(functions)} functions")
+    if not instances:
+        raise ConfigError("\n".join(problems) or "no task was made")
+    write_tasks(out, instances, lineage)
+    # What the quality gate asks for was seen on the way: the fix and the bug in so many runs each, with equal outcomes.
+    write_lineage(out, TasksLineage(sha256=file_sha256(out), checked=True, backend="local", tasks=tuple(lineage)))
+    training = [each for each in instances if each.extra["split"] == "train"]
+    others = [bug.model_dump_json() for bug in other_bugs(training, plan.seed)]
+    write_file(out.with_name(f"{out.stem}.more.jsonl"), "".join(f"{line}\n" for line in others))
+    used = {each.repo for each in instances}
+    texts = [_license_text(package, cache) for package in plan.packages if package.name in used]
+    write_file(out.with_name(f"{out.stem}.licenses.txt"), ("\n" + "=" * 78 + "\n").join(texts))
+    return SuiteSummary(tasks=len(instances), packages=len({each.repo for each in instances}), problems=tuple(problems))
+
+
+def _license_text(package: Package, cache: Path) -> str:
+    """The license files of a package, as they must come with its functions."""
+    _, tree = fetch(package, cache)
+    names = [name for name in sorted(tree.files) if "/" not in name and _LICENSE.match(name)]
+    texts = [tree.text(name) or "" for name in names]
+    return "\n".join([f"{package.label} ({package.license})", "", *texts])
+
+
+class Recorded(Frozen):
+    """What a package's tests and doctests call: ``path:function`` -> calls. ``broken``: files of tests that could not
+    be imported -> why; ``late``: time was up before all had run, or nothing came of it.
+    """
+
+    calls: dict[str, list[Call]] = Field(default_factory=dict)
+    broken: dict[str, str] = Field(default_factory=dict)
+    late: bool = False
+
+
+def checked_functions(package: Package, plan: RepairPlan, cache: Path) -> tuple[list[CheckedFunction], Recorded]:
+    """The functions of a package that its tests and doctests call with literals, and that give the same each time.
+
+    Raises ``ConfigError`` for an unknown package, ``InfrastructureError`` where what its tests need cannot be
+    installed.
+    """
+    origin, tree = fetch(package, cache)
+    layout = layout_of(tree)
+    paths = package.paths or layout.paths
+    code = {_below(path, paths): path for path in layout.code if not is_test(path)}
+    modules = {short: _module(short) for short in code}
+    given: JsonObject = {
+        "modules": [*modules.values()],
+        "tests": list(package.tests or layout.arguments),
+        "seconds": _RECORDING_SECONDS,
+    }
+    requirements = list(dict.fromkeys([*plan.requirements, *package.requirements]))
+    how = hashlib.sha256(json.dumps([given, requirements]).encode()).hexdigest()[:8]
+    kept = cache / "recorded-calls" / f"{package.name}-{origin.version}-{origin.pin[:12]}-{how}.json"
+    if kept.exists():
+        recorded = Recorded.model_validate_json(kept.read_bytes())
+    else:
+        sandbox = TreeSandbox(make_environment(plan.python, requirements, cache), paths, _RECORDING_SECONDS + 60)
+        found = sandbox.run_program(tree, _HERE / "recorder.py", given)
+        try:
+            recorded = Recorded.model_validate(found)
+        except ValidationError:  # the tests ended it, or wrote something else in its place
+            recorded = Recorded(late=True)
+        if recorded.calls:
+            write_file(kept, recorded.model_dump_json(), parents=True)
+    slicer = PackageSlicer({short: tree.text(path) or "" for short, path in code.items()})
+    candidates: list[tuple[SlicedFunction, list[Call]]] = []
+    for short, path in code.items():
+        if not all(map(_is_name, modules[short].split("."))):
+            continue  # a test could not import it
+        for key, calls in recorded.calls.items():
+            if key.rpartition(":")[0] == path and calls and (sliced := slicer.slice(short, key.rpartition(":")[2])):
+                writable = [call for call in calls if all(map(_is_name, call[1]))]
+                candidates.append((sliced, varied(writable, f"{plan.seed} {package.name} {key}")))
+    return _agreed(candidates), recorded
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
+def _below(path: str, paths: Sequence[str]) -> str:
+    return next((path[len(root) + 1 :] for root in paths if path.startswith(f"{root}/")), path)
+
+
+def _agreed(candidates: Sequence[tuple[SlicedFunction, list[Call]]]) -> list[CheckedFunction]:
+    """The functions with enough calls whose outcomes are the same in all runs."""
+    runs = _outcomes([(each, each.text, calls) for each, calls in candidates], range(RUNS), as_graded=False)
+    checked: list[CheckedFunction] = []
+    for (sliced, calls), outcomes in zip(candidates, zip(*runs, strict=True), strict=True):
+        good = [
+            (call, first)
+            for call, first, *others in zip(calls, *outcomes, strict=True)
+            if first is not None and all(other == first for other in others)
+        ]
+        if len(good) >= LEAST_CALLS and len({outcome for _, outcome in good}) > 1:
+            kept = [call for call, _ in good]
+            checked.append(CheckedFunction(sliced=sliced, calls=tuple(kept), expected=tuple(text for _, text in good)))
+    return checked
+
+
+_CALLS = TypeAdapter(list[Call])
+_RUN = TypeAdapter(list[list[str | None] | None])
+
+type _Work = tuple[SlicedFunction, str, Sequence[Call]]
+
+
+def _outcomes(work: Sequence[_Work], seeds: Sequence[int], *, as_graded: bool = True) -> list[list[list[str | None]]]:
+    """For each hash seed, for each function, the outcomes of its calls; ``as_graded``: derived classes count, too."""
+    given: JsonValue = [
+        {
+            "path": each.path,
+            "name": each.name,
+            "text": text,
+            "calls": _CALLS.dump_python([*calls], mode="json"),
+            "kinds": as_graded,
+        }
+        for each, text, calls in work
+    ]
+    sandbox = TreeSandbox(Path(sys.base_prefix), (), timeout=60 + 3.0 * len(work))
+    found: list[list[list[str | None]]] = []
+    for seed in seeds:
+        result = sandbox.run_program(_NOWHERE, _HERE / "calling.py", given, hash_seed=seed) if given else []
+        rows = [None] * len(work) if result is None else _RUN.validate_python(result)
+        found.append([row or [None] * len(calls) for row, (_, _, calls) in zip(rows, work, strict=True)])
+    return found
+
+
+def tasks_of(
+    package: Package, plan: RepairPlan, functions: Sequence[CheckedFunction], kinds: Counter[str]
+) -> Iterator[tuple[Instance, TaskLineage]]:
+    """The tasks of a package, one bug of each function in turn; of the bugs of a function the rarest kinds so far."""
+    order = random.Random(f"{plan.seed} {package.name}")
+    tried: list[tuple[CheckedFunction, str, str]] = []
+    for each in functions:
+        found = sorted(bugs_in(each.sliced.text, each.sliced.name))
+        order.shuffle(found)
+        tried += [(each, kind, text) for kind, text in found[:_MOST_BUGS]]
+    [once] = _outcomes([(each.sliced, text, each.calls) for each, _, text in tried], [0])
+    tried = [bug for bug, outcomes in zip(tried, once, strict=True) if _detected(bug[0], outcomes)]
+    runs = _outcomes([(each.sliced, text, each.calls) for each, _, text in tried], range(RUNS))
+    left: dict[str, list[_Bug]] = {}
+    for (each, kind, text), outcomes in zip(tried, zip(*runs, strict=True), strict=True):
+        if all(other == outcomes[0] for other in outcomes) and _detected(each, outcomes[0]):
+            left.setdefault(each.sliced.name, []).append(_Bug(kind=kind, text=text, outcomes=tuple(outcomes[0])))
+    for _ in range(plan.per_function):
+        for each in functions:
+            bugs = left.get(each.sliced.name, [])
+            if bugs:
+                best = min(range(len(bugs)), key=lambda at: (kinds[bugs[at].kind], at))
+                bug = bugs.pop(best)
+                left[each.sliced.name] = [other for other in bugs if other.kind != bug.kind]
+                kinds[bug.kind] += 1
+                yield _task(package, each, bug, plan.seed)
+
+
+def other_bugs(instances: Sequence[Instance], seed: int) -> list[OtherBug]:
+    """Other bugs in the functions of these tasks that their tests detect in every run, and whose repair can be told
+    from line and head; of a function at most ``_MOST_OTHERS``, the rarest kinds so far first."""
+    bases = {(each.repo, spec_of(each).function): each for each in reversed(instances)}
+    order = random.Random(f"{seed} other bugs")
+    known = {spec.files[spec.path] for spec in map(spec_of, instances)}
+    tried: list[tuple[Instance, CheckedFunction, str, str]] = []
+    for instance in sorted(bases.values(), key=lambda each: each.instance_id):
+        spec, right = spec_of(instance), fixed_text(instance)
+        sliced = SlicedFunction(path=spec.path, name=spec.function, text=right)
+        calls = tuple((positional, dict(keywords)) for positional, keywords in spec.calls)
+        checked = CheckedFunction(sliced=sliced, calls=calls, expected=spec.expected)
+        found = [(kind, text) for kind, text in bugs_in(right, spec.function) if is_told(text, right, spec.function)]
+        order.shuffle(found)
+        tried += [(instance, checked, kind, text) for kind, text in found if text not in known]
+    runs = _outcomes([(each.sliced, text, each.calls) for _, each, _, text in tried], range(RUNS))
+    left: dict[str, list[tuple[Instance, str, str, tuple[int, ...]]]] = {}
+    for (instance, each, kind, text), outcomes in zip(tried, zip(*runs, strict=True), strict=True):
+        wrong = [not same(found, wanted) for found, wanted in zip(outcomes[0], each.expected, strict=True)]
+        failing = tuple(at for at in range(spec_of(instance).shown) if wrong[at])
+        if all(other == outcomes[0] for other in outcomes) and failing and not all(wrong):
+            left.setdefault(instance.instance_id, []).append((instance, kind, text, failing))
+    kinds: Counter[str] = Counter()
+    made: list[OtherBug] = []
+    for _ in range(_MOST_OTHERS):
+        for bugs in left.values():
+            if not bugs:
+                continue
+            instance, kind, text, failing = bugs.pop(min(range(len(bugs)), key=lambda at: (kinds[bugs[at][1]], at)))
+            kinds[kind] += 1
+            spec = spec_of(instance)
+            commit = commit_of({**repository_files(spec), spec.path: text})
+            edit = line_edit(fixed_text(instance), text)
+            made.append(OtherBug(of=instance.instance_id, kind=kind, edit=edit, failing=failing, commit=commit))
+    return made
+
+
+def _detected(each: CheckedFunction, outcomes: Sequence[str | None]) -> bool:
+    """Whether some calls, and not all, give something else, as tests and grading compare."""
+    wrong = sum(not same(found, wanted) for found, wanted in zip(outcomes, each.expected, strict=True))
+    return 0 < wrong < len(each.calls)
+
+
+def _task(package: Package, each: CheckedFunction, bug: _Bug, seed: int) -> tuple[Instance, TaskLineage]:
+    sliced = each.sliced
+    order = random.Random(f"{seed} {package.name} {sliced.name} {bug.kind}")
+    places = sorted(range(len(each.calls)), key=lambda at: len(repr(each.calls[at])) + len(each.expected[at]))
+    failing = [at for at in places if not same(bug.outcomes[at], each.expected[at])]
+    passing = [at for at in places if at not in failing]
+    shown = sorted([*failing[:SHOWN_FAILING], *_various(each, passing)[:SHOWN_PASSING]])
+    hidden = [at for at in range(len(each.calls)) if at not in shown]
+    order.shuffle(hidden)
+    chosen = [*shown, *hidden[:HIDDEN]]
+    test_file = f"test_{sliced.name.strip('_')}.py"
+    tests = {at: f"{test_file}::test_{number}" for number, at in enumerate(shown, 1)}
+    files = {sliced.path: bug.text, test_file: _tests_text(each, shown)}
+    spec = RepairSpec(
+        package=package.label,
+        license=package.license,
+        kind=bug.kind,
+        path=sliced.path,
+        function=sliced.name,
+        line=_first_change(bug.text, sliced.text),
+        files=files,
+        calls=tuple(each.calls[at] for at in chosen),
+        expected=tuple(each.expected[at] for at in chosen),
+        shown=len(shown),
+    )
+    fails = tuple(tests[at] for at in shown if at in failing)
+    instance = Instance(
+        instance_id=f"{package.name}-{sliced.name}-{bug.kind.replace(' ', '-')}",
+        repo=package.name,
+        version=package.release.version if package.release else "",
+        base_commit=commit_of(repository_files(spec)),
+        problem_statement=statement(spec, 3, fails),
+        patch=patch_of(sliced.path, bug.text, sliced.text),
+        fail_to_pass=fails,
+        pass_to_pass=tuple(tests[at] for at in shown if at not in failing),
+        extra={"split": package.split, COLUMN: spec.model_dump(mode="json")},
+    )
+    lineage = TaskLineage(
+        instance_id=instance.instance_id,
+        source=_source(package),
+        modifier=bug.kind,
+        seed=seed,
+        path=sliced.path,
+        function=sliced.name,
+        validation=Validation(runs_without_bug=RUNS, runs_with_bug=RUNS, tests=len(chosen), failing=len(failing)),
+        check=Check(repeats=RUNS, oracle=RUNS, no_op=0, same_outcomes=True),
+    )
+    return instance, lineage
+
+
+def _source(package: Package) -> JsonObject:
+    if package.git is not None:
+        return {"git": package.git, "commit": package.commit}
+    return {
+        "sdist": package.name,
+        "version": package.release.version if package.release else "",
+        "license": package.license,
+    }
+
+
+def _various(each: CheckedFunction, places: Sequence[int]) -> list[int]:
+    """Calls with different outcomes first."""
+    first = {each.expected[at]: at for at in reversed(places)}
+    new = [at for at in places if first[each.expected[at]] == at]
+    return [*new, *(at for at in places if at not in new)]
+
+
+def _tests_text(each: CheckedFunction, shown: Sequence[int]) -> str:
+    parts = [f"from {_module(each.sliced.path)} import {each.sliced.name}"]
+    for number, at in enumerate(shown, 1):
+        positional, keywords = each.calls[at]
+        words = ", ".join([*positional, *(f"{name}={text}" for name, text in keywords.items())])
+        call = f"{each.sliced.name}({words})"
+        expected = each.expected[at]
+        left = f"list({call})" if expected.startswith("list:") else call
+        parts.append(f"def test_{number}():\n    assert {left} == {plain(expected)}")
+    text = "\n\n".join(parts) + "\n"
+    ast.parse(text)
+    return text
+
+
+def _first_change(old: str, new: str) -> int:
+    blocks = difflib.SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False).get_opcodes()
+    return next(min(start + 1, len(old.splitlines())) for tag, start, *_ in blocks if tag != "equal")

@@ -1,0 +1,152 @@
+"""The scripted oracle: it runs the tests, looks at the file, edits, runs them again, and errs now and then on the way.
+Where it is told the line it only edits.
+
+Its answers are text as OpenHands writes calls for a model without tool calling, with the host's names of its tools.
+They follow from the conversation and a seed, so that the same episodes can be played in any process.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from openhands_rl_plugin.config.host import ToolNames
+from openhands_rl_plugin.contrib.repair.edits import line_edit, sed_script
+from openhands_rl_plugin.contrib.repair.kinds import bugs_in
+from openhands_rl_plugin.contrib.repair.rows import DIRECTORY, RUN_TESTS, spec_of
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.swe.types import Instance
+
+ORACLE = "repair-oracle"
+WRONG_FIX = 0.6
+"""Share of edits that do not repair, where there are others to make."""
+MOST_ERRORS = 2
+_TESTS = {"command": f"python3 {RUN_TESTS}", "security_risk": "LOW"}
+END = "E"
+"""What ends the script of an edit."""
+_NAME = re.compile(r"\A<function=(\w+)>\n")
+_PARAMETER = re.compile(r"^<parameter=(\w+)>(.*?)</parameter>\n(?=<)", re.DOTALL | re.MULTILINE)
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
+
+
+class OracleCall(NamedTuple):
+    """An answer. ``errs``: an edit that does not repair, which is there for what follows it."""
+
+    text: str
+    errs: bool = False
+
+
+class RepairOracle:
+    """Answers for the tasks of ``instances``: found by their statements, and those with the same one by the file that
+    was looked at. ``tools``: those of the host that it plays in."""
+
+    def __init__(self, instances: Sequence[Instance], tools: ToolNames, seed: int = 0) -> None:
+        self._tools = tools
+        self._seed = seed
+        self._instances: dict[str, list[Instance]] = {}
+        for each in instances:
+            self._instances.setdefault(each.problem_statement, []).append(each)
+
+    def answer(self, conversation: Sequence[Mapping[str, str]]) -> str:
+        """The next answer of a conversation, messages with ``role`` and ``content``. Raises ``ConfigError``."""
+        told = next((each["content"] for each in conversation if each["role"] == "user"), "")
+        same = next((each for text, each in self._instances.items() if text in told), None)
+        if same is None:
+            raise ConfigError("the oracle does not know the task of this conversation")
+        seen = "\n".join(each["content"] for each in conversation)
+        calls = oracle_calls(next((each for each in same if _is_seen(each, seen)), same[0]), self._tools, self._seed)
+        return calls[min(sum(each["role"] == "assistant" for each in conversation), len(calls) - 1)]
+
+
+def _is_seen(instance: Instance, text: str) -> bool:
+    """Whether every line of the file with the bug is in the text."""
+    spec = spec_of(instance)
+    return all(line in text for line in spec.files[spec.path].splitlines())
+
+
+def oracle_calls(instance: Instance, tools: ToolNames, seed: int) -> list[str]:
+    """The answers of an episode, in their order."""
+    return [call.text for call in oracle_plan(instance, tools, seed)]
+
+
+def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleCall]:
+    """The answers of an episode, in their order, and which of them err."""
+    spec = spec_of(instance)
+    choice = random.Random(f"{seed} {instance.instance_id}")
+    wrong, right = spec.files[spec.path], fixed_text(instance)
+    plan: list[OracleCall] = []
+    told = f" line {spec.line} of {spec.path}" in instance.problem_statement
+    if not told:
+        look = _call(tools.editor, command="view", path=f"/workspace/{DIRECTORY}/{spec.path}", security_risk="LOW")
+        plan += map(OracleCall, (*_search(instance, tools), _call(tools.shell, **_TESTS), look))
+    others = other_edits(wrong, right, spec.function)
+    choice.shuffle(others)
+    for other in others[:MOST_ERRORS]:
+        if choice.random() >= WRONG_FIX:
+            break
+        plan.append(OracleCall(edit_call(tools, spec.path, wrong, other), errs=True))
+    return [
+        *plan,
+        OracleCall(edit_call(tools, spec.path, wrong, right)),
+        OracleCall(_call("finish", message="The tests pass.")),
+    ]
+
+
+def parsed_call(text: str) -> tuple[str, dict[str, str]]:
+    """The name and the arguments of a call that ``oracle_calls`` wrote."""
+    return _NAME.findall(text)[0], dict(_PARAMETER.findall(text))
+
+
+def fixed_text(instance: Instance) -> str:
+    """The module without the bug: the row's patch, applied. Raises ``ConfigError`` for a patch of another text."""
+    spec = spec_of(instance)
+    old = spec.files[spec.path].splitlines(keepends=True)
+    new: list[str] = []
+    at = 0
+    for line in instance.patch.splitlines(keepends=True)[3:]:
+        if found := _HUNK.match(line):
+            start = int(found[1]) - 1
+            new += old[at:start]
+            at = start
+        elif line[0] == "+":
+            new.append(line[1:])
+        elif old[at : at + 1] != [line[1:]]:
+            raise ConfigError(f"{instance.instance_id}: its patch is not for its files")
+        else:
+            new += old[at : at + 1] if line[0] == " " else []
+            at += 1
+    return "".join([*new, *old[at:]])
+
+
+def _search(instance: Instance, tools: ToolNames) -> Iterator[str]:
+    """What has to be found out first where the statement does not name the file."""
+    if spec_of(instance).path not in instance.problem_statement:
+        yield _call(tools.shell, command=f"cat {instance.fail_to_pass[0].partition('::')[0]}", security_risk="LOW")
+
+
+def other_edits(wrong: str, right: str, function: str) -> list[str]:
+    """Texts that differ from ``wrong`` in one place of the lines in which ``right`` does, and are not ``right``."""
+    place = line_edit(wrong, right)
+    found: dict[str, None] = {}
+    for _, text in bugs_in(wrong, function):
+        edit = line_edit(wrong, text)
+        if place.first <= edit.first and edit.last <= place.last and text.rstrip("\n") != right.rstrip("\n"):
+            found[text] = None
+    return list(found)
+
+
+def edit_call(tools: ToolNames, path: str, old: str, new: str) -> str:
+    """The edit that makes the text ``new`` of the text ``old`` of a file of the repository, with the tests after it,
+    which is undone where they fail: the next one begins from the text that is known."""
+    # The script has a here-document of its own: nothing in it needs quotes for the shell. What failed is undone and
+    # the line shown again: a small model loses what it was told behind its own words.
+    command = f"{_TESTS['command']} --edit {path} <<'{END}'\n{sed_script(old, new)}\n{END}"
+    # OpenHands writes a value of several lines on lines of its own.
+    return _call(tools.shell, command=f"\n{command}\n", security_risk="MEDIUM")
+
+
+def _call(name: str, **arguments: str) -> str:
+    lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
+    return f"<function={name}>\n{lines}</function>"

@@ -1,0 +1,155 @@
+"""``openhands-rl studio``: stored episodes, runs, evaluations and adapters in the browser."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
+from openhands_rl_plugin.cli.options.foreground import (
+    add_access_log,
+    log_accesses_if_asked,
+    sayable,
+    wait_until_stopped,
+)
+from openhands_rl_plugin.cli.options.stored import author, resolved_query
+from openhands_rl_plugin.cli.options.stores import STORE_HELP, index_at, is_folder, open_store, storage_at
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import PRIVATE, write_file
+from openhands_rl_plugin.core.records import TrajectoryFilter
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.contrib.studio.sources import StudioSources
+    from openhands_rl_plugin.core.protocols import TrajectoryStorage
+    from openhands_rl_plugin.trajectories.query.text_index import TextIndex
+
+EPILOG = """examples:
+  openhands-rl studio ~/.openhands/rl_trajectories
+  openhands-rl studio ./demo-run
+  openhands-rl studio export ./trajectories --query "run:demo reward:<0.5" --out failed.html
+  openhands-rl studio ./trajectories mongodb://127.0.0.1/night --tokenizer ./Qwen3-0.6B
+  OPENHANDS_RL_API_KEY=... openhands-rl studio ./trajectories --host 0.0.0.0 --allow-host studio.example.org
+
+The printed link opens one browser; another one needs another link, which is printed then, or the key. Everything is
+only read, except that labels are added.
+"""
+EXPORT = "export"
+PATIENCE = 8.0
+"""Seconds: requests under way have five of them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to show, and one option for each field of ``StudioConfig``."""
+    from openhands_rl_plugin.contrib.studio.config import StudioConfig
+
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help=f"{STORE_HELP}; or a folder with runs, evaluations or adapters"
+    )
+    add_fields(parser, StudioConfig, lists="commas")
+    parser.add_argument(
+        "--query", default="", metavar="QUERY", help=f"{EXPORT}: which episodes, as in the page's search"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"{EXPORT}: the HTML file to write")
+    add_access_log(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped, or write a page. Raises ``RLError`` when a source, an option or the port cannot be used."""
+    if args.sources[0] == EXPORT:
+        return asyncio.run(_export(args))
+    if args.query or args.out:
+        raise ConfigError(
+            f"--query and --out are for a page to keep: openhands-rl studio {EXPORT} STORE --out FILE.html"
+        )
+    from openhands_rl_plugin.contrib.studio.config import StudioConfig
+    from openhands_rl_plugin.contrib.studio.server import running_studio
+
+    config = read_fields(args, StudioConfig, {"author": author()})
+    sources = sources_at(args.sources)
+    log_accesses_if_asked(args)
+    for name in sources.waiting():
+        print(f"{sayable(name)} is empty: what a loop writes there is shown as soon as it is there")
+    with running_studio(config, sources) as studio:
+        print(f"the studio is at {studio.link} (works once); Ctrl-C stops it", flush=True)
+        wait_until_stopped()
+    return 0
+
+
+async def _export(args: argparse.Namespace) -> int:
+    from starlette.exceptions import HTTPException
+
+    from openhands_rl_plugin.contrib.studio.config import StudioConfig
+    from openhands_rl_plugin.contrib.studio.resources.exports import MOST_EPISODES, ExportResource
+    from openhands_rl_plugin.contrib.studio.shelf import read_episode
+    from openhands_rl_plugin.contrib.studio.token_text import TokenText
+
+    if len(args.sources) != 2 or args.out is None:
+        raise ConfigError(f"give one store and a file: openhands-rl studio {EXPORT} STORE --out FILE.html")
+    text = TokenText(read_fields(args, StudioConfig).tokenizer)
+    async with open_store(args.sources[1]) as storage:
+        where = await resolved_query(args.query, args.sources[1], storage, TrajectoryFilter(finished=None))
+        where = where.model_copy(update={"limit": MOST_EPISODES})
+        try:
+            found = [await read_episode(storage, each.id) async for each in storage.summaries(where)]
+            page = await ExportResource.page(found, text)
+        except HTTPException as error:
+            raise ConfigError(f"{error.detail}: narrow --query") from error
+    write_file(args.out, page, PRIVATE)
+    print(f"{args.out}: {len(found)} episodes, {len(page) / 2**20:.1f} MB")
+    return 0
+
+
+def sources_at(places: Sequence[str]) -> StudioSources:
+    """What lies there, by names that are short and differ, and what comes there later. Raises ``ConfigError`` where
+    there is nothing to show."""
+    from openhands_rl_plugin.contrib.studio.discovery import Found, discover, look
+    from openhands_rl_plugin.contrib.studio.sources import Growing, StudioSources
+
+    stores: Growing[TrajectoryStorage] = Growing()
+    indexes: Growing[TextIndex] = Growing()
+    folders = {kind: Growing[Path]() for kind in ("runs", "evaluations", "adapters")}
+    given: dict[Path, set[Path]] = {}
+
+    def add(folder: Path, found: Found) -> None:
+        for path in found.stores:
+            if ("stores", path) not in shown:
+                name = _name(path, folder, stores)
+                indexes[name], stores[name] = index_at(str(path)), storage_at(str(path))
+        for kind, known in folders.items():
+            for path in getattr(found, kind):
+                if (kind, path) not in shown:
+                    known[_name(path, folder, known)] = path
+        for kind in ("stores", *folders):
+            shown.update((kind, path) for path in getattr(found, kind))
+        given[folder] |= {*found.stores, *found.runs, *found.evaluations, *found.adapters}
+
+    shown: set[tuple[str, Path]] = set()
+    for where in places:
+        if not is_folder(where):
+            stores[sayable(where)], indexes[sayable(where)] = storage_at(where), index_at(where)
+            continue
+        folder = Path(where).expanduser().resolve()
+        given[folder] = set()
+        add(folder, discover(folder))
+
+    def look_again() -> None:
+        for folder in given:
+            with suppress(ConfigError):
+                add(folder, look(folder))
+
+    def waiting() -> list[str]:
+        return [folder.name for folder, found in given.items() if not found]
+
+    return StudioSources(stores, **folders, indexes=indexes, look_again=look_again if given else None, waiting=waiting)
+
+
+def _name(path: Path, folder: Path, known: Collection[str]) -> str:
+    """A short name for a folder below a given one, which stands in addresses."""
+    short = sayable((Path(folder.name) / path.relative_to(folder)).as_posix()).strip("/") or "root"
+    names = itertools.chain([short], (f"{short}~{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in known)

@@ -1,0 +1,162 @@
+"""OpenHands as an agent of Harbor: what ``agent.import_path`` names. Harbor's Python imports it without OpenHands.
+
+OpenHands V1 runs beside Harbor, not in the task's image, which needs bash and coreutils; it asks the model from there,
+too, so that a trainer's endpoint need not be reached from the sandbox. Its tools work in the environment of the trial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+from harbor.agents.agent_auth_resolution import (  # pyright: ignore[reportMissingImports]  (pins another openai)
+    ModelConnectionSpec,
+)
+from harbor.agents.base import BaseAgent  # pyright: ignore[reportMissingImports]
+from harbor.agents.capabilities import AgentCapabilities  # pyright: ignore[reportMissingImports]
+from harbor.environments.base import BaseEnvironment  # pyright: ignore[reportMissingImports]
+from harbor.models.agent.context import AgentContext  # pyright: ignore[reportMissingImports]
+
+import openhands_rl_plugin
+from openhands_rl_plugin.apps.rollout.episode_program import GRACE, run_program
+from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of
+from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
+from openhands_rl_plugin.config.rollout import as_trainer_names, options_from_trainer
+from openhands_rl_plugin.contrib.trainers.harbor.bridge import directory_of, served
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.environments.container import programs
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
+from openhands_rl_plugin.trajectories.exchange.trainers.harbor import rollout_details
+from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+
+FACTS = "openhands_rl"
+"""Where the metadata of a trial has what the episode came to."""
+
+_PROGRAM = "openhands_rl_plugin.contrib.trainers.harbor.episode"
+# Of suites, of their grading and of our own sandbox: Harbor's task, verifier and environment are in their place.
+_SAID = frozenset({"suite", "backend", "mirror", "cache", "network", "test_timeout"})
+_NAMES = ("agent.kwargs", "Harbor", _SAID)
+_OF_HARBOR = inspect.signature(BaseAgent.__init__).parameters.keys() | {"override_setup_timeout_sec"}
+_SECONDS = 60
+
+
+class EpisodeFailedError(RuntimeError):
+    """There is no episode that may be trained on; the trial has no reward. Not worth a retry."""
+
+
+class EpisodeInfrastructureError(RuntimeError):
+    """The same, of a server or an environment that was away: worth a retry."""
+
+
+class OpenHandsHarborAgent(BaseAgent):
+    """Plays a task by OpenHands V1, in the Python that ``OPENHANDS_RL_PYTHON`` names.
+
+    ``model_name`` is ``PROVIDER/NAME``, of an endpoint with OpenAI's protocol at Harbor's ``base_url`` or ``api_base``.
+    ``collect_rollout_details``: for training; ids and logprobs are asked for, and an episode without them, or whose
+    answers are no samples of the policy, fails. ``store``: a folder that keeps the episodes, in which ``session_id``
+    names the run. The other arguments are options of ``openhands-rl rollout``, with underscores.
+    """
+
+    capabilities = AgentCapabilities(atif=True, base_url=True)
+    MODEL_CONNECTION = ModelConnectionSpec(base_url_destination_names={"default": None})
+
+    def __init__(
+        self,
+        logs_dir: Path,
+        model_name: str | None = None,
+        *args: Any,
+        api_base: str = "",
+        collect_rollout_details: bool = False,
+        session_id: str = "",
+        store: str = "",
+        **given: Any,
+    ) -> None:
+        """Raises ``ValueError`` for what no episode can be played with."""
+        ours = {name: given.pop(name) for name in [*given] if name not in _OF_HARBOR}
+        super().__init__(logs_dir, model_name, *args, **given)
+        try:
+            options = options_from_trainer(ours, *_NAMES)
+        except ConfigError as error:
+            raise _Refused(str(error)) from error
+        connection = self.model_connection
+        endpoint = api_base or connection.execution_base_url
+        if not (model_name and endpoint):
+            raise _Refused("which endpoint? give Harbor agent.model_name (--model) and agent.base_url (--base-url)")
+        self._temperature = 1.0 if options.temperature is None else options.temperature
+        self._seconds = options.timeout + GRACE
+        self._details = collect_rollout_details
+        self._key = connection.api_key or "none"
+        self._store = str(Path(store).expanduser().absolute()) if store else None
+        name = model_name if self.skip_model_parsing else model_name.partition("/")[2] or model_name
+        self._options = {
+            **options.model_dump(mode="json", include={*ours}),
+            **{"base_url": endpoint, "model": name, "api_key_env": SECRET},
+            **{"token_ids": collect_rollout_details, "run_id": session_id},
+        }
+
+    @staticmethod
+    def name() -> str:
+        """As Harbor's lists show it."""
+        return "openhands-rl"
+
+    def version(self) -> str | None:
+        """That of this package; OpenHands' is in the trajectory."""
+        return openhands_rl_plugin.__version__
+
+    async def setup(self, environment: BaseEnvironment) -> None:
+        """Nothing is installed in the environment. Raises ``ConfigError`` for a Python without OpenHands."""
+        self._python = await asyncio.to_thread(checked_interpreter)
+
+    async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
+        """Raises ``EpisodeInfrastructureError`` or ``EpisodeFailedError``, in one line."""
+        start = await directory_of(environment, _SECONDS)
+        folder = f"/tmp/.{uuid.uuid4().hex}"
+        try:
+            async with served(environment) as socket:
+                place = {"socket": str(socket), "folder": folder, "start": start}
+                played = await self._play(environment.environment_name, instruction, place)
+        except BaseException:
+            # The command that runs would write on while the verifier looks.
+            ending = environment.exec(programs.end(folder), timeout_sec=_SECONDS)
+            await asyncio.gather(ending, return_exceptions=True)
+            raise
+        self._fill(context, played)
+
+    async def _play(self, name: str, instruction: str, place: dict[str, str]) -> PlayedRollout:
+        asked = {
+            **{"name": name, "instruction": instruction, "place": place, "options": self._options},
+            **{"store": self._store, "documents": str(self.logs_dir.absolute())},
+        }
+        command = [self._python, "-P", "-m", _PROGRAM]
+        played = await run_program(command, json.dumps(asked), key=self._key, seconds=self._seconds)
+        if isinstance(played, str):
+            kind = EpisodeInfrastructureError if played.startswith("infrastructure: ") else EpisodeFailedError
+            raise kind(as_trainer_names(played, *_NAMES))
+        if self._details and played.off_policy:
+            raise EpisodeFailedError(f"configuration: this episode is not to be trained on: {played.off_policy}")
+        return played
+
+    def _fill(self, context: AgentContext, played: PlayedRollout) -> None:
+        usage = played.usage
+        context.n_input_tokens, context.n_cache_tokens = usage.prompt_tokens, usage.cached_tokens
+        context.n_output_tokens = usage.completion_tokens
+        # The first three are Terminus' names, which trainers read.
+        context.metadata = {
+            "n_episodes": played.turns,
+            "summarization_count": max(0, len(played.segments) - 1),
+            "all_messages": [each.model_dump(mode="json", exclude_none=True) for each in played.messages],
+            FACTS: facts_of(played),
+        }
+        if self._details:
+            try:
+                context.rollout_details = [*rollout_details(played.segments, temperature=self._temperature)]
+            except ExchangeError as error:
+                raise EpisodeFailedError(f"model: {error}") from error
+
+
+class _Refused(ConfigError, ValueError):
+    """A ``ValueError`` too: Harbor's commands show those in one line."""

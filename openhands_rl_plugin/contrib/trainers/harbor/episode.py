@@ -1,0 +1,173 @@
+"""Plays one episode in a container that Harbor owns: ``python -m openhands_rl_plugin.contrib.trainers.harbor.episode``.
+
+Standard input is a ``ContainerEpisode`` as JSON; standard output a ``PlayedRollout`` without a reward, which is
+Harbor's to give, or one with a ``failure``. Exit code 3: no valid episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+import uuid
+import zlib
+from contextlib import AsyncExitStack, redirect_stdout
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from openhands_rl_plugin.apps.rollout.play import base_of
+from openhands_rl_plugin.apps.rollout.played import told, unusable
+from openhands_rl_plugin.config.host import host_of
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rollout import PlayOptions
+from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError, StorageError
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory, redacting_logger
+from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, Limits, Task, Trajectory
+from openhands_rl_plugin.environments.container.place import ContainerPlace
+from openhands_rl_plugin.environments.workspace.copies import scratch_folder
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+from openhands_rl_plugin.evals.runs.prompts import REPLIES
+from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.models.engines.preflight import check_answers, check_model_server
+from openhands_rl_plugin.trajectories.exchange.agents import atif_write
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
+from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+_LOG = redacting_logger(__name__)
+INVALID = 3
+ENVIRONMENT = "harbor"
+_SCRATCH = "openhands-rl-harbor-"
+# Of an episode in a repository, as ``EvaluationPlan`` has them.
+_LIMITS = {"max_turns": 50, "max_response_length": 4096, "max_obs_length": 7500}
+
+
+class ContainerEpisode(Frozen):
+    """The task ``name`` with its ``instruction``, and how it is played. ``store``: a folder that keeps the episode;
+    ``documents``: one for it as ATIF."""
+
+    name: str
+    instruction: str
+    place: ContainerPlace
+    options: PlayOptions
+    store: Path | None = None
+    documents: Path | None = None
+
+
+async def play_in_container(asked: ContainerEpisode) -> PlayedRollout:
+    """Play one episode. A failed one is returned with its ``failure``.
+
+    Raises ``ConfigError`` for what no episode can be played with, ``InfrastructureError`` where nothing answers at the
+    endpoint, and ``StorageError``.
+    """
+    options, settings = asked.options, await asyncio.to_thread(_settings, asked.options)
+    async with AsyncExitStack() as opened:
+        folder = opened.enter_context(scratch_folder(_SCRATCH))
+        storage = None
+        if asked.store is not None:
+            storage = await opened.enter_async_context(FileTrajectoryStorage(asked.store))
+        runner = await opened.enter_async_context(open_runner(settings, _host_options(options), storage=storage))
+        workspace = TaskWorkspace(root=folder, container=asked.place)
+        trajectory = await runner.run(_request(asked, settings), workspace)
+    if asked.documents is not None:
+        _write(trajectory, asked.documents)
+    outcome = trajectory.failure or unusable(trajectory, options.timeout)
+    return told(trajectory, settings, outcome, token_ids=options.token_ids)
+
+
+def _settings(options: PlayOptions) -> RLSettings:
+    settings = options.settings()
+    settings = settings.model_copy(update={"host": "v1" if options.host == "auto" else settings.host})
+    if settings.host == "v0":  # whether it is installed or not
+        raise ConfigError("host: OpenHands V0 does not work in a container of Harbor; leave the option out")
+    host_of(settings)
+    serving = settings.serving
+    if options.token_ids:
+        check_model_server(serving.base_url, serving.model, serving.api_key())
+    else:
+        check_answers(serving.base_url)
+    base = serving.model_copy(update={"model": options.base_model or base_of(serving)})
+    return settings.model_copy(update={"serving": base})
+
+
+def _host_options(options: PlayOptions) -> HostOptions:
+    return HostOptions(
+        environment_mode=False,
+        isolation="none",  # the container is the sandbox
+        sessions=1,
+        command_timeout=options.command_timeout,
+        native_tool_calling=options.native_tool_calling,
+        token_ids=options.token_ids,
+        stuck_detection=True,
+        llm_retries=EvaluatedModel.model_fields["num_retries"].default,
+        replies=REPLIES,
+    )
+
+
+def _request(asked: ContainerEpisode, settings: RLSettings) -> EpisodeRequest:
+    """A new episode, also where its run plays the task several times: what was done before is in another container."""
+    options = asked.options
+    run_id = options.run_id or f"harbor-{uuid.uuid4().hex}"
+    sample = options.sample if "sample" in options.model_fields_set else secrets.randbelow(2**31)
+    seed = (run_id, asked.name, str(sample))
+    if options.seed is not None:
+        seed = (str(options.seed), asked.name, str(options.sample))
+    said = {name: getattr(settings, name) for name in Limits.model_fields if name in settings.model_fields_set}
+    limits = Limits.model_validate({**_LIMITS, **said, "timeout": options.timeout})
+    task = Task(id=asked.name, environment=ENVIRONMENT, instruction=asked.instruction, limits=limits)
+    return EpisodeRequest(
+        task=task,
+        run_id=run_id,
+        group_id=options.group_id or f"{run_id}/{asked.name}",
+        sample=sample,
+        seed=zlib.crc32("\0".join(seed).encode()) % 2**31,
+        served_model=None if options.model == settings.serving.model else options.model,
+    )
+
+
+def _write(trajectory: Trajectory, folder: Path) -> None:
+    """``trajectory.json``, as Harbor's own agents name it; where the history was rewritten, ``trajectory.cont-1.json``
+    goes on from it.
+
+    The agent has the folder, too, as ``/logs/agent``: a link that it made is replaced, not followed, and what cannot be
+    replaced costs the document alone.
+    """
+    try:
+        documents = [*atif_write.rows(redact_trajectory(trajectory), ())]
+    except LeftOutError:
+        return
+    names = ["trajectory.json", *(f"trajectory.cont-{number}.json" for number in range(1, len(documents)))]
+    for number, document in enumerate(documents):
+        if number + 1 < len(documents):
+            document["continued_trajectory_ref"] = names[number + 1]
+        try:
+            write_file(folder / names[number], json.dumps(document, indent=1))
+        except StorageError as error:
+            _LOG.warning("%s", error)
+
+
+def main() -> int:
+    """The program."""
+    os.environ.setdefault("LOG_LEVEL", "ERROR")
+    try:
+        with redirect_stdout(sys.stderr):
+            asked = ContainerEpisode.model_validate_json(sys.stdin.read(), strict=False)
+            played = asyncio.run(play_in_container(asked))
+    except (RLError, ValidationError) as error:
+        kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
+        said = redact_text(" ".join(str(error).split()))[:1000]
+        failure = {"kind": kind, "message": said, "boundary": "rollout.start"}
+        print(json.dumps({"schema_version": 1, "reward": None, "failure": failure, "segments": []}))
+        return INVALID
+    print(played.model_dump_json())
+    return 0 if played.failure is None else INVALID
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The classes that verifiers loads by the id ``openhands-rl-verifiers``. Imported by the Python that has verifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, create_model, model_validator
+
+from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of, read_episode, rollout_command
+from openhands_rl_plugin.apps.rollout.pythons import check_probe, check_release, interpreter, probe
+from openhands_rl_plugin.config.rollout import PlaySettings, as_trainer_names
+from openhands_rl_plugin.contrib.trainers.verifiers.suite_tasks import SuiteTask, suite_tasks
+from openhands_rl_plugin.core.errors import RLError
+
+try:
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  (pins another openai than OpenHands)
+except ModuleNotFoundError:
+    check_release("verifiers", "0.4")
+    raise
+check_release("verifiers", "0.4")
+
+FACTS = "openhands_rl"
+"""Where a trace's ``info`` has what the episode came to."""
+
+# Of the endpoint, the task and the sampling, which verifiers says.
+_OWN = {"base_url", "model", "base_model", "api_key_env", "suite", "temperature", "max_response_length"}
+_listed = cache(suite_tasks)
+
+
+def _episode_fields() -> dict[str, Any]:
+    return {name: (each.annotation, each) for name, each in PlaySettings.model_fields.items() if name not in _OWN}
+
+
+_EpisodeFields: Any = create_model("_EpisodeFields", __base__=vf.BaseConfig, **_episode_fields())
+
+
+class EpisodeConfig(_EpisodeFields):
+    """How an episode is played."""
+
+
+class OpenHandsHarnessConfig(vf.HarnessConfig):
+    """``--env.agent.harness.*``."""
+
+    id: str = "openhands-rl-verifiers"
+    python: str = ""
+    """The Python that has OpenHands; $OPENHANDS_RL_PYTHON by default, else the one of verifiers."""
+    store: Path | None = None
+    """A folder in which episodes are kept as well; by default they go with the runtime."""
+    episode: EpisodeConfig = EpisodeConfig()
+    """How an episode is played: the options of `openhands-rl rollout`, over [rl] of the file `config`."""
+
+
+class OpenHandsTasksetConfig(vf.TasksetConfig):
+    """``--env.taskset.*``."""
+
+    suite: str = "swe-local"
+    """A suite of `openhands-rl evaluate`, or a file of rows."""
+    split: str = ""
+    """Which tasks; by default those of the suite's own split, or all of a file."""
+    tasks: list[str] = Field(default_factory=list)
+    """Only the tasks with these ids."""
+    count: int = 0
+    """How many tasks the suite `environment` has."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OpenHandsTasksetConfig:
+        self.listed()
+        return self
+
+    def listed(self) -> tuple[SuiteTask, ...]:
+        """The tasks. Raises ``ValueError``, which is shown in one line, for a suite, split or id that is not there."""
+        try:
+            return _listed(self.suite, self.split, self.count, tuple(self.tasks))
+        except RLError as error:
+            raise ValueError(str(error)) from error
+
+
+class OpenHandsTaskData(vf.TaskData):
+    """``options`` choose the task on the command line of ``openhands-rl rollout``."""
+
+    options: tuple[str, ...]
+
+
+class OpenHandsTask(vf.Task[OpenHandsTaskData, vf.State, vf.TaskConfig]):
+    """A task whose episode is graded by the program that plays it, in its own workspace."""
+
+    @property
+    def key(self) -> str:
+        """The same for every release of verifiers and every order of the tasks."""
+        return " ".join(self.data.options)
+
+    @vf.reward
+    async def episode(self, trace: vf.Trace) -> float:
+        """What the program's grading says. Raises where there was none: the trace has an error then, and no reward."""
+        facts = trace.info.get(FACTS)
+        if facts is None:
+            raise ValueError(
+                f"verifiers ended the episode ({trace.stop_condition}) before it was graded: bound it by max_turns "
+                "and timeout of env.agent.harness.episode"
+            )
+        return facts["reward"]
+
+
+class OpenHandsTaskset(vf.Taskset[OpenHandsTask, OpenHandsTasksetConfig]):
+    """The tasks of a suite."""
+
+    def load(self) -> Iterator[OpenHandsTask]:
+        """In the suite's order."""
+        for each in self.config.listed():
+            data = OpenHandsTaskData(id=each.id, name=each.id, prompt=each.instruction, options=each.options)
+            yield OpenHandsTask(data, self.config.task)
+
+
+class OpenHandsHarness(vf.Harness[OpenHandsHarnessConfig]):
+    """Plays a task of ``OpenHandsTaskset`` by ``openhands-rl rollout``, whose model calls all go to the endpoint given.
+
+    No container is needed: the agent's commands run in the sandbox of the workspace (bubblewrap).
+    """
+
+    NEEDS_CONTAINER = False
+
+    async def setup(self, runtime: vf.Runtime) -> None:
+        """Raise ``ConfigError`` where the Python has no OpenHands, or another version of this package."""
+        python = interpreter(self.config.python)
+        result = await runtime.run(probe(python), {})
+        check_probe(python, result.exit_code, result.stdout, result.stderr)
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        """One episode. A failed one is an exit code with the reason, in one line; it never has a reward."""
+        if not isinstance(data, OpenHandsTaskData):
+            raise ValueError("this harness plays tasks of --env.taskset.id openhands-rl-verifiers")
+        options = self.config.episode.model_dump(exclude_defaults=True)
+        python = interpreter(self.config.python)
+        command = rollout_command(python, data.options, endpoint, ctx.model, options, self.config.store)
+        result = await runtime.run_program(command, {**self.config.resolved_env, SECRET: secret})
+        played = read_episode(result.exit_code, result.stdout, result.stderr)
+        if isinstance(played, str):
+            why = as_trainer_names(played, "env.agent.harness.episode", "verifiers", _OWN)
+            return vf.ProgramResult(result.exit_code or 1, "", why)
+        if played.off_policy and isinstance(ctx.client, vf.TrainClientConfig):
+            return vf.ProgramResult(1, "", f"configuration: this episode is not to be trained on: {played.off_policy}")
+        trace.info[FACTS] = facts_of(played)
+        return vf.ProgramResult(0, "", "")
+
+
+class OpenHandsEnvConfig(vf.EnvConfig):
+    """One agent, which is OpenHands, on this machine."""
+
+    # Copied, because validation would look for the harness in the module that is being imported.
+    agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(
+        update={"harness": OpenHandsHarnessConfig()}
+    )
+
+
+class OpenHandsEnv(vf.Env[OpenHandsEnvConfig]):
+    """verifiers' single agent with other defaults: of its own it asks for a sandbox of a service, and for ``bash``."""
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
+        """One episode."""
+        await agents.agent.run(task)

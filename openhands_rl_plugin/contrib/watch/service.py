@@ -1,0 +1,385 @@
+"""The service: from where the journal stands, one step after the other, each of which may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from openhands_rl_plugin.apps.loop.run import LoopJob
+from openhands_rl_plugin.contrib.watch.budgets import check_budget, remove_older, remove_training, training_folder
+from openhands_rl_plugin.contrib.watch.candidate import train_candidate
+from openhands_rl_plugin.contrib.watch.gates import CANARY, HELD_OUT, SAFETY, SHARE, Verdict, held_out_gate, safety_gate
+from openhands_rl_plugin.contrib.watch.gathering import Material, candidates, chain, dataset_of, material, training_for
+from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep
+from openhands_rl_plugin.contrib.watch.judging import EpisodeJudge, Judged
+from openhands_rl_plugin.contrib.watch.measuring import Unmeasured, digest_of, play_suite
+from openhands_rl_plugin.contrib.watch.pausing import is_paused
+from openhands_rl_plugin.contrib.watch.replaying import replay, replayable
+from openhands_rl_plugin.contrib.watch.sharing import RoutingFile, Trial
+from openhands_rl_plugin.contrib.watch.state import Round, State, state_of
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    ConfigError,
+    InfrastructureError,
+    PublishError,
+    RLError,
+    StorageError,
+    TrainingError,
+)
+from openhands_rl_plugin.core.judgements import labels_of, preferences
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.types import Adapter, JsonObject, Task
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.gateway.traffic import Routing
+from openhands_rl_plugin.training.algorithms import algorithm_of
+
+log = redacting_logger(__name__)
+
+TRAINING = "training"
+_MOST_TRIES = 3
+"""Of one training; what fails in the same way three times is no passing trouble."""
+_LONGEST_WAIT = 3600.0
+_REPEATED_AFTER = 3600.0
+"""Seconds after which the same trouble is noted again."""
+
+
+class _Paused(RLError):
+    """The pause file appeared in the middle of a training, which goes on from its last checkpoint."""
+
+
+class Watch:
+    """One adapter's watch. ``job``: the held-out tasks, the model's weights, the servers, and the folder of the state.
+
+    ``say`` hears of every step.
+    """
+
+    def __init__(
+        self,
+        job: LoopJob,
+        storage: TrajectoryStorage,
+        adapters: AdapterStore,
+        publisher: AdapterPublisher,
+        say: Callable[[Entry], None] = lambda entry: None,
+    ) -> None:
+        self._job = job
+        self._settings = job.settings
+        self._name = job.settings.serving.adapter
+        self._storage = storage
+        self._adapters = adapters
+        self._publisher = publisher
+        self._journal = Journal(job.directory)
+        self._measured = {(entry.task.environment, entry.task.id) for entry in job.tasks.held_out}
+        self._judge = EpisodeJudge(job.settings, storage)
+        self._routing = RoutingFile.of(job.settings)
+        self._trial = Trial(job.settings, storage, f"{job.run_id}/")
+        self._say = say
+        self._fruitless: int | None = None
+        """What was judged when there was nothing to train on; the same again is not read again."""
+
+    def check(self) -> None:
+        """Freeze the held-out suite, or raise ``ConfigError`` where it is another than before, or the routing file of
+        something else."""
+        self._routing.check()
+        digest, state = digest_of(self._job.tasks), state_of(self._journal.read())
+        if not state.suite:
+            count = len(self._job.tasks.held_out)
+            said = f"the held-out suite is {count} tasks of {self._job.tasks.suite.name} from now on"
+            self._note(WatchStep.FROZEN, said, figures={"digest": digest, "tasks": count})
+        elif state.suite != digest:
+            raise ConfigError(
+                "[rl.watch] suite: its tasks are others than those that former versions were measured on, so nothing "
+                f"could be compared: set it back, or move {self._journal.folder} away to begin anew"
+            )
+
+    async def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Look at the store every ``interval`` seconds until ``stopped``; trouble is noted and waited out.
+
+        When it ends, no new session goes to a candidate any more, because nobody would look at them.
+        """
+        try:
+            while not stopped():
+                try:
+                    await self.look()
+                except StorageError as error:
+                    log.warning("%s", error)  # the journal itself takes no line: the disk is full, or away
+                tries = state_of(self._journal.read()).tries
+                await asyncio.sleep(min(_LONGEST_WAIT, self._settings.watch.interval * 2 ** min(tries, 10)))
+        finally:
+            self._routing.withdraw()
+
+    async def look(self) -> bool:
+        """Do all that can be done now; whether nothing went wrong. Raises ``StorageError`` of the journal itself."""
+        while not is_paused(self._journal.folder):
+            state = state_of(self._journal.read())
+            try:
+                if not await self._advance(state):
+                    return True
+            except _Paused:
+                return True
+            except RLError as error:
+                self._could_not(state, error)
+                return False
+        self._routing.withdraw()  # a pause: nobody looks at the candidate's sessions
+        return True
+
+    async def _advance(self, state: State) -> bool:
+        """One step; false where there is nothing to do now."""
+        if state.round is None or state.round.shared is None:
+            await self._follow(state)
+        if (current := state.round) is None:
+            return await self._begin(state)
+        if not current.candidate:
+            return await self._train(state, current)
+        candidate = self._adapters.get(current.candidate)
+        if CANARY not in current.passed:
+            return await self._canary(current, candidate)
+        for version in dict.fromkeys((self._in_use(), candidate.name)):
+            if version not in state.measured:
+                return await self._measure(state, current, version)
+        if HELD_OUT not in current.passed:
+            return await self._decide(current, candidate, self._held_out(state, candidate))
+        if SAFETY not in current.passed:
+            return await self._decide(current, candidate, self._safety(state, candidate))
+        if SHARE not in current.passed and self._routing.path is not None:
+            return await self._share(current, candidate)
+        return await self._admit(current, candidate)
+
+    async def _begin(self, state: State) -> bool:
+        self._tidy(state)
+        lineage = chain(self._adapters, self._in_use() or None)
+        ids = await candidates(self._storage, self._settings, state, lineage, self._measured)
+        judged = await self._judge.judge(ids)
+        preferred = preferences(await labels_of(self._storage, ids))
+        said = judged.known.keys() | {name for both in preferred for name in both}
+        new, needed = len(said - state.seen), self._settings.watch.min_episodes
+        found, missing, tasks = None, f"{new} new ones of {needed} that are needed", ()
+        there = hash((frozenset(judged.known.items()), frozenset(preferred.items())))
+        if new >= needed and there == self._fruitless:
+            missing = str(state.judged.get("missing"))
+        elif new >= needed:
+            found, missing = await material(self._storage, self._settings, judged.known, preferred, lineage)
+            if found is None or algorithm_of(found.settings).kind != "reinforcement":
+                tasks = await replayable(self._job, self._storage, list(judged.known), state.replayed)
+        self._note_judged(state, judged, new, missing)
+        if tasks:
+            return await self._replay(state, tasks)
+        if found is not None:
+            return self._gather(state, found, said)
+        self._fruitless = there
+        if judged.away:
+            raise InfrastructureError(f"episodes wait, because their judge is away: {judged.away}")
+        return False
+
+    async def _replay(self, state: State, tasks: Sequence[Task]) -> bool:
+        self._check_budget()
+        run_id = f"{self._job.run_id}/replay/{state.replay_runs}"
+        served = await self._served(self._in_use())
+        said, figures = await replay(self._job, self._storage, tasks, run_id=run_id, served_model=served)
+        self._note(WatchStep.REPLAYED, said, adapter=self._in_use(), figures=figures)
+        return True
+
+    def _gather(self, state: State, found: Material, said: Collection[str]) -> bool:
+        latest = self._adapters.latest(self._name)
+        figures: JsonObject = {
+            "algorithm": found.settings.algorithm,
+            "parent": self._in_use() or None,
+            "latest": latest.version if latest is not None else 0,
+            "episodes": {**found.episodes},
+            "others": [*sorted(each for each in said if each not in found.episodes)],
+        }
+        number = state.rounds + 1
+        begins = f"round {number} begins from {self._in_use() or 'the base model'}: {found.because}"
+        self._note(WatchStep.GATHERED, begins, round=number, figures=figures)
+        return True
+
+    async def _train(self, state: State, current: Round) -> bool:
+        self._check_budget()
+        settings = training_for(self._settings.training, current.algorithm)
+        dataset = await dataset_of(self._storage, self._settings, settings, current.episodes)
+
+        def advanced(_: object) -> None:
+            if is_paused(self._journal.folder):
+                raise _Paused
+
+        train = partial(
+            train_candidate,
+            self._job.model,
+            settings,
+            dataset,
+            self._adapters,
+            self._name,
+            current,
+            base_model=self._settings.serving.model,
+            run=training_folder(self._journal.folder, current.number),
+            on_progress=advanced,
+        )
+        started = time.monotonic()
+        try:
+            adapter = await asyncio.to_thread(train)
+        except (TrainingError, CaughtFailure) as error:
+            if state.failures + 1 < _MOST_TRIES:
+                raise
+            said = f"round {current.number} ends: its training failed {_MOST_TRIES} times: {error}"
+            self._note(WatchStep.HELD, said, round=current.number, figures={"gate": TRAINING})
+            return True
+        said = f"{adapter.name} was trained on {dataset.used} episodes by {dataset.algorithm}"
+        figures: JsonObject = {**adapter.metrics, "seconds": time.monotonic() - started}
+        self._note(WatchStep.TRAINED, said, round=current.number, adapter=adapter.name, figures=figures)
+        return True
+
+    async def _canary(self, current: Round, candidate: Adapter) -> bool:
+        await self._publisher.require_servers()  # servers that are away are no reason to refuse a candidate
+        try:
+            difference = await self._publisher.stage(candidate)
+        except PublishError as error:
+            await self._publisher.loaded()  # raises where they went away meanwhile
+            verdict = Verdict(CANARY, False, f"{candidate.name} was held back by the canary: {error}", {"gate": CANARY})
+        else:
+            nats = "" if difference is None else f", {difference:.4f} nats from the trainer's logprobs"
+            said = f"{candidate.name} passed the canary: every server loaded it and answers with it{nats}"
+            verdict = Verdict(CANARY, True, said, {"gate": CANARY, "difference": difference})
+        return await self._decide(current, candidate, verdict)
+
+    async def _measure(self, state: State, current: Round, version: str) -> bool:
+        self._check_budget()
+        served = await self._served(version)
+        run_id = f"{self._job.run_id}/heldout/{version or 'base'}/{state.restarts}"
+        attempts = self._settings.watch.attempts
+        played = await play_suite(self._job, self._storage, run_id=run_id, served_model=served, attempts=attempts)
+        said = f"{version or 'the base model'} succeeds in {played.figures['mean']:.3f} of {len(played.success)} tasks"
+        figures: JsonObject = {**played.figures, "success": {**played.success}}
+        self._note(WatchStep.MEASURED, said, round=current.number, adapter=version, figures=figures)
+        return True
+
+    def _check_budget(self) -> None:
+        check_budget(self._settings.watch, self._journal.read(), self._adapters.root)
+
+    def _tidy(self, state: State) -> None:
+        """Remove what no round needs any more; what cannot be removed is told, and stays."""
+        try:
+            remove_training(self._journal.folder, state.rounds)
+            if gone := remove_older(self._settings.watch, state, self._adapters, self._name):
+                log.info("removed %s", ", ".join(gone))
+        except StorageError as error:
+            log.warning("%s", error)
+
+    async def _served(self, version: str) -> str:
+        """The model's name for a completion, of a version that is loaded now; the base model's for none."""
+        if not version:
+            return self._settings.serving.model
+        adapter = self._adapters.get(version)
+        await self._publisher.stage(adapter)  # a server may have been started anew since
+        return await self._publisher.served_model(adapter)
+
+    def _held_out(self, state: State, candidate: Adapter) -> Verdict:
+        used = self._in_use()
+        standing = [state.measured[name] for name in ("", *state.admitted) if self._stands(state, name)]
+        best = max(standing, key=lambda each: each.mean, default=state.measured[used])
+        against = {each.version or "the base model": each.success for each in (state.measured[used], best)}
+        after = state.measured[candidate.name].success
+        return held_out_gate(candidate.name, after, against, self._settings.watch.margin)
+
+    def _safety(self, state: State, candidate: Adapter) -> Verdict:
+        before, after = state.measured[self._in_use()], state.measured[candidate.name]
+        watch = self._settings.watch
+        return safety_gate(candidate.name, after.trouble, before.trouble, watch.margin, watch.level)
+
+    def _stands(self, state: State, name: str) -> bool:
+        return name in state.measured and name not in state.dropped
+
+    async def _decide(self, current: Round, candidate: Adapter, verdict: Verdict) -> bool:
+        if verdict.passed:
+            self._note(
+                WatchStep.PASSED, verdict.said, round=current.number, adapter=candidate.name, figures=verdict.figures
+            )
+            return True
+        self._routing.withdraw()
+        try:
+            await self._publisher.retire(candidate.name)
+        except PublishError as error:
+            log.warning("%s stays loaded: %s", candidate.name, error)
+        self._note(WatchStep.HELD, verdict.said, round=current.number, adapter=candidate.name, figures=verdict.figures)
+        return True
+
+    async def _admit(self, current: Round, candidate: Adapter) -> bool:
+        with self._journal.alone():
+            if not self._goes_on(current):
+                return True
+            if self._in_use() != candidate.name:
+                await self._routing.publish(self._publisher, candidate)
+            said = f"{candidate.name} is in use"
+            self._note(WatchStep.ADMITTED, said, round=current.number, adapter=candidate.name)
+        return True
+
+    async def _share(self, current: Round, candidate: Adapter) -> bool:
+        """Judge the sessions that the candidate got; false while it has to get more."""
+        share = self._settings.watch.share
+        if current.shared is None:
+            said = f"{candidate.name} gets a share of {share:g} of the new sessions"
+            self._note(WatchStep.SHARED, said, round=current.number, adapter=candidate.name, figures={"share": share})
+            return True
+        verdict = await self._trial.verdict(candidate.name, self._in_use(), current.shared)
+        if verdict is not None:
+            return await self._decide(current, candidate, verdict)
+        served, used = await self._served(candidate.name), self._adapters.current(self._name)
+        stable = await self._publisher.served_model(used) if used is not None else None
+        with self._journal.alone():
+            if self._goes_on(current):
+                self._routing.write(Routing(stable=stable, candidate=served, share=share))
+        return False
+
+    async def _follow(self, state: State) -> None:
+        """No candidate has a share: every new session is on the version in use."""
+        if self._routing.path is None:
+            return
+        with self._journal.alone():
+            if state_of(self._journal.read()).round == state.round:
+                await self._routing.follow(self._publisher, self._adapters.current(self._name))
+
+    def _goes_on(self, current: Round) -> bool:
+        """Whether nobody rolled back meanwhile."""
+        now = state_of(self._journal.read()).round
+        return now is not None and now.number == current.number
+
+    def _note_judged(self, state: State, judged: Judged, new: int, missing: str) -> None:
+        good = sum(each.good for each in judged.known.values())
+        figures: JsonObject = {
+            "judged": len(judged.known),
+            "good": good,
+            "new": new,
+            "open": {**judged.open},
+            "missing": missing,
+        }
+        if figures != state.judged:
+            aside = "".join(f"; {count} wait: {why}" for why, count in judged.open.items())
+            said = f"{len(judged.known)} episodes are judged, {good} of them successes{aside}"
+            self._note(WatchStep.JUDGED, f"{said}; {missing}" if missing else said, figures=figures)
+
+    def _could_not(self, state: State, error: RLError) -> None:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        counted: JsonObject = {}
+        if isinstance(error, Unmeasured):
+            counted = {"unmeasured": True}
+        elif isinstance(error, TrainingError | CaughtFailure):
+            counted = {"failed": True}
+        last = self._journal.read()[-1:]
+        known = [each for each in last if each.step is WatchStep.COULD_NOT and each.said == said]
+        if known and not counted and time.time() - known[0].at < _REPEATED_AFTER:
+            self._say(known[0])
+            return
+        number = state.round.number if state.round is not None else 0
+        self._note(WatchStep.COULD_NOT, said, round=number, figures=counted)
+
+    def _note(
+        self, step: WatchStep, said: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None
+    ) -> None:
+        self._say(self._journal.append(step, said, round=round, adapter=adapter, figures=figures))
+
+    def _in_use(self) -> str:
+        """The version in use; empty for the base model."""
+        current = self._adapters.current(self._name)
+        return current.name if current is not None else ""

@@ -1,0 +1,164 @@
+"""The demo's own parts: children that cannot outlive it, its report, and a run that survives being killed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from rich.console import Console
+
+from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
+from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.contrib.demo.child import free_port, running_command
+from openhands_rl_plugin.contrib.demo.options import DemoOptions
+from openhands_rl_plugin.contrib.demo.progress import ProgressListener
+from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
+from openhands_rl_plugin.contrib.demo.repair.run import repair_tasks
+from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.types import PolicyRef
+from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+PARENT = """
+import os, signal, sys
+from pathlib import Path
+from openhands_rl_plugin.contrib.demo.child import running_command
+with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])):
+    print("up", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_ends_when_the_demo_is_killed(tmp_path: Path) -> None:
+    port = free_port()
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT, str(port), str(tmp_path / "log")], capture_output=True, text=True, check=False
+    )
+    assert (parent.stdout, parent.returncode) == ("up\n", -signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
+        except httpx.TransportError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the server outlived its parent")
+
+
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InfrastructureError, match="no such shop"),
+        running_command(["env", "webshop", "--products", "0"], free_port(), tmp_path / "log"),
+    ):
+        pytest.fail("it came up")
+
+
+def test_goals_of_demonstrations_training_and_evaluation_are_disjoint(tmp_path: Path) -> None:
+    options = DemoOptions(run_directory=tmp_path)
+    plan = options.plan(options.shop(), base_model="base", probe_ids=(1, 2))
+    other = options.model_copy(update={"seed": 1}).plan(options.shop(), base_model="base", probe_ids=(1, 2))
+    names = [{task.id for task in tasks} for tasks in (plan.demonstrations, plan.training, plan.held_out)]
+    assert len(names[2]) == len(plan.held_out) >= 100
+    assert not (names[0] & names[1] or names[0] & names[2] or names[1] & names[2])
+    assert other.held_out == plan.held_out
+    assert other.training != plan.training
+
+
+def test_a_run_is_not_continued_as_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "options.json").write_text("{}")
+    assert main(["demo", "--tiny", "--run-dir", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "--fresh" in error and error.count("\n") == 1
+
+
+def test_an_episode_of_the_same_task_is_shown_before_and_after(tmp_path: Path) -> None:
+    said = io.StringIO()
+    before, other = (sample_episode(name, task=name, text="\x1b[2J") for name in ("webshop-1", "webshop-2"))
+    after = before.model_copy(update={"id": "later", "policy": PolicyRef(base_model="m", adapter="shop", version=2)})
+    with ProgressListener(3, Console(file=said, width=100)) as listener:
+        for stage, trajectory in (
+            ("evaluate-base", before),
+            ("evaluate-base", other),
+            ("iteration-000", before),
+            ("evaluate-final", other),
+            ("evaluate-final", after),
+        ):
+            listener.episode_finished(stage, trajectory)
+    lines = [line.rstrip() for line in said.getvalue().splitlines() if "for example" in line]
+    assert [line.split(":")[0].split()[2:] for line in lines] == [
+        ["webshop-1,", "by", before.policy.served_name],
+        ["webshop-1,", "by", "shop-v000002"],
+    ]
+    assert "\x1b[2J" not in said.getvalue()
+    assert all(len(line) <= 100 for line in said.getvalue().splitlines())
+
+
+def test_repair_tasks_of_demonstrations_training_and_evaluation_share_no_package_or_function(tmp_path: Path) -> None:
+    options = RepairOptions(run_directory=tmp_path)
+    of = {seed: repair_tasks(options.model_copy(update={"seed": seed})) for seed in (0, 1)}
+    training = 300 - options.demonstrations + options.more_tasks
+    assert [len(each) for each in of[0][1:]] == [options.demonstrations, training, 100]
+    learnt = {entry.task.id for entry in (*of[0].demonstrations, *of[0].training)}
+    assert len(learnt) == 300 + options.more_tasks and not learnt & {entry.task.id for entry in of[0].held_out}
+    assert {name.partition("-")[0] for name in learnt}.isdisjoint(
+        entry.task.id.partition("-")[0] for entry in of[0].held_out
+    )
+    assert of[0].held_out == of[1].held_out and of[0].demonstrations != of[1].demonstrations
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_repair_is_learnt_from_what_is_proposed_and_measured_without_a_search(level: int, tmp_path: Path) -> None:
+    settings = RepairOptions(run_directory=tmp_path, level=level).settings()
+    check_trainable(settings)
+    evaluated = evaluated_by(settings)
+    assert (settings.rollout_strategy, settings.training.tree) == ("BestOfN", "proposals")
+    assert evaluated is not None and (evaluated.rollout_strategy, evaluated.strategy) == ("StandardReAct", {})
+    assert settings.loop.training_max_turns == settings.max_turns - 1
+    hurried = RepairOptions(run_directory=tmp_path, level=level).shortened()
+    check_trainable(hurried.settings())
+    assert hurried.stages == 6
+
+
+def test_a_level_is_of_repair_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--level", "2", "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: --level is of the repair tasks: add --task repair\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("task", ["shop", "repair"])
+def test_a_killed_run_goes_on_where_it_was(task: str, tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "openhands_rl_plugin.cli", "demo", "--task", task, "--tiny"]
+    command = [*program, "--run-dir", str(tmp_path)]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    state_file = tmp_path / "state.json"
+    while len(LoopState.load(state_file).records) < 3:
+        assert first.poll() is None
+        time.sleep(0.5)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    finished = LoopState.load(state_file).records
+
+    assert subprocess.run(command, check=False).returncode == 0
+    state = LoopState.load(state_file)
+    assert state.records[: len(finished)] == finished
+    kind = DemoOptions if task == "shop" else RepairOptions
+    assert len(state.records) == kind(run_directory=tmp_path).shortened().stages
+    assert (tmp_path / "report.html").stat().st_size > 5_000
+    asyncio.run(check_episodes(tmp_path, state))
+
+
+async def check_episodes(directory: Path, state: LoopState) -> None:
+    async with FileTrajectoryStorage(directory / "trajectories") as storage:
+        stored = [trajectory async for trajectory, _ in storage.find()]
+    expected = sum(record.metrics.get("episodes", 0) for record in state.records)
+    assert len(stored) == len({trajectory.id for trajectory in stored}) == expected

@@ -1,0 +1,293 @@
+"""``openhands-rl improve``: what is refused before anything is made, what a run keeps, and the price of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from broken_repository import CODE, commit, gym_repository, units_repository
+from fixing_model import write_chooser
+from full_disk import no_file_larger_than
+from needs import needs_bubblewrap
+from tiny_model import write_model, write_tokenizer
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.config.host import TOOLS, host_of
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.contrib.improve.gym import Gym
+from openhands_rl_plugin.contrib.improve.survey import Survey
+from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.server import running_server
+
+MODEL = "reader"
+_TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / MODEL
+    write_model(folder, num_hidden_layers=1, max_position_embeddings=8192)
+    write_tokenizer(folder, _TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[str]:
+    config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", threads=1)
+    with running_server(config) as url:
+        yield url
+
+
+def words(repository: Path, folder: Path, *more: str) -> list[str]:
+    return ["improve", "--repo", str(repository), "--run-dir", str(folder / "run"), "--no-studio", *more]
+
+
+def config(folder: Path, server: str, more: str = "") -> Path:
+    file = folder / "config.toml"
+    file.write_text(f"""
+[rl]
+max_turns = 3
+max_prompt_length = 7000
+max_response_length = 256
+max_workers = 2
+{more}
+[rl.storage]
+path = "{folder / "trajectories"}"
+[rl.loop]
+iterations = 2
+tasks_per_iteration = 4
+samples_per_task = 3
+[rl.serving]
+base_url = "{server}/v1"
+adapters_path = "{folder / "adapters"}"
+""")
+    return file
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def made_gym(folder: Path, repository: Path) -> None:
+    """The tasks of an earlier run, as it left them."""
+    from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository
+
+    found = find_repository(repository)
+    (folder / "tasks").mkdir(parents=True)
+    (folder / "tasks/repository.json").write_text(found.model_dump_json())
+    instance = Instance(instance_id="a", repo="git/gym", base_commit="0" * 40, problem_statement="It is wrong. " * 20)
+    for part, name in (("train", "gym"), (HELD_OUT, "gym-heldout")):
+        rows = [
+            instance.model_copy(update={"instance_id": f"{part}-{at}", "extra": {"split": part}}) for at in range(4)
+        ]
+        (folder / f"tasks/{name}.jsonl").write_text("".join(json.dumps(row_of(each)) + "\n" for each in rows))
+    survey = Survey(tests=30, steady=28, failing=1, flickering=1, unnamed=0, files=4, seconds=2.0, size=4000)
+    (folder / "tasks/survey.json").write_text(survey.model_dump_json())
+    gym = Gym(
+        survey=survey,
+        training="gym.jsonl",
+        held_out="gym-heldout.jsonl",
+        counts=(4, 4),
+        fixes=(1, 1),
+        files=(2, 2),
+        tried=12,
+        dropped={"no test notices it": 4},
+        grading=2.0,
+        longest=instance.problem_statement,
+    )
+    (folder / "tasks/gym.json").write_text(gym.model_dump_json())
+
+
+def test_what_is_no_gym_is_refused_in_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, empty = tmp_path / "plain", tmp_path / "empty"
+    plain.mkdir()
+    subprocess.run(["git", "init", "--quiet", str(empty)], check=True)
+    units = units_repository(tmp_path / "units")
+    for repository, more, says in (
+        (tmp_path / "nowhere", [], "there is no such folder"),
+        (plain, [], "is no git repository: tasks are made of commits; run `git init`"),
+        (empty, [], "has no commit yet"),
+        (units, ["--commit", "v9"], "has no commit v9"),
+        (units, ["--model", str(plain)], "this is not the folder of a model"),
+        (units, ["--model", str(model), "--samples-per-task", "1"], "samples_per_task = 1: algorithm = "),
+        (units, ["--model", str(model), "--python", "2.7"], "--python: "),
+        (units, ["--model", str(model), "--held-out", "1"], "--held-out: must be greater than or equal to 4"),
+        (units, ["--model", str(model), "--config", "nowhere.toml"], "there is no such file"),
+    ):
+        assert cli.main(words(repository, tmp_path, *more)) == 1
+        assert says in error_of(capsys)
+    assert not (tmp_path / "run/tasks").exists(), "nothing is begun"
+    with no_file_larger_than(20):
+        assert cli.main(words(units, tmp_path, "--model", str(model), "--dry-run")) == 1
+    assert "options.json cannot be written" in error_of(capsys)
+    assert not [*(tmp_path / "run/tasks").iterdir()], "as on a full disk"
+
+
+STEADY = "import os\n\nfrom units import shown\n\n\ndef test_shown():\n    assert shown(3, 'km') == '3 km'\n"
+STEADY += "\n\ndef test_one():\n    assert shown(1, 'm') == 'one m'\n"
+FAILS = "\n\ndef test_fails_{at}():\n    assert False\n"
+# As one that relies on the order of a set: the two runs have different seeds of it.
+FLICKERS = "\n\ndef test_flickers_{at}():\n    assert os.environ['PYTHONHASHSEED'] == '1'\n"
+
+
+def steady_and(line: str, count: int) -> str:
+    return STEADY + "".join(line.format(at=at) for at in range(count))
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("tests", "says"),
+    [
+        ({}, "units: no tests found in it"),
+        (
+            {"test_units": "import nowhere\n" + STEADY},
+            "(--with of `improve`, requirements = [...] in a plan)?; not even collected: "
+            "test_units.py (ModuleNotFoundError: No module named 'nowhere')",
+        ),
+        ({"test_units": steady_and(FAILS, 3)}, "of 5 tests, 3 fail and 0 flicker before any bug"),
+        ({"test_units": steady_and(FLICKERS, 3)}, "of 5 tests, 0 fail and 3 flicker before any bug"),
+    ],
+    ids=["no tests", "not importable", "failing", "flickering"],
+)
+def test_tests_that_are_no_measure_are_refused(
+    tests: dict[str, str], says: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "units"
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    commit(folder, "first", units=CODE, **tests)
+    run = words(folder, tmp_path, "--model", str(model), "--dry-run")
+    assert cli.main(run) == 1
+    assert says in error_of(capsys)
+    assert {file.name for file in (tmp_path / "run/tasks").iterdir()} == {"options.json", "repository.json"}
+    if says.startswith("units"):
+        # What was advised is enough: the next call takes the new commit, and other options.
+        commit(folder, "tests that fail", test_units=steady_and(FAILS, 4))
+        assert cli.main([*run, "--tasks", "5"]) == 1
+        assert "of 6 tests, 4 fail" in error_of(capsys)
+
+
+def test_a_context_without_room_is_refused_before_any_task(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(model, short)
+    settings = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 1024}))
+    units = units_repository(tmp_path / "units")
+    assert cli.main(words(units, tmp_path, "--model", str(short))) == 1
+    assert "no room for an episode" in error_of(capsys)
+    assert not (tmp_path / "run/tasks").exists()
+
+
+def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
+    server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = gym_repository(tmp_path / "gym")
+    made_gym(tmp_path / "run", repository)
+    given = ["--config", str(config(tmp_path, server)), "--dry-run"]
+    assert cli.main(words(repository, tmp_path, *given)) == 0
+    said = capsys.readouterr().out
+    assert "4 to train on (1 past fixes; they change 2 files), 4 held out" in said
+    assert "1 of 30 tests fail before any bug" in said and "4: no test notices it" in said
+    assert "compact prompt: the model reads 8,192 tokens" in said and "tool calls in the text" in said
+    assert "24 to train on, 8 to evaluate" in said and "tokens/s" in said and "GB" in said
+
+    commit(repository, "later", shapes=(repository / "shapes.py").read_text() + "\n\nPI = 3\n")
+    assert cli.main(words(repository, tmp_path, *given, "--json")) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["tasks"]["counts"] == [4, 4] and found["price"]["episodes"] == 24 and found["price"]["sampled"] > 0
+    assert found["price"]["read"] == 32 * 7000, "an episode with short answers reads all that its prompts may have"
+    assert "by now: --fresh makes tasks of that" in printed.err
+    assert not (tmp_path / "run/state.json").exists() and not (tmp_path / "trajectories").exists()
+
+    assert cli.main(words(repository, tmp_path, *given, "--json", "--timeout", "0.5")) == 0
+    price = json.loads(capsys.readouterr().out)["price"]
+    # Two iterations of 12 episodes and two evaluations of 4, two at a time; starting one takes 5 s.
+    assert price["hours"]["rollouts"] == pytest.approx(16 * 5.5 / 3600)
+    assert price["ended_by"] == "the timeout of an episode" and price["in_time"] < 768
+    assert cli.main(words(repository, tmp_path, *given, "--timeout", "0.001")) == 0
+    assert "bounded by the timeout of an episode (0 of 768 tokens sampled by then)" in capsys.readouterr().out
+    file = tmp_path / "config.toml"
+    file.write_text(file.read_text().replace("[rl.loop]", "[rl.loop]\ntraining_max_turns = 6"))
+    assert cli.main(words(repository, tmp_path, *given, "--timeout", "0.001")) == 0
+    assert "(0 of 1,536 tokens sampled by then)" in capsys.readouterr().out
+
+    huge = ["--iterations", "100000000", "--tasks-per-iteration", "100"]
+    assert cli.main(words(repository, tmp_path, *given, *huge)) == 1
+    assert "free some, or choose another --run-dir" in error_of(capsys)
+    given[1] = str(config(tmp_path, server, 'rollout_strategy = "StandardReAct"\nmax_obs_length = 100'))
+    (tmp_path / "config.toml").write_text((tmp_path / "config.toml").read_text().replace("7000", "8000"))
+    assert cli.main(words(repository, tmp_path, *given)) == 1
+    assert "are 8,256 tokens, and the model reads 8,192" in error_of(capsys)
+
+    (tmp_path / "run/tasks/gym.json").write_text("{")
+    assert cli.main(words(repository, tmp_path, "--config", str(config(tmp_path, server)), "--dry-run")) == 1
+    assert "gym.json cannot be read" in error_of(capsys)
+
+
+@pytest.mark.slow
+@needs_bubblewrap
+def test_a_repository_goes_through_whole_and_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tasks, price, one iteration, both evaluations: with a model that knows nothing, so that nothing is learnt."""
+    repository = gym_repository(tmp_path / "gym")
+    sizes = ["--tasks", "4", "--held-out", "4", "--iterations", "1", "--tasks-per-iteration", "1"]
+    run = words(repository, tmp_path, "--model", str(model), *sizes, "--samples-per-task", "2", "--workers", "2")
+    run += ["--processes", "0", "--timeout", "30", "--json"]
+    found = []
+    for _ in range(2):
+        assert cli.main(run) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tasks"]["counts"] == [4, 4] and found[0]["tasks"]["split_by"] == "file"
+    spent, price = found[0]["spent"], found[0]["price"]
+    assert (spent["episodes"], spent["evaluations"]) == (price["episodes"], price["evaluations"]) == (2, 8)
+    assert 0 < spent["sampled"] <= price["sampled"] and found[1]["spent"] == spent
+    first, *_, last = found[0]["result"]["evaluations"]
+    assert first != last and first["success"]["mean"] == 0
+    assert found[1]["result"]["evaluations"] == found[0]["result"]["evaluations"], (
+        "a finished run is told, not repeated"
+    )
+    assert Path(found[0]["result"]["report"]).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@needs_bubblewrap
+def test_what_is_learnt_is_published_and_how_to_use_it_is_said(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model that begins with the fix of one of the training tasks, so that some of its attempts succeed."""
+    repository = gym_repository(tmp_path / "gym")
+    sizes = ["--tasks", "4", "--held-out", "4", "--iterations", "1", "--tasks-per-iteration", "2"]
+    run = words(repository, tmp_path, *sizes, "--samples-per-task", "6", "--processes", "0", "--timeout", "120")
+    assert cli.main([*run, "--model", str(model), "--dry-run"]) == 0
+    shell = TOOLS[host_of(RLSettings())].shell
+    fixes = [
+        _call(shell, command=f"cd /workspace/git__* && git apply <<'E'\n{each.patch}\nE")
+        for each in read_instances(tmp_path / "run/tasks/gym.jsonl")
+    ]
+    fixer = write_chooser(tmp_path / "fixer", fixes, _call("finish", message="done"))
+    capsys.readouterr()
+    assert cli.main([*run, "--model", str(fixer)]) == 0
+    said = capsys.readouterr().out
+    (version,) = AdapterStore(tmp_path / "run/adapters").versions("gym")
+    assert f"adapter: {version.name} in {tmp_path / 'run/adapters'}" in said
+    assert f"openhands-rl serve --model {fixer} --port 8100" in said
+    assert "held-out tasks before: " in said and "held-out tasks after: " in said and "12 to train on" in said
+    current = AdapterStore(tmp_path / "run/adapters").current("gym")
+    assert current is not None and current.name == version.name, "it was in use on the server of the run"
+
+
+def _call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -1,0 +1,127 @@
+"""The oracle of repair tasks in the host that is installed, with commands and edits in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+
+from openhands_rl_plugin.apps.loop.run import LoopJob, open_demonstrator
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
+from openhands_rl_plugin.config.host import installed_hosts
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.contrib.repair.backend import RepairBackend
+from openhands_rl_plugin.contrib.repair.oracle import ORACLE
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import prefix_of
+from openhands_rl_plugin.core.types import EpisodeRequest
+from openhands_rl_plugin.rollout.prefix import begun_with, can_begin_others, prefix_nodes
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+SETTINGS = RLSettings(
+    serving=ServingSettings(base_url="http://127.0.0.1:1/v1", model="m"),
+    workspace=WorkspaceSettings(prompt="compact"),
+    loop=LoopSettings(demonstrations=4, held_out=5),
+    max_turns=12,
+)
+
+
+def test_a_loop_over_repair_tasks_holds_out_packages():
+    tasks = loop_tasks(TaskSource(suite="repair-2"), SETTINGS)
+    used = [{entry.instance.repo for entry in part if entry.instance} for part in (tasks.training, tasks.held_out)]
+    assert len(tasks.demonstrations) == 4 and len(tasks.held_out) == 5 and not used[0] & used[1]
+
+
+def test_other_repositories_have_no_demonstrations():
+    with pytest.raises(ConfigError, match="swe-local has no scripted ones, only webshop, repair-1"):
+        loop_tasks(TaskSource(suite="swe-local"), SETTINGS)
+
+
+def test_drills_are_of_repair_tasks_with_demonstrations():
+    for suite, demonstrations, option in (
+        ("webshop", 4, "drills"),
+        ("repair-1", 0, "drills"),
+        ("repair-1", 0, "short_drills"),
+    ):
+        loop = LoopSettings.model_validate({"demonstrations": demonstrations, option: 4, "held_out": 5})
+        named = f"--{option.replace('_', '-')}: they stand beside demonstrations of repair-1"
+        with pytest.raises(ConfigError, match=named):
+            loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop, "react_format": False}))
+
+
+def test_further_tasks_are_trained_on_and_never_held_out_or_demonstrated():
+    def tasks(suite: str, more: int) -> LoopTasks:
+        loop = SETTINGS.loop.model_copy(update={"more_tasks": more})
+        return loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop}))
+
+    plain, more = tasks("repair-1", 0), tasks("repair-1", 30)
+    assert (plain.demonstrations, plain.held_out) == (more.demonstrations, more.held_out)
+    names = [{entry.task.id for entry in each.training} for each in (plain, more)]
+    assert len(more.training) == len(plain.training) + 30 and names[0] < names[1]
+    assert any("-more-" in entry.task.id for entry in more.training[:100])
+    with pytest.raises(ConfigError, match="--more-tasks: only repair-1, repair-2, repair-3 have them"):
+        tasks("swe-local", 3)
+    with pytest.raises(ConfigError, match="--more-tasks 5000: repair-1 has 992"):
+        tasks("repair-1", 5000)
+
+
+def demonstrations(directory: Path, *, native: bool, first: int = 4) -> LoopJob:
+    """A loop over the first demonstrations of a suite alone."""
+    tasks = loop_tasks(TaskSource(suite="repair-3"), SETTINGS)
+    return LoopJob(
+        settings=SETTINGS,
+        tasks=LoopTasks(tasks.suite, tasks.demonstrations[:first], (), ()),
+        model=directory,
+        directory=directory,
+        run_id="demo",
+        limits=SETTINGS.limits(),
+        backend=RepairBackend(),
+        native_tool_calling=native,
+    )
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.skipif("v0" not in installed_hosts(), reason="sessions in a workspace are replayed in OpenHands V0 only")
+async def test_a_repair_goes_on_from_a_replayed_prefix(tmp_path: Path):
+    """Every cut of a demonstration: what its tests print is the same but for the times."""
+    storage = FileTrajectoryStorage(tmp_path / "trajectories")
+    job = demonstrations(tmp_path, native=False, first=1)
+    [entry] = job.tasks.demonstrations
+    plain = EpisodeRequest(task=entry.task, run_id="demo", group_id="g", served_model="m")
+    async with open_demonstrator(job, storage) as oracle:
+        assert oracle is not None
+        source = await oracle.run(plain)
+        turns = len(source.acted())
+        cuts = [begun_with(plain, prefix_nodes(source, cut, good=True)) for cut in range(1, turns)]
+        episodes = await asyncio.gather(*map(oracle.run, cuts))
+    await storage.close()
+    assert turns > 3 and can_begin_others(source)
+    for cut, episode in enumerate(episodes, 1):
+        assert episode.failure is None, episode.failure
+        assert (note := prefix_of(episode)) is not None and note.turns == cut and len(episode.acted()) == turns
+        assert isinstance(report := episode.evidence["test_result"], dict) and report["report"]["resolved"]
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
+async def test_the_oracle_repairs_inside_the_host(tmp_path: Path, native: bool):
+    storage = FileTrajectoryStorage(tmp_path / "trajectories")
+    job = demonstrations(tmp_path, native=native)
+    requests = [
+        EpisodeRequest(task=entry.task, run_id="demo", group_id="g", served_model="m")
+        for entry in job.tasks.demonstrations
+    ]
+    async with open_demonstrator(job, storage) as oracle:
+        assert oracle is not None
+        episodes = await asyncio.gather(*map(oracle.run, requests))
+    await storage.close()
+    for episode in episodes:
+        assert episode.failure is None and episode.policy.served_name == ORACLE
+        report = episode.evidence["test_result"]
+        assert isinstance(report, dict) and report["report"]["resolved"], episode.messages()
+        said = [str(message) for message in episode.messages() if message.role == "assistant"]
+        assert "cat test_" in said[0] and "finish" in said[-1] and "run_tests.py" in said[-2]

@@ -1,0 +1,189 @@
+"""What a policy is fine-tuned on before it repairs: the oracle's right answers, and drills in their form."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+import re
+import subprocess
+import sysconfig
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin.config.host import TOOLS
+from openhands_rl_plugin.contrib.repair.drills import lessons
+from openhands_rl_plugin.contrib.repair.kinds import bugs_in
+from openhands_rl_plugin.contrib.repair.library_bugs import library_functions
+from openhands_rl_plugin.contrib.repair.oracle import oracle_plan
+from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
+from openhands_rl_plugin.contrib.repair.short_drills import short_drill
+from openhands_rl_plugin.contrib.repair.telling import is_told
+from openhands_rl_plugin.core.types import Message, Node, Task, Trajectory
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.testing.samples import sample_episode
+
+V0 = TOOLS["v0"]
+EDIT = re.compile(r"python3 run_tests.py --edit (\S+) <<'E'\n((\d+).*)\nE\n</parameter>")
+
+
+def numbered(text: str) -> str:
+    return "\n".join(f"{at:6}\t{line}" for at, line in enumerate(text.split("\n"), start=1))
+
+
+def played(instance: Instance, seed: int = 0) -> Trajectory:
+    """The oracle's episode, with answers of the tools that have the file in them."""
+    spec = spec_of(instance)
+    nodes = [
+        Node(parent=None, message=Message(role="system", content="tools")),
+        Node(parent=0, message=Message(role="user", content=f"{instance.problem_statement} It is /workspace/repo.")),
+    ]
+    for call in oracle_plan(instance, V0, seed):
+        nodes.append(Node(parent=len(nodes) - 1, message=Message(role="assistant", content=call.text), sampled=True))
+        shown = f"file {spec.path}:\n{numbered(spec.files[spec.path])}\n" if "view" in call.text else "done"
+        if call.errs:
+            line = spec.files[spec.path].split("\n")[spec.line - 1].strip()
+            shown = f"RESULT:\n2 failed, 3 passed\nUndone. Line {spec.line} of {spec.path}:\n{line}\n[exit code 1]"
+        nodes.append(Node(parent=len(nodes) - 1, message=Message(role="user", content=shown)))
+    task = Task(id=instance.instance_id, environment="swe", data={})
+    return sample_episode("e").model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1, "task": task})
+
+
+@pytest.fixture(scope="module")
+def instances() -> tuple[Instance, ...]:
+    return repair_instances(1, "train")[:12]
+
+
+def test_errors_are_context_and_what_follows_is_learnt(instances: tuple[Instance, ...]) -> None:
+    found = lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=0, level=1)
+    assert len(found) == len(instances)
+    left = 0
+    for lesson, instance in zip(found, instances, strict=True):
+        plan = oracle_plan(instance, V0, 0)
+        assert [node.message.content for node in lesson.nodes if node.sampled] == [
+            call.text for call in plan if not call.errs
+        ]
+        left += sum(call.errs for call in plan)
+    assert left > 0
+
+
+@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))])
+def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...], level: int, tmp_path: Path) -> None:
+    at_level = repair_instances(level, "train")[: len(instances)]  # type: ignore[arg-type]
+    episodes = [played(each, 3) for each in at_level]
+    found, again = (
+        lessons(episodes, at_level, tools=V0, seed=3, drills=30, level=level)[12:]  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    assert found == again and len({each.id for each in found}) == 30
+    paths: Counter[str] = Counter()
+    retries: Counter[int] = Counter()
+    ended = 0
+    for drill in found:
+        learnt = [at for at, node in enumerate(drill.nodes) if node.sampled]
+        system, told, *seen, edit = (str(node.message.content) for node in drill.nodes[: learnt[0] + 1])
+        [[file, script, line]] = re.findall(EDIT, edit)
+        # After it the tests pass and the episode ends, or there is nothing.
+        end = drill.nodes[learnt[0] + 1 :]
+        assert [node.sampled for node in end] in ([], [False, True])
+        assert not end or "<function=finish>" in str(end[-1].message.content)
+        ended += bool(end)
+        assert file in told and not any(spec_of(each).path in told for each in at_level)
+        paths[file] += 1
+        if level == 1:
+            # The line is told: nothing else is needed. What was tried before is not what is tried now.
+            [reads] = re.findall(rf"The bug is in line {line} of {re.escape(file)}(?:, in def .*\):|:)\n(.*)\n", told)
+            again = f"RESULT:\n2 failed, 3 passed\nUndone. Line {line} of {file}:\n{reads}\n[exit code 1]"
+            assert all(text == again for text in seen[1::2])
+            tried = [found for text in seen[::2] for _, found, _ in re.findall(EDIT, text)]
+            assert 2 * len(set(tried)) == len(seen) and script not in tried
+            retries[len(tried)] += 1
+            continue
+        view, shown = seen
+        wrong = "\n".join(line[7:] for line in shown.split("\n")[1:-1])
+        assert system == "tools" and f"<parameter=path>/workspace/repo/{file}<" in view
+        (tmp_path / "wrong.py").write_text(wrong)
+        command = ["sed", script, str(tmp_path / "wrong.py")]
+        right = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        name = [node.name for node in ast.parse(right).body if isinstance(node, ast.FunctionDef)]
+        assert any(wrong.rstrip() in (found.rstrip() for _, found in bugs_in(right, each)) for each in name)
+        assert f" line {line} of" not in told
+    assert len(paths) > 3 and 0 < ended < 30 and (level > 1 or len(retries) > 1)
+
+
+def test_drills_have_every_kind_of_bug_about_as_often(instances: tuple[Instance, ...]) -> None:
+    found = lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=60, level=1)[len(instances) :]
+    first = [next(str(node.message.content) for node in each.nodes if node.sampled) for each in found]
+    edits = [edit for text in first for edit in re.findall(EDIT, text)]
+    assert len(edits) == len(found) == 60
+    # Every function can lose its "return": among the twelve kinds it is one.
+    assert sum("/return " in script for _, script, _ in edits) < len(edits) / 4
+    assert len(set(edits)) > 0.9 * len(edits) and all(len(script) <= 48 for _, script, _ in edits)
+
+
+def test_drills_show_no_function_that_is_held_out() -> None:
+    instances = repair_instances(1, "train")[:2]
+    shown = functions_of(lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8, level=1)[2:])
+    strange = frozenset(sorted(shown - {"init"})[::2])  # a test has the name of its function without underscores
+    others = functions_of(
+        lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8, level=1, strange=strange)[2:]
+    )
+    assert min(len(others), len(shown), 2 * len(strange)) > 3 and not others & strange
+
+
+def test_there_are_as_many_drills_as_the_library_gives(
+    instances: tuple[Instance, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.py").write_text("def least(a, b):\n    if a < b:\n        return a\n    return b\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    episodes = [*map(played, instances)]
+    few = lessons(episodes, instances, tools=V0, seed=0, drills=2, short_drills=1, level=1)
+    all_of_them = lessons(episodes, instances, tools=V0, seed=0, drills=100, short_drills=3, level=1)
+    assert len(few) == len(instances) + 3 and 3 < len(all_of_them) - len(instances) < 20
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_short_drill_is_a_line_and_the_script_that_mends_it(instances: tuple[Instance, ...], level: int) -> None:
+    at_level = repair_instances(level, "train")[:2]  # type: ignore[arg-type]
+    episodes = [played(each, 3) for each in at_level]
+    made = {"tools": V0, "seed": 3, "drills": 6, "level": level}
+    found = lessons(episodes, at_level, short_drills=20, **made)  # type: ignore[arg-type]
+    assert found[:8] == lessons(episodes, at_level, **made)  # type: ignore[arg-type]
+    short = found[8:]
+    assert len(short) == len({each.id for each in short}) == 20
+    for drill in short:
+        _, told, answer = (str(node.message.content) for node in drill.nodes)
+        assert [node.sampled for node in drill.nodes] == [False, False, True]
+        [[number, head, line]] = re.findall(r"The bug is in line (\d+)(?:, in (def .*\):)|:)\n(.*)\n", told)
+        [[script, place]] = re.findall(r"<<'E'\n((\d+)s.*)\nE", answer)
+        assert place == number and (head or line.startswith("def "))
+        mended = subprocess.run(["sed", script[len(place) :]], input=line, capture_output=True, text=True, check=True)
+        assert mended.stdout != line
+    # Of a function whose text is known it is the function's own line.
+    function = next(library_functions(random.Random(5), alone=False))
+    for _, wrong in bugs_in(function.text, function.name):
+        if not is_told(wrong, function.text, function.name):
+            continue
+        answer = str(short_drill(episodes[0], function, wrong).nodes[-1].message.content)
+        command = ["sed", answer.split("\n")[1]]
+        mended = subprocess.run(command, input=wrong, capture_output=True, text=True, check=True)
+        assert mended.stdout.rstrip("\n") == function.text.rstrip("\n") != wrong.rstrip("\n")
+    shown = [str(each.nodes[-1].message.content) for each in short]
+    full = "\n".join(str(node.message.content) for each in found[2:8] for node in each.nodes)
+    assert len(set(shown)) > 15 and not any(text in full for text in shown)
+
+
+def functions_of(drills: Sequence[Trajectory]) -> set[str]:
+    """The names in their statements: a test has the name of its function."""
+    return {re.findall(r" in test_(\w+)\.py fails", str(each.nodes[1].message.content))[0] for each in drills}
+
+
+def test_functions_of_the_library_are_short_and_methods_come_where_nothing_else_is_needed() -> None:
+    for alone in (True, False):
+        found = list(itertools.islice(library_functions(random.Random(0), alone=alone), 20))
+        assert found and all(len(each.text) <= 1600 and f"def {each.name}(" in each.text for each in found)
+        assert found == list(itertools.islice(library_functions(random.Random(0), alone=alone), 20))
+        assert alone or any("(self" in each.text for each in found)

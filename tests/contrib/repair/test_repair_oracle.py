@@ -1,0 +1,218 @@
+"""The scripted oracle of repair tasks: what it does to the file, in every task."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin.config.host import TOOLS
+from openhands_rl_plugin.contrib.repair.backend import RepairBackend
+from openhands_rl_plugin.contrib.repair.oracle import (
+    RepairOracle,
+    fixed_text,
+    oracle_calls,
+    oracle_plan,
+    parsed_call,
+)
+from openhands_rl_plugin.contrib.repair.oracle_server import serve_oracle
+from openhands_rl_plugin.contrib.repair.rows import (
+    RUN_TESTS,
+    RepairSpec,
+    repair_instances,
+    repository_files,
+    spec_of,
+)
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.swe.types import Instance
+
+V0 = TOOLS["v0"]
+
+
+@pytest.fixture(scope="module")
+def instances() -> tuple[Instance, ...]:
+    return repair_instances(1, "train")
+
+
+def test_edits_end_with_the_fix_and_some_err_before(instances: tuple[Instance, ...], tmp_path: Path):
+    wrong = 0
+    for each in instances:
+        spec = spec_of(each)
+        edits = [call for call in oracle_plan(each, V0, 0) if "--edit" in call.text]
+        assert len({call.text for call in edits}) == len(edits)
+        for call in edits:
+            script = parsed_call(call.text)[1]["command"].split("\n")[2]
+            assert (repaired(spec, script, tmp_path / "x") == fixed_text(each).rstrip()) != call.errs, each.instance_id
+        assert [call.errs for call in edits] == [True] * (len(edits) - 1) + [False]
+        wrong += len(edits) > 1
+    assert wrong >= len(instances) // 5
+
+
+def repaired(spec: RepairSpec, script: str, file: Path) -> str:
+    file.write_text(spec.files[spec.path])
+    subprocess.run(["sed", "-i", script, str(file)], check=True)
+    return file.read_text().rstrip()
+
+
+def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...], tmp_path: Path):
+    exactly = 0
+    for at, each in enumerate(instances[:12]):
+        spec = spec_of(each)
+        folder = tmp_path / str(at)
+        checkout = asyncio.run(RepairBackend().checkout(each, folder))
+        for call in oracle_plan(each, V0, 1):
+            if "--edit" in call.text:
+                command = parsed_call(call.text)[1]["command"]
+                environment = {"PATH": os.environ["PATH"], **checkout.variables}
+                done = subprocess.run(
+                    ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+                )
+                passed = done.returncode == 0
+                assert (passed or call.errs) and done.stdout.startswith("0 failed, ") == passed
+                line = spec.files[spec.path].split("\n")[spec.line - 1].strip()
+                again = f"Undone. Line {spec.line} of {spec.path}:\n{line}\n"
+                assert done.stdout.endswith(again) != passed and "FAILED" not in done.stdout
+                assert ((folder / spec.path).read_text() == spec.files[spec.path]) != passed, done.stdout
+        exactly += (folder / spec.path).read_text().rstrip("\n") == fixed_text(each).rstrip("\n")
+    assert exactly >= 10  # another edit may repair, too
+
+
+def test_what_does_not_end_or_fills_the_memory_fails(instances: tuple[Instance, ...], tmp_path: Path):
+    spec = spec_of(instances[0])
+    for name, text in repository_files(spec).items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    command = [sys.executable, RUN_TESTS, "-q"]
+    (tmp_path / spec.path).write_text("while True: pass\n")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGPROF
+    (tmp_path / spec.path).write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / RUN_TESTS).write_text((tmp_path / RUN_TESTS).read_text().replace("alarm(20)", "alarm(1)"))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGALRM
+    (tmp_path / spec.path).write_text("held = [bytes(1 << 20) for _ in range(1 << 10)]\n")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.startswith(b"MemoryError")
+
+
+def test_it_runs_where_less_memory_is_allowed(instances: tuple[Instance, ...], tmp_path: Path):
+    for name, text in repository_files(spec_of(instances[0])).items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    most = 32 << 20
+    command = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_DATA, ({most}, {most})); "
+    command += f"runpy.run_path({RUN_TESTS!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "-q"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert re.search(r"^\d failed, \d passed$", done.stdout + done.stderr, re.MULTILINE)
+
+
+def test_what_is_installed_under_the_same_name_is_not_tested_in_place_of_the_repository(tmp_path: Path):
+    repository, installed = tmp_path / "repository", tmp_path / "site-packages" / "pack"
+    for folder, gives in ((repository / "pack", 1), (installed, 2)):
+        folder.mkdir(parents=True)
+        (folder / "m.py").write_text(f"def f():\n    return {gives}\n")
+    (installed / "__init__.py").touch()  # before a folder without one, wherever on the path
+    runner = repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS]
+    (repository / RUN_TESTS).write_text(runner)
+    (repository / "test_f.py").write_text("from pack.m import f\n\ndef test_1():\n    assert f() == 1\n")
+    environment = {**os.environ, "PYTHONPATH": str(installed.parent)}
+    command = [sys.executable, RUN_TESTS]
+    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 failed, 1 passed\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("2s/2/1/", "0 failed, 1 passed\n"),
+        ("2s/2/3/", "1 failed, 0 passed\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
+        ("2s/x/y/", "sed: nothing changed\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
+        ("9s/x/y/", "sed: nothing changed\nUndone.\n"),
+        ("nonsense", "sed: file - line 1: extra characters after command\nUndone.\n"),
+        ("2s/2/2)/", "SyntaxError: unmatched ')' (m.py, line 2)\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
+        ("2s/re.*/while 1: pass/", "the tests did not end\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
+        ("1,2s/2/3/", "1 failed, 0 passed\nUndone. Line 1 of m.py:\ndef f(a):\nLine 2 of m.py:\nreturn a + 2\n"),
+    ],
+)
+def test_an_edit_says_what_came_of_it_and_shows_its_lines_again(script: str, said: str, tmp_path: Path):
+    runner = repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS]
+    text = "def f(a):\n    return a + 2\n"
+    (tmp_path / RUN_TESTS).write_text(runner.replace("alarm(20)", "alarm(1)"))
+    (tmp_path / "m.py").write_text(text)
+    (tmp_path / "test_f.py").write_text("from m import f\n\ndef test_1():\n    assert f(1) == 2\n")
+    command = [sys.executable, "-B", RUN_TESTS, "--edit", "m.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, input=script + "\n", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == said.format(tmp_path) and done.returncode == ("Undone" in said)
+    assert ((tmp_path / "m.py").read_text() == text) == ("Undone" in said)
+
+
+def test_a_file_that_is_not_there_is_not_edited(tmp_path: Path):
+    (tmp_path / RUN_TESTS).write_text(repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS])
+    command = [sys.executable, RUN_TESTS, "--edit", "m.py"]
+    done = subprocess.run(command, cwd=tmp_path, input="1d\n", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "No such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_who_is_told_the_line_edits_at_once_and_others_look_first():
+    for level, first in ((1, "--edit"), (2, "python3 run_tests.py<"), (3, "cat test_")):
+        plans = [oracle_plan(each, V0, 0) for each in repair_instances(level, "train")[:30]]
+        assert all(first in plan[0].text for plan in plans)
+        looks = [next((at for at, call in enumerate(plan) if ">view<" in call.text), None) for plan in plans]
+        assert all(at == (None if level == 1 else level - 1) for at in looks)
+
+
+def test_only_the_names_of_the_tools_are_the_hosts(instances: tuple[Instance, ...]):
+    for each in instances[:40]:
+        first, second = ([parsed_call(call) for call in oracle_calls(each, TOOLS[host], 0)] for host in ("v0", "v1"))
+        assert [arguments for _, arguments in first] == [arguments for _, arguments in second]
+        names = dict(zip(TOOLS["v0"], TOOLS["v1"], strict=True))
+        assert [names.get(name, name) for name, _ in first] == [name for name, _ in second]
+
+
+def test_the_same_seed_errs_in_the_same_places(instances: tuple[Instance, ...]):
+    first, again, other = ([oracle_calls(each, V0, seed) for each in instances[:60]] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_tasks_with_one_statement_are_told_apart_by_the_file():
+    every = repair_instances(3, "train")
+    same: dict[str, list[Instance]] = {}
+    for each in every:
+        same.setdefault(each.problem_statement, []).append(each)
+    pair = next(group for group in same.values() if len(group) > 1)
+    oracle = RepairOracle(every, V0)
+    for each in pair:
+        spec = spec_of(each)
+        start = [{"role": "user", "content": text} for text in (each.problem_statement, spec.files[spec.path])]
+        calls = oracle_calls(each, V0, 0)
+        for at, call in enumerate(calls):
+            assert oracle.answer([*start, *[{"role": "assistant", "content": said} for said in calls[:at]]]) == call
+
+
+def test_it_is_served_as_a_model_is(instances: tuple[Instance, ...]):
+    with serve_oracle(RepairOracle(instances[:2], V0)) as url:
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": instances[0].problem_statement}]})
+        with urllib.request.urlopen(f"{url}/chat/completions", body.encode(), timeout=20) as answer:
+            said = json.load(answer)["choices"][0]["message"]["content"]
+    assert said == oracle_calls(instances[0], V0, 0)[0]
+    for each in instances[:40]:
+        for text in oracle_calls(each, V0, 0):
+            name, arguments = parsed_call(text)
+            lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
+            assert text == f"<function={name}>\n{lines}</function>"
+    with pytest.raises(ConfigError, match="does not know the task"):
+        RepairOracle((), V0).answer([{"role": "user", "content": "hello"}])

@@ -1,0 +1,333 @@
+"""Repair tasks: functions cut out of packages, bugs of twelve kinds, examples that no agent sees."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.contrib.repair.backend import RepairBackend, same
+from openhands_rl_plugin.contrib.repair.calling import apart
+from openhands_rl_plugin.contrib.repair.kinds import KINDS, bugs_in
+from openhands_rl_plugin.contrib.repair.making import RepairPlan, make_repair
+from openhands_rl_plugin.contrib.repair.oracle import fixed_text
+from openhands_rl_plugin.contrib.repair.other_bugs import more_instances
+from openhands_rl_plugin.contrib.repair.rows import (
+    RUN_TESTS,
+    RepairSpec,
+    at_level,
+    repair_instances,
+    repository_files,
+    spec_of,
+)
+from openhands_rl_plugin.contrib.repair.slices import LONGEST_FUNCTION, PackageSlicer
+from openhands_rl_plugin.contrib.repair.telling import is_told
+from openhands_rl_plugin.contrib.repair.variations import varied
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.evals.runs.prompts import instruction_of
+from openhands_rl_plugin.evals.runs.suites import find_suite, swe_tasks
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
+from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of
+from openhands_rl_plugin.evals.tasks.sources.packages import Package, suite_file
+
+EVERY_KIND = '''def shorten(text, width=10, mark='...', keep=True):
+    """Shorten a text."""
+    words = text.split()
+    if not words:
+        return ''
+    result = words[0]
+    for index in range(1, len(words)):
+        if len(result) + len(words[index]) < width and keep:
+            result = ' '.join([result, words[index]])
+    rest = max(width, len(mark))
+    return result[:rest - len(mark)] + mark
+'''
+SMALL = '''"""Small things."""
+
+
+def clamp(value, low=0, high=9):
+    """Keep a number between two others.
+
+    >>> [clamp(3), clamp(-4), clamp(12), clamp(5, 6), clamp(7, high=6)]
+    [3, 0, 9, 6, 6]
+    """
+    if value < low:
+        return low
+    if value > high:
+        return high
+    return value
+'''
+
+
+class Shown:
+    """A progress that shows nothing."""
+
+    def package(self, label: str, at: int, of: int) -> None:
+        """Nothing."""
+
+    def tried(self, made: int, wanted: int, reason: str) -> None:
+        """Nothing."""
+
+
+def test_there_is_a_bug_of_every_kind_and_each_changes_the_function():
+    found = list(bugs_in(EVERY_KIND, "shorten"))
+    assert {kind for kind, _ in found} == set(KINDS) and len(KINDS) == 12
+    meanings = [ast.dump(ast.parse(text)) for _, text in found]
+    assert len({*meanings, ast.dump(ast.parse(EVERY_KIND))}) == len(found) + 1
+
+
+def test_a_function_comes_with_what_it_needs_from_other_modules():
+    slicer = PackageSlicer(
+        {
+            "pack/one.py": (
+                "import re\nimport os\nfrom .two import strip\nFOUND = re.compile('a+')\n\n"
+                "def first(text: str) -> str:\n    '''The first.\n\n    More.\n    '''\n    text = strip(text)  # why\n"
+                "    found = FOUND.search(text)\n    return found[0] if found else ''\n\n"
+                "def outside(text):\n    text = text\n    here = os.getcwd()\n    return here\n"
+            ),
+            "pack/two.py": "def strip(text):\n    return text.strip()\n\nclass Big:\n    pass\n",
+        }
+    )
+    cut = slicer.slice("pack/one.py", "first")
+    assert cut is not None and "#" not in cut.text and ": str" not in cut.text and "More" not in cut.text
+    space: dict[str, object] = {}
+    exec(cut.text, space)
+    first = space["first"]
+    assert callable(first) and first(" baab ") == "aa"
+    assert slicer.slice("pack/one.py", "outside") is None, "it depends on more than its arguments"
+    assert slicer.slice("pack/two.py", "Big") is None
+
+
+def test_variations_are_literals_and_depend_on_the_seed_alone():
+    calls = [(("'abc'", "[1, 2]"), {"deep": "True"})]
+    assert varied(calls, "1") == varied(calls, "1") != varied(calls, "2")
+    assert all(ast.literal_eval(text) is not ... for positional, _ in varied(calls, "1") for text in positional)
+
+
+@pytest.fixture(scope="module")
+def published() -> tuple[Instance, ...]:
+    return repair_instances(3, "all")
+
+
+def test_the_published_tasks_are_split_by_package_and_function(published: tuple[Instance, ...]):
+    split = {name: repair_instances(1, name) for name in ("train", "heldout")}
+    assert len(published) >= 400 and len(split["heldout"]) >= 100
+    for what in (lambda each: each.package, lambda each: each.function):
+        assert not {what(spec_of(each)) for each in split["train"]} & {what(spec_of(each)) for each in split["heldout"]}
+    specs = [spec_of(each) for each in published]
+    assert {spec.kind for spec in specs} == set(KINDS) and all(spec.license for spec in specs)
+    for spec in specs:
+        tree = ast.parse(spec.files[spec.path])
+        node = next(each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == spec.function)
+        assert (node.end_lineno or 0) - node.lineno < LONGEST_FUNCTION + 1
+
+
+def test_the_published_files_are_small_and_name_their_licenses(published: tuple[Instance, ...]):
+    licenses = suite_file("repair.licenses.txt").read_text()
+    assert all(spec_of(each).package in licenses for each in published)
+    files = [suite_file(f"repair.{end}") for end in ("jsonl", "more.jsonl", "lineage.json", "licenses.txt", "toml")]
+    assert sum(len(zlib.compress(file.read_bytes())) for file in files) < 1_000_000
+
+
+def test_a_row_gives_its_commit(published: tuple[Instance, ...]):
+    assert all(commit_of(repository_files(spec_of(each))) == each.base_commit for each in published[::80])
+
+
+def test_a_statement_says_less_at_every_level(published: tuple[Instance, ...]):
+    entry = swe_tasks(find_suite("repair-1"))[0]
+    assert entry.instance is not None
+    spec, test = spec_of(entry.instance), entry.instance.fail_to_pass[0].partition("::")[2]
+    one, two, three = (instruction_of(at_level(entry.instance, level)) for level in (1, 2, 3))
+    assert all(test in text and "/workspace/repo" in text for text in (one, two, three))
+    text = spec.files[spec.path].splitlines()[spec.line - 1].strip()
+    head = next(line for line in spec.files[spec.path].splitlines() if line.startswith(f"def {spec.function}("))
+    assert f"line {spec.line} of {spec.path}, in {head}\n{text}\n" in one and spec.path not in three
+    assert text not in two
+    assert f"function {spec.function} in" in two and "line" not in two
+
+
+def test_an_unknown_split_is_one_line():
+    with pytest.raises(ConfigError, match="has no split 'test'; it has heldout, train, all, more"):
+        repair_instances(1, "test")
+
+
+def test_further_tasks_have_other_bugs_that_the_tests_detect_in_the_functions_of_the_training_split():
+    more, own = more_instances(1), repair_instances(1, "train")
+    specs = [*map(spec_of, more)]
+    assert len(more) > 900 and {spec.kind for spec in specs} == set(KINDS)
+    assert len({each.instance_id for each in (*more, *own)}) == len(more) + len(own)
+    assert {spec.function for spec in specs} <= {spec_of(each).function for each in own}
+    texts = [spec.files[spec.path] for spec in specs]
+    assert len({*texts, *(spec_of(each).files[spec_of(each).path] for each in own)}) == len(texts) + len(own)
+    for each, spec in list(zip(more, specs, strict=True))[::30]:
+        assert each.fail_to_pass and commit_of(repository_files(spec)) == each.base_commit
+        assert spec.kind in {kind for kind, text in bugs_in(fixed_text(each), spec.function) if text == module_of(spec)}
+
+
+def module_of(spec: RepairSpec) -> str:
+    """The module with the bug."""
+    return spec.files[spec.path]
+
+
+def test_the_further_tasks_can_be_listed(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["tasks", "list", "repair", "--split", "more"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert len(lines) == 1 + len(more_instances(3)) and "heldout" not in printed
+    assert " ".join(lines[0].split()) == "task split made by fail pass checked report", "no column was squeezed out"
+    assert lines[1].split()[1:6] == ["more", "wrong", "variable", "3", "2"]
+    assert cli.main(["tasks", "list", "swe-local", "--split", "more"]) == 1
+    assert capsys.readouterr().err == "error: --split more: only repair has it; omit --split\n"
+
+
+@pytest.mark.parametrize("line", ["{}", "no", None])
+def test_a_row_of_another_bug_that_cannot_be_read_is_one_line(line: str | None, tmp_path: Path):
+    first = json.loads(suite_file("repair.more.jsonl").read_text().partition("\n")[0])
+    (tmp_path / "rows.jsonl").write_text(line or json.dumps({**first, "of": "nothing"}))
+    with pytest.raises(ConfigError, match="line 1 is no bug of a repair task"):
+        more_instances(1, tmp_path / "rows.jsonl")
+
+
+@needs_bubblewrap
+async def test_the_fix_of_a_further_task_resolves_and_nothing_else_does(tmp_path: Path):
+    each = more_instances(2)[500]
+    assert (await graded(each, each.patch, tmp_path)).resolved
+    assert not (await graded(each, NO_OP, tmp_path)).resolved
+
+
+def test_a_bug_is_told_where_line_and_head_have_the_names_that_its_repair_needs():
+    right = "def f(text, other=''):\n    found = text\n    return text.strip(other)\n"
+    told = {"return text.lstrip(other)", "return text.strip(found)", "return text.strip(text)", "text.strip(other)"}
+    for line in told:
+        assert is_told(right.replace("return text.strip(other)", line), right, "f")
+    # The name of a variable that neither has, and an edit that nobody can guess.
+    assert not is_told(right.replace("found = text", "found = other"), right.replace("= text", "= x"), "f")
+    assert not is_told(right.replace("found = text", "pass"), right.replace("= text", "= text + other * 2 + ''"), "f")
+
+
+async def graded(instance: Instance, patch: str, folder: Path) -> PatchVerdict:
+    return await RepairBackend().grade(instance, patch, logs=folder / "logs", timeout=60)
+
+
+@needs_bubblewrap
+async def test_the_fix_resolves_and_nothing_else_does(published: tuple[Instance, ...], tmp_path: Path):
+    instance = next(each for each in published if spec_of(each).function == "underscore")
+    assert (await graded(instance, instance.patch, tmp_path)).resolved
+    nothing = await graded(instance, NO_OP, tmp_path)
+    assert nothing.kind is VerdictKind.UNRESOLVED and nothing.fail_to_pass.failure == instance.fail_to_pass
+    assert (
+        await graded(instance, "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-no\n+yes\n", tmp_path)
+    ).kind is (VerdictKind.UNAPPLIED)
+
+
+@needs_bubblewrap
+async def test_answers_of_the_shown_tests_are_not_enough(published: tuple[Instance, ...], tmp_path: Path):
+    instance = next(each for each in published if spec_of(each).function == "underscore")
+    spec = spec_of(instance)
+    answers = {spec.calls[at][0]: ast.literal_eval(spec.expected[at]) for at in range(spec.shown)}
+    text = f"ANSWERS = {answers!r}\n\ndef underscore(word):\n    return ANSWERS.get((repr(word),), '')\n"
+    lines = spec.files[spec.path].splitlines()
+    patch = f"diff --git a/{spec.path} b/{spec.path}\n--- a/{spec.path}\n+++ b/{spec.path}\n"
+    patch += f"@@ -1,{len(lines)} +1,{text.count(chr(10))} @@\n"
+    patch += "".join(f"-{line}\n" for line in lines) + "".join(f"+{line}\n" for line in text.splitlines())
+    verdict = await graded(instance, patch, tmp_path)
+    assert verdict.kind is VerdictKind.UNRESOLVED and not verdict.fail_to_pass.failure
+    assert any(name.startswith("hidden_") for name in verdict.pass_to_pass.failure)
+
+
+@needs_bubblewrap
+async def test_a_link_in_the_place_of_the_module_is_not_followed(published: tuple[Instance, ...], tmp_path: Path):
+    instance = published[0]
+    path = spec_of(instance).path
+    old = spec_of(instance).files[path]
+    (tmp_path / "right.py").write_text(old)
+    gone = f"diff --git a/{path} b/{path}\ndeleted file mode 100644\n--- a/{path}\n+++ /dev/null\n"
+    gone += f"@@ -1,{len(old.splitlines())} +0,0 @@\n" + "".join(f"-{line}\n" for line in old.splitlines())
+    link = f"diff --git a/{path} b/{path}\nnew file mode 120000\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n"
+    link += f"+{tmp_path / 'right.py'}\n\\ No newline at end of file\n"
+    assert not (await graded(instance, gone + link, tmp_path)).resolved
+
+
+@needs_bubblewrap
+async def test_an_agent_gets_the_repository_and_a_python(published: tuple[Instance, ...], tmp_path: Path):
+    instance = published[0]
+    checkout: Checkout = await RepairBackend().checkout(instance, tmp_path / "repo")
+    assert {path.name for path in (tmp_path / "repo").iterdir()} >= {"run_tests.py", ".git"}
+    assert checkout.variables["PATH"].startswith("/")
+    with pytest.raises(ConfigError, match="is no repair task"):
+        await RepairBackend().checkout(instance.model_copy(update={"extra": {}}), tmp_path / "other")
+
+
+@pytest.mark.parametrize("step", [30, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_bug_fails_the_tests_that_are_named_and_no_others(step: int) -> None:
+    """As the grading compares values, so that no task counts as solved without a fix. All rows take a minute."""
+    wrong: list[str] = []
+    for instance in [*repair_instances(3, "all"), *more_instances(3)][::step]:
+        spec = spec_of(instance)
+        item = {"path": spec.path, "name": spec.function, "text": spec.files[spec.path], "kinds": True}
+        outcomes = apart({**item, "calls": spec.calls}) or [None] * len(spec.calls)
+        bad = [not same(found, wanted) for found, wanted in zip(outcomes, spec.expected, strict=True)]
+        file = instance.fail_to_pass[0].partition("::")[0]
+        if instance.fail_to_pass != tuple(f"{file}::test_{at + 1}" for at in range(spec.shown) if bad[at]):
+            wrong.append(instance.instance_id)
+    assert wrong == []
+
+
+@pytest.mark.slow
+def test_the_tests_that_an_agent_runs_see_every_bug_and_pass_with_the_fix(tmp_path: Path) -> None:
+    # Bug and fix may have one size and be written within one second: what was compiled of the one would count.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def is_seen(instance: Instance) -> bool:
+        spec = spec_of(instance)
+        directory = tmp_path / instance.instance_id
+        for name, text in repository_files(spec).items():
+            write_file(directory / name, text, parents=True)
+
+        def passes() -> bool:
+            command = [sys.executable, RUN_TESTS, "-q"]
+            done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=60, check=False)
+            return done.returncode == 0
+
+        with_bug = passes()
+        (directory / spec.path).write_text(fixed_text(instance))
+        return passes() and not with_bug
+
+    instances = [*repair_instances(3, "all"), *more_instances(3)]
+    with ThreadPoolExecutor(2) as pool:
+        seen = [*pool.map(is_seen, instances)]
+    assert [each.instance_id for each, good in zip(instances, seen, strict=True) if not good] == []
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+async def test_tasks_are_made_from_a_package_and_the_same_ones_again(tmp_path: Path):
+    (tmp_path / "small-1.0").mkdir()
+    (tmp_path / "small-1.0" / "small.py").write_text(SMALL)
+    (tmp_path / "small-1.0" / "LICENSE").write_text("Do what you like.\n")
+    with tarfile.open(tmp_path / "small-1.0.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "small-1.0", "small-1.0")
+    package = Package(name="small", archive=tmp_path / "small-1.0.tar.gz", split="train", license="MIT")
+    plan = RepairPlan(packages=(package,), requirements=(), per_function=3, per_package=3)
+    for name in ("one", "two"):
+        make_repair(plan, tmp_path / f"{name}.jsonl", tmp_path / "cache", Shown())
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+    assert "Do what you like" in (tmp_path / "one.licenses.txt").read_text()
+    assert (tmp_path / "one.more.jsonl").read_bytes() == (tmp_path / "two.more.jsonl").read_bytes() != b""
+    made = repair_instances(2, "train", tmp_path / "one.jsonl")
+    assert len(made) == 3 and len({spec_of(each).kind for each in made}) == 3
+    for each in made:
+        assert (await graded(each, each.patch, tmp_path)).resolved
+        assert not (await graded(each, NO_OP, tmp_path)).resolved

@@ -1,0 +1,71 @@
+"""axe-core finds nothing on any page, in either theme; a phone needs no sideways scrolling."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from accessibility import found_by_axe
+from browser import needs_browser
+from seeded_run import seed_run
+from studio_pages import pages_of
+
+from openhands_rl_plugin.contrib.studio.command import sources_at
+from openhands_rl_plugin.rollout.verdicts import give_verdict
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+PAGES = {
+    "/?n=2&q=version:3": ".row:not(.head) a",
+    "/?q=adaptr:x": ".wrong",
+    "/e/fix-orders-breaks?node=5&n=1": ".item .call",
+    "/e/kettle-mcts?view=tree&node=30": ".point.here",
+    "/e/fix-orders-breaks?view=tokens&node=2&tokens=2.60": ".t.at",
+    "/e/fix-orders-breaks?view=breaks": ".break .cure",
+    "/g/fix-cache%2F3": ".twig.forks",
+    "/c?a=fix-cache-v3-1&b=fix-cache-v3-2": ".part.differs .one",
+    "/c?of=queries&a=adapter:shop@1&b=adapter:shop@3": ".row.tasks a",
+    "/q?query=version:3": ".verdicts",
+    "/q?view=agreement": ".agreement .disputed",
+    "/r": "table",
+    "/r/night": ".curve canvas",
+    "/a": ".lineage",
+    f"/v/{quote('night/evaluation/RLAgent', safe='')}": ".row.instances",
+}
+
+
+def contradict_each_other(store: Path) -> None:
+    """Two labellers of two episodes, who agree on one."""
+
+    async def label() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            for author, episode, value in (("ann", 0, 1.0), ("bob", 0, 0.0), ("ann", 1, 1.0), ("bob", 1, 1.0)):
+                await give_verdict(storage, f"fix-rounding-v3-{episode}", value, author=author)
+
+    asyncio.run(label())
+
+
+@needs_browser
+@pytest.mark.slow
+def test_nothing_keeps_people_out(seeded) -> None:
+    seed_run(seeded, steps=20)
+    contradict_each_other(seeded / "store")
+    shown = sources_at([str(seeded / "store"), str(seeded / "night")])
+    with pages_of(sources=shown, tokenizer=str(seeded / "tokenizer")) as pages:
+        found = []
+        for scheme in ("light", "dark"):
+            page = pages.anew(color_scheme=scheme, bypass_csp=True, viewport={"width": 1440, "height": 900})
+            for address, there in PAGES.items():
+                pages.open(address, wait=there)
+                page.wait_for_timeout(300)
+                found += [f"{scheme} {address} {each}" for each in found_by_axe(page)]
+        pages.keys("?")
+        page.wait_for_selector("dialog[open]")
+        found += found_by_axe(page)
+        assert not found, "\n".join(found)
+        narrow = pages.anew(viewport={"width": 390, "height": 844})
+        for address, there in PAGES.items():
+            pages.open(address, wait=there)
+            wide = narrow.evaluate("() => document.documentElement.scrollWidth")
+            assert wide <= 390, f"{address} is {wide} pixels wide"

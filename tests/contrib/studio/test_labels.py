@@ -1,0 +1,162 @@
+"""Labels: what a page may write, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from starlette.routing import Route
+from studio_client import Client, Opener, fill
+
+from openhands_rl_plugin.contrib.studio.app import build_app
+from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.sources import StudioSources
+from openhands_rl_plugin.contrib.studio.tickets import Tickets
+from openhands_rl_plugin.core.judgements import newest_outcome, opinions, preferences
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter
+from openhands_rl_plugin.core.types import Score, StopReason
+from openhands_rl_plugin.rewards.human import HumanReward
+from openhands_rl_plugin.rollout.rescoring import rescore
+from openhands_rl_plugin.rollout.scoring import ScoreReport
+from openhands_rl_plugin.testing.samples import GONE, sample_episode
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+SECRET = "sk-proj-" + "Q7w" * 16
+
+
+def stored(opener: Opener, identity: str) -> tuple[tuple[Score, ...], tuple[Label, ...]]:
+    async def read() -> tuple[tuple[Score, ...], tuple[Label, ...]]:
+        storage = opener()
+        async for _, scores in storage.find(TrajectoryFilter(ids=(identity,))):
+            labels = await storage.labels([identity])  # pyright: ignore[reportAttributeAccessIssue]
+            await storage.close()
+            return scores, labels
+        raise AssertionError(identity)
+
+    return asyncio.run(read())
+
+
+def test_a_verdict_is_no_reward_until_somebody_asks_and_is_withdrawn(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode("one", reward=0.25), sample_episode("two", reward=0.25)])
+    browser = client(opener(), author="me")
+    made = browser.post("/api/labels", json={"episode": "one", "kind": "verdict", "value": 1, "text": "all tests pass"})
+    assert made.status_code == 201 and made.json()["label"]["author"] == "me"
+    for query in ("label:verdict", "label:good", "-label:bad label:*"):
+        assert browser.get("/api/episodes", params={"q": query}).json()["total"] == 1
+    assert browser.get("/api/episodes?q=-label:*").json()["rows"]["id"] == ["two"]
+    assert browser.get("/api/episodes?q=reward:1").json()["total"] == 0
+    assert stored(opener, "one")[0] == ()
+    scored(opener)
+    scores, _ = stored(opener, "one")
+    assert newest_outcome(scores) is None and opinions(scores) == {"human": 1.0}
+    rows = browser.get("/api/episodes?q=human:>=1&sort=stored").json()["rows"]
+    assert (rows["id"], rows["human"], rows["labels"]) == (["one"], [1.0], [["good"]]) and "reward" not in rows
+    assert browser.get("/api/episodes?q=reward:1").json()["total"] == 0
+    gone = browser.post("/api/labels", json={"episode": "one", "withdraws": made.json()["label"]["id"]})
+    assert gone.json()["labels"] == []
+    assert scored(opener).withdrawn == 1 and scored(opener).withdrawn == 0
+    assert opinions(stored(opener, "one")[0]) == {}
+
+
+def scored(opener: Opener) -> ScoreReport:
+    async def score() -> ScoreReport:
+        storage = opener()
+        try:
+            return await rescore(storage, HumanReward())
+        finally:
+            await storage.close()
+
+    return asyncio.run(score())
+
+
+def test_how_far_labellers_agree(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode(f"e{at}", run="odd" if at % 2 else "even") for at in range(4)])
+    browser = client(opener(), author="ann")
+    nobody = browser.get("/api/agreement").json()
+    assert (nobody["episodes"], nobody["share"], nobody["kappa"], nobody["total"]) == (0, None, None, 0)
+    for author, verdicts in {"ann": (1, 1, 0, 0), "bob": (1, 0, 0, 0)}.items():
+        browser = client(opener(), author=author)
+        for at, value in enumerate(verdicts):
+            browser.post("/api/labels", json={"episode": f"e{at}", "kind": "verdict", "value": value})
+    found = browser.get("/api/agreement").json()
+    assert (found["episodes"], found["agree"], found["share"], found["kappa"]) == (4, 3, 0.75, 0.5)
+    assert found["labellers"] == {"name": ["ann", "bob"], "episodes": [4, 4]}
+    assert found["pairs"] == {"first": ["ann"], "second": ["bob"], "episodes": [4], "agree": [3], "kappa": [0.5]}
+    assert (found["total"], found["disputed"]) == (1, {"id": ["e1"], "said": [{"ann": 1.0, "bob": 0.0}]})
+    assert browser.get("/api/agreement?q=run:even").json()["episodes"] == 2
+    assert browser.get("/api/episodes?q=label:disputed").json()["rows"]["id"] == ["e1"]
+    assert "runn" in browser.get("/api/agreement?q=runn:x").json()["error"]["message"]
+
+
+def test_labels_are_a_facet(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode("one"), sample_episode("two"), sample_episode("three", run="other")])
+    browser = client(opener())
+    for episode, tag in (("one", "odd one"), ("two", "odd one"), ("three", "fine")):
+        browser.post("/api/labels", json={"episode": episode, "kind": "tag", "text": tag})
+    found = browser.get("/api/facets?by=label,run&q=run:run").json()["facets"]["label"]
+    assert [(each["value"], each["count"]) for each in found] == [("tag", 2), ("odd one", 2)]
+    for each in found:
+        assert browser.get("/api/episodes", params={"q": f"run:run {each['query']}"}).json()["total"] == each["count"]
+
+
+def test_a_comment_is_no_reward_and_no_secret(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode("one", reward=0.5)])
+    browser = client(opener())
+    said = {"episode": "one", "kind": "comment", "text": f"it prints {SECRET}", "node": 1, "tokens": [0, 2]}
+    assert browser.post("/api/labels", json=said).status_code == 201
+    scores, labels = stored(opener, "one")
+    assert scores == () and SECRET not in labels[0].text and labels[0].tokens == (0, 2)
+    assert browser.get("/api/episodes?q=reward:>=0.4").json()["total"] == 1
+    assert SECRET not in browser.get("/api/labels").text + browser.get("/api/episodes/one").text
+
+
+def test_a_preference_is_what_training_reads(opener: Opener, client: Client) -> None:
+    fill(opener, [sample_episode("one"), sample_episode("two"), sample_episode("other", task="another")])
+    browser = client(opener())
+    said = {"episode": "two", "kind": "preference", "value": 1, "other": "one"}
+    assert browser.post("/api/labels", json=said).status_code == 201
+    assert preferences(stored(opener, "two")[1]) == {frozenset({"one", "two"}): "two"}
+    assert "two tasks" in browser.post("/api/labels", json={**said, "other": "other"}).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"episode": "one"}, 400),
+        ({"episode": "one", "kind": "praise", "text": "x"}, 400),
+        ({"episode": "one", "kind": "verdict"}, 400),
+        ({"episode": "one", "kind": "verdict", "value": 1e400}, 400),
+        ({"episode": "one", "kind": "preference", "value": 0.7, "other": "two"}, 400),
+        ({"episode": "one", "kind": "preference", "value": 1, "other": "one"}, 400),
+        ({"episode": "one", "kind": "comment", "text": "  "}, 400),
+        ({"episode": "one", "kind": "comment", "text": "x" * 20_000}, 400),
+        ({"episode": "one", "kind": "comment", "text": "x", "node": 99}, 400),
+        ({"episode": "one", "kind": "comment", "text": "x", "node": 1, "tokens": [0, 99]}, 400),
+        ({"episode": "one", "kind": "comment", "text": "x", "author": "somebody"}, 400),
+        ({"episode": "failed", "kind": "verdict", "value": 1}, 400),
+        ({"episode": "one", "withdraws": "unknown"}, 404),
+        ({"episode": "nobody", "kind": "tag", "text": "x"}, 404),
+        ([], 400),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, client: Client, body: object, status: int) -> None:
+    opener = partial(FileTrajectoryStorage, tmp_path)
+    failed = sample_episode("failed", stop=StopReason.ERROR, failure=GONE)
+    fill(opener, [sample_episode("one"), sample_episode("two"), failed])
+    browser = client(opener())
+    text = json.dumps(body).replace("Infinity", "1e400")
+    answer = browser.post("/api/labels", content=text, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert "\n" not in answer.json()["error"]["message"]
+    assert browser.get("/api/labels").json()["labels"] == []
+
+
+def test_nothing_else_can_be_written() -> None:
+    app = build_app(StudioConfig(), StudioSources(), Tickets())
+    reading = {"GET", "HEAD"}
+    writing = {each.path for each in app.routes if isinstance(each, Route) and (each.methods or set()) - reading}
+    assert writing == {"/api/session", "/api/view", "/api/labels"}

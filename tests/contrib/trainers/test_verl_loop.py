@@ -1,0 +1,183 @@
+"""OpenHands as an agent loop of the installed verl, over a server manager with verl's interface and a real model.
+
+``.ci/peers verl`` puts verl beside this package; verl's own servers need a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from tiny_model import write_model
+
+from openhands_rl_plugin.config.rollout import options_from_trainer
+from openhands_rl_plugin.contrib.trainers.verl.endpoint import PolicyEndpoint
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.sampling import DecodingParams
+
+CONTEXT = 8192
+
+
+class Servers:
+    """What an agent loop has of verl's servers: token ids in, ``TokenOutput`` out."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.asked: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+        self.fails = 0
+        self.blind = False
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+        self.asked.append((request_id, tuple(prompt_ids), sampling_params))
+        if self.fails:
+            self.fails -= 1
+            return SimpleNamespace(token_ids=[], log_probs=[], stop_reason="aborted")
+        params = DecodingParams(temperature=sampling_params["temperature"], max_tokens=sampling_params["max_tokens"])
+        made = await asyncio.wrap_future(self.generator.submit(tuple(prompt_ids), params).future)
+        return SimpleNamespace(
+            token_ids=list(made.token_ids),
+            log_probs=None if self.blind else list(made.logprobs),
+            stop_reason="completed",
+        )
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    path = write_model(tmp_path / "model", max_position_embeddings=CONTEXT)
+    with Generator(ServerConfig(model=str(path))) as made:
+        yield Servers(made)
+
+
+async def test_an_endpoint_answers_with_what_was_sampled(servers: Servers):
+    endpoint = PolicyEndpoint()
+
+    async def sample(ids: tuple[int, ...], most: int) -> Any:
+        return await servers.generate("a", prompt_ids=list(ids), sampling_params={"temperature": 0, "max_tokens": most})
+
+    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "max_tokens": 4}
+    with endpoint.open(sample, servers.generator.tokenizer, CONTEXT) as (url, key):
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as client:
+            said = (await client.post("chat/completions", json=body)).json()
+            ((_, ids, _),) = servers.asked
+            assert said["prompt_token_ids"] == list(ids) and said["usage"]["completion_tokens"] == 4
+            (choice,) = said["choices"]
+            assert len(choice["token_ids"]) == 4 == len(choice["logprobs"]["content"])
+            assert choice["finish_reason"] == "length"
+            too_long = await client.post("chat/completions", json=body | {"max_tokens": CONTEXT})
+            assert too_long.status_code == 400 and "maximum context length" in too_long.text
+            servers.fails = 1
+            assert (await client.post("chat/completions", json=body)).status_code == 503
+            other = await client.post("chat/completions", json=body, headers={"authorization": "Bearer other"})
+            assert other.status_code == 404, "an episode has its own policy"
+        unknown = key
+    with endpoint.open(sample, servers.generator.tokenizer, CONTEXT) as (url, _):
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {unknown}"}) as client:
+            assert (await client.get("models")).status_code == 404, "and it ends with the episode"
+    endpoint.close()
+
+
+def test_the_page_names_options_that_are_there():
+    page = (Path(__file__).parents[3] / "docs/howto/trainers.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r'```yaml title="agent_loops.yaml"\n(.*?)```', page, re.DOTALL)
+    (own,) = yaml.safe_load(block)
+    assert options_from_trainer(own["options"], "options", "verl", {"temperature"}).max_turns == 50
+    assert own["_target_"] in LOOP
+
+
+LOOP = """
+- name: openhands
+  _target_: openhands_rl_plugin.contrib.trainers.verl.agent_loop.OpenHandsAgentLoop
+  options: {max_turns: 2, native_tool_calling: false, config: CONFIG, max_response_length: 24}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: .ci/peers verl")
+@pytest.mark.timeout(600)
+class TestRealAgentLoop:
+    @pytest.fixture
+    def played(self, servers: Servers, tmp_path: Path) -> Any:
+        """Runs an agent loop as verl's worker makes one, from the registered configuration."""
+        import hydra  # pyright: ignore[reportMissingImports]
+        from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
+        from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
+            DictConfigWrap,
+        )
+        from verl.utils.dataset.rl_dataset import RLHFDataset  # pyright: ignore[reportMissingImports]
+
+        config = tmp_path / "config.toml"
+        config.write_text("[rl]\nmax_workers = 2\n", encoding="utf-8")
+        (own,) = OmegaConf.create(LOOP.replace("CONFIG", str(config)))
+
+        async def run(
+            row: dict[str, Any], *, temperature: float = 1.0, use_v1: bool = True, top_p: float = 1.0, **changes: Any
+        ) -> Any:
+            rollout = {"prompt_length": 6144, "response_length": 2048, "max_model_len": CONTEXT, "top_p": top_p}
+            trainer = {"trainer": {"use_v1": use_v1}, "actor_rollout_ref": {"rollout": rollout}, "data": {}}
+            loop = hydra.utils.instantiate(
+                OmegaConf.merge(own, changes),
+                trainer_config=DictConfigWrap(config=OmegaConf.create(trainer)),
+                server_manager=servers,
+                tokenizer=servers.generator.tokenizer,
+                processor=None,
+                hf_model_type="llama",
+                dataset_cls=RLHFDataset,
+                data_config=DictConfigWrap(OmegaConf.create({})),
+                tools=None,
+            )
+            return await loop.run({"temperature": temperature, "top_p": 1.0, "top_k": -1, "logprobs": False}, **row)
+
+        return run
+
+    async def test_an_episode_is_what_verl_trains_on(self, played: Any, servers: Servers):
+        from verl.experimental.agent_loop.agent_loop import AgentLoopOutput  # pyright: ignore[reportMissingImports]
+
+        rows = await asyncio.gather(*(played({"task": "webshop-3", "uid": "a"}) for _ in range(4)))
+        for row in (each for episode in rows for each in episode):
+            assert isinstance(row, AgentLoopOutput) and row.reward_score == 0.0
+            assert len(row.response_ids) == len(row.response_mask) == len(row.response_logprobs)
+            assert row.extra_fields["reward_extra_info"] == {}
+        names = {name for name, _, _ in servers.asked}
+        assert len(names) == 4, "the turns of an episode go to one server"
+        assert all(asked["logprobs"] is True and asked["top_p"] == 1.0 for _, _, asked in servers.asked)
+        # What a random model says is not always text, so that its turns may be segments of their own.
+        assert all(sum(sum(row.response_mask) for row in episode) == 2 * 24 for episode in rows)
+        prompts = [ids for _, ids, _ in servers.asked]
+        assert all(tuple(row.prompt_ids) in prompts for episode in rows for row in episode)
+
+    async def test_a_failed_episode_has_no_reward(self, played: Any, servers: Servers):
+        servers.blind = True
+        with pytest.raises(InfrastructureError, match="gave no logprobs"):
+            await played({"task": "webshop-3"})
+        with pytest.raises(InfrastructureError, match="webshop has no task 99999"):
+            await played({"extra_info": {"task": "webshop-99999"}})
+
+    @pytest.mark.parametrize(
+        ("row", "changes", "said"),
+        [
+            ({}, {}, "needs a column 'task'"),
+            ({"task": "webshop-3"}, {"use_v1": False}, "set trainer.use_v1=True"),
+            ({"task": "webshop-3"}, {"top_p": 0.9}, "rollout.top_p=0.9: logprobs are then not the policy's"),
+            ({"task": "webshop-3"}, {"options": {"turns": 3}}, "options.turns is none of"),
+            ({"task": "webshop-3"}, {"options": {"model": "x"}}, "options.model is said by verl"),
+            ({"task": "webshop-3"}, {"options": {"max_turns": "none"}}, "options.max_turns: "),
+            ({"task": "webshop-3"}, {"tries": 0}, "tries has to be 1 or more"),
+            ({"task": "webshop-3"}, {"options": {"strategy": "BestOfN"}}, "no samples of the policy"),
+        ],
+    )
+    async def test_what_would_be_trained_wrongly_is_refused(
+        self, played: Any, row: dict[str, Any], changes: dict[str, Any], said: str
+    ):
+        with pytest.raises(Exception, match=said) as refused:
+            await played(row, **changes)
+        assert isinstance(refused.value.__cause__ or refused.value, ConfigError)

@@ -1,0 +1,178 @@
+"""``engine = "tinker"`` against a service in this process; the real one: ``test_tinker_server.py``."""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from pathlib import Path
+
+import pytest
+from made_samples import adapter_of, assert_same, learn, make_samples
+from safetensors.torch import load_file
+from tinker_double import TinkerDouble
+from tiny_model import write_model
+
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.contrib.trainers.tinker.settings import TinkerSettings
+from openhands_rl_plugin.contrib.trainers.tinker.trainer import ORIGIN, TinkerTrainer
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.training.engines import make_trainer
+from openhands_rl_plugin.training.learn import create_version
+from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+
+SETTINGS = TrainingSettings(
+    engine="tinker", learning_rate=1e-2, num_epochs=2, batch_size=2, old_logprobs="recorded", lora_rank=4
+)
+SLOW = pytest.mark.slow
+OWN = TinkerSettings(base_url="http://127.0.0.1:9", model="tiny")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+def trainer_of(service: TinkerDouble, *, adapter: Adapter | None = None, **changes: object) -> TinkerTrainer:
+    tinker = OWN.model_copy(update={"reduction": service.reduction})
+    return TinkerTrainer(SETTINGS.model_copy(update=changes), tinker, "tiny", adapter=adapter, service=service)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "sequence-mean"])
+@pytest.mark.parametrize(
+    ("changes", "losses"),
+    [
+        ({"algorithm": "reinforce++-baseline"}, {"ppo"}),
+        pytest.param({"algorithm": "gspo", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
+        pytest.param({"algorithm": "dr-grpo", "weight_decay": 0.1, "schedule": "linear"}, {"ppo"}, marks=SLOW),
+        pytest.param({"algorithm": "cispo"}, {"cispo"}, marks=SLOW),
+        pytest.param({"correction": "truncate", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
+        pytest.param({"algorithm": "sft", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
+        pytest.param({"algorithm": "dpo", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
+    ],
+)
+def test_it_trains_as_the_local_trainer_does(
+    reduction: str, changes: dict[str, object], losses: set[str], model: Path, tmp_path: Path
+) -> None:
+    service, algorithm = TinkerDouble(model, reduction=reduction), str(changes.get("algorithm", SETTINGS.algorithm))
+    local = LoraTrainer(model, SETTINGS.model_copy(update={**changes, "engine": "local", "dtype": "float32"}))
+    remote = trainer_of(service, **changes)
+    expected, found = (learn(each, make_samples(), algorithm).loss for each in (local, remote))
+    assert found == pytest.approx(expected, rel=1e-3)
+    if reduction == "sequence-mean" and losses == {"cross_entropy"}:
+        losses = {"cispo"}  # with a ratio of 1: weights are divided by their own sum there
+    assert set(service.losses) == {"importance_sampling", *losses}  # the first is the check's
+    remote.save_adapter(tmp_path / "remote")
+    # The order of sums differs, and the first steps of AdamW are of a gradient's sign.
+    assert_same(load_file(tmp_path / "remote/adapter_model.safetensors"), adapter_of(local, tmp_path / "local"), 2e-3)
+
+
+@pytest.mark.parametrize(("said", "does"), [("sum", "sequence-mean"), ("sequence-mean", "sum")])
+def test_another_reduction_stops_before_anything_is_trained(said: str, does: str, model: Path) -> None:
+    service = TinkerDouble(model, reduction=does)
+    tinker = OWN.model_copy(update={"reduction": said})
+    trainer = TinkerTrainer(SETTINGS, tinker, "tiny", service=service)
+    with pytest.raises(TrainingError, match=f'reduction = "{said}".*nothing was trained: set "{does}"'):
+        trainer.reinforce(make_samples())
+    assert trainer.step == 0 and not service.saved and service.open_adapters == 0
+
+
+@SLOW
+def test_a_server_without_norms_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer_of(TinkerDouble(model, says_norm=False), num_epochs=1).reinforce(make_samples(2))
+    assert "does not say the norm" in caplog.text
+
+
+@SLOW
+def test_a_version_goes_on_where_its_checkpoint_is(model: Path, tmp_path: Path) -> None:
+    service, store = TinkerDouble(model), AdapterStore(tmp_path)
+    whole = trainer_of(service)
+    whole.reinforce(make_samples())
+    adapter, probe = create_version(
+        whole, store, "policy", base_model="policy", parent=None, steps=6, metrics={}, probe_ids=range(2, 30)
+    )
+    assert adapter is not None and (Path(adapter.path) / ORIGIN).exists()
+    local = LoraTrainer(model, SETTINGS.model_copy(update={"engine": "local", "dtype": "float32"}), adapter=adapter)
+    assert probe.logprobs == pytest.approx(local.probe(range(2, 30)).logprobs, abs=1e-4)
+    whole.save_state(tmp_path / "state")
+    again = trainer_of(service, adapter=adapter)
+    again.load_state(tmp_path / "state")
+    for trainer, name in ((whole, "whole"), (again, "again")):
+        trainer.reinforce(make_samples())
+        trainer.save_adapter(tmp_path / name)
+    left, right = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "again"))
+    assert_same(left, right, 1e-6)
+    with pytest.raises(TrainingError, match="has rank 4"):
+        trainer_of(service, adapter=adapter, lora_rank=8)
+    tinker = OWN.model_copy(update={"model": "other"})
+    with pytest.raises(TrainingError, match="is of base model 'tiny', and 'other' is trained"):
+        TinkerTrainer(SETTINGS, tinker, "other", adapter=adapter, service=service)
+    (Path(adapter.path) / ORIGIN).unlink()
+    with pytest.raises(TrainingError, match="was not trained by engine"):
+        trainer_of(service, adapter=adapter)
+
+
+def test_a_killed_call_continues_from_its_last_checkpoint(model: Path, tmp_path: Path) -> None:
+    service, samples = TinkerDouble(model), make_samples()
+
+    def stop(progress: object) -> None:
+        if getattr(progress, "done", 0) == 3:
+            raise KeyboardInterrupt
+
+    whole = trainer_of(service, checkpoint_steps=2)
+    whole.reinforce(samples)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(service, checkpoint_steps=2).reinforce(samples, stop, run=tmp_path / "run")
+    again = trainer_of(service, checkpoint_steps=2)
+    assert again.reinforce(samples, run=tmp_path / "run").steps == 6
+    for trainer, name in ((whole, "whole"), (again, "again")):
+        trainer.save_adapter(tmp_path / name)
+    left, right = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "again"))
+    assert_same(left, right, 1e-6)
+
+
+def test_a_trainer_that_nobody_uses_is_gone_at_once(model: Path) -> None:
+    """Its place at the service is given back when it is: a server has few."""
+
+    def stop(progress: object) -> None:
+        raise KeyboardInterrupt
+
+    trainer = trainer_of(TinkerDouble(model), num_epochs=1)
+    trainer.reinforce(make_samples(2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.reinforce(make_samples(2), stop)
+    gone = weakref.ref(trainer)
+    del trainer
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"kl": "k3"}, 'no kl = "k3"'),
+        ({"entropy_coefficient": 0.1}, "no entropy_coefficient = 0.1"),
+        ({"lora_alpha": 16}, "lora_alpha = 32 only"),
+        ({"target_modules": ("q_proj",)}, "set target_modules to that"),
+        ({"method": "full"}, 'no method = "full"'),
+    ],
+)
+def test_what_the_service_cannot_do_is_refused_with_the_settings(given: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        TrainingSettings(engine="tinker", **given)
+
+
+def test_a_key_is_not_sent_in_the_clear() -> None:
+    with pytest.raises(ValueError, match="in the clear"):
+        TinkerSettings(base_url="http://trainer.example.org")
+    with pytest.raises(ConfigError, match="TINKER_API_KEY is not set"):
+        TinkerSettings().api_key({})
+
+
+def test_another_machine_room_says_what_it_lacks(model: Path) -> None:
+    settings = RLSettings(training=SETTINGS, tinker=OWN)
+    lacks = "pip install 'tinker" if importlib.util.find_spec("tinker") is None else "no route to the Tinker service"
+    with pytest.raises((ConfigError, TrainingError), match=lacks):
+        make_trainer(model, SETTINGS, settings, "tiny", None)
+    with pytest.raises(ConfigError, match="only `train` and `loop` train by it"):
+        LoraTrainer(model, SETTINGS)

@@ -1,0 +1,133 @@
+"""A service of the Tinker API in this process: our policy and torch's AdamW, reduced as the real servers do.
+
+No recording: the formulas of its losses and reductions are those that were read in SkyRL 0.4.0 (``loss_fns.py``,
+``jax.py``, ``ppo_utils.py``), whose real server ``.ci/peers tinker`` compares with the local trainer.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.contrib.trainers.tinker.service import NewAdapter, RemoteAdapter, StepOptions
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.training.data.layout import lay_out
+from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
+from openhands_rl_plugin.trajectories.exchange.trainers.tinker import DatumRow
+
+
+class TinkerDouble:
+    """Keeps its checkpoints in memory. ``passes``: forward and backward passes of adapters that are not scratch."""
+
+    def __init__(self, model: Path, *, reduction: str = "sum", says_norm: bool = True) -> None:
+        self.model, self.reduction, self.says_norm = model, reduction, says_norm
+        self.saved: dict[str, tuple[NewAdapter, dict[str, Tensor], dict]] = {}
+        self.losses: list[str] = []
+        self.open_adapters = 0
+
+    def models(self) -> tuple[str, ...]:
+        return ("tiny",)
+
+    def checkpoint(self, path: str) -> tuple[str, int | None]:
+        if path not in self.saved:
+            raise TrainingError(f"the Tinker service did not find {path}")
+        return self.saved[path][0].base_model, self.saved[path][0].rank
+
+    def create(self, wanted: NewAdapter) -> RemoteAdapter:
+        return _Adapter(self, wanted)
+
+    def open(self, path: str, *, optimizer: bool) -> RemoteAdapter:
+        wanted, weights, moments = self.saved[path]
+        made = _Adapter(self, wanted)
+        made.policy.set_weights(weights, path)
+        if optimizer:
+            made.optimizer.load_state_dict(moments)
+        return made
+
+
+class _Adapter:
+    def __init__(self, service: TinkerDouble, wanted: NewAdapter) -> None:
+        self.service, self.wanted = service, wanted
+        self.policy = TrainablePolicy(
+            service.model, TrainingSettings(lora_rank=wanted.rank, seed=wanted.seed, dtype="float32")
+        )
+        self.optimizer = torch.optim.AdamW(list(self.policy.parameters.values()), lr=0.0)
+        self.sequences = 0
+        service.open_adapters += 1
+
+    def forward(self, rows: Sequence[DatumRow]) -> list[list[float]]:
+        with torch.no_grad():
+            return [self._row(row).tolist() for row in rows]
+
+    def forward_backward(self, rows: Sequence[DatumRow], loss: str, config: Mapping[str, float]) -> list[list[float]]:
+        self.service.losses.append(loss)
+        found = []
+        for row in rows:
+            inputs = {name: torch.tensor(values) for name, values in row["loss_fn_inputs"].items()}
+            logprobs = self._row(row)
+            weights = inputs.get("weights", torch.ones(len(logprobs)))
+            total = (weights * _losses(loss, logprobs, inputs, config)).sum()
+            (total / weights.sum() if self.service.reduction == "sequence-mean" else total).backward()
+            found.append(logprobs.tolist())
+        self.sequences += len(rows)
+        return found
+
+    def step(self, options: StepOptions) -> float | None:
+        parameters = list(self.policy.parameters.values())
+        if self.service.reduction == "sequence-mean":
+            for parameter in parameters:
+                parameter.grad /= self.sequences
+        norm = torch.nn.utils.clip_grad_norm_(parameters, options.max_grad_norm or float("inf")).item()
+        own = {"lr": options.learning_rate, "eps": options.epsilon, "weight_decay": options.weight_decay}
+        self.optimizer.param_groups[0].update(own, betas=(options.beta1, options.beta2))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.sequences = 0
+        return norm if self.service.says_norm else None
+
+    def save(self, name: str) -> str:
+        path = f"tinker://run/weights/{name}"
+        moments = {key: value for key, value in self.optimizer.state_dict().items()}
+        weights = {key: value.detach().clone() for key, value in self.policy.weights().items()}
+        self.service.saved[path] = (self.wanted, weights, _copied(moments))
+        return path
+
+    def export(self, name: str) -> bytes:
+        with tempfile.TemporaryDirectory() as folder, io.BytesIO() as made:
+            self.policy.save(Path(folder))
+            with tarfile.open(fileobj=made, mode="w:gz") as tar:
+                tar.add(folder, arcname="")
+            return made.getvalue()
+
+    def close(self) -> None:
+        self.service.open_adapters -= 1
+
+    def _row(self, row: DatumRow) -> Tensor:
+        ids = (*row["model_input"], int(row["loss_fn_inputs"]["target_tokens"][-1]))
+        return self.policy.logprobs(lay_out([ids]), [(0, at) for at in range(1, len(ids))])[0]
+
+
+def _losses(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    if name == "cross_entropy":
+        return -logprobs
+    advantages = inputs["advantages"]
+    ratio = torch.exp(logprobs - inputs["logprobs"])
+    if name == "importance_sampling":
+        return -ratio * advantages
+    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    if name == "cispo":
+        return -clipped.detach() * logprobs * advantages
+    assert name == "ppo"
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def _copied(state: dict) -> dict:
+    moments = {at: {key: value.clone() for key, value in each.items()} for at, each in state["state"].items()}
+    return {"state": moments, "param_groups": [dict(each) for each in state["param_groups"]]}

@@ -1,0 +1,261 @@
+"""Learning in use, over a shop, a served model and its stored episodes: from what came in to what is in use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import shutil
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from full_disk import no_file_larger_than
+from watched import (
+    ALL,
+    current,
+    journal_of,
+    killed_all_the_time,
+    label,
+    look,
+    one_look,
+    play,
+    watching_folder,
+    write_config,
+)
+
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.apps.loop.claim import held
+from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.contrib.watch.journal import WatchStep
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+AWAY = "test_watch_judging:Away"
+
+
+def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    settings = load_settings(config)
+    played = asyncio.run(play(settings, "users", 16))
+    deaths = asyncio.run(killed_all_the_time(config, shopper))
+
+    entries = journal_of(config)
+    assert [entry.step for entry in entries] == ALL and [entry.number for entry in entries] == [*range(1, 12)]
+    assert deaths == 2 * len(entries), "before and after every line"
+    adapters = AdapterStore(settings.serving.adapters_directory)
+    (version,) = adapters.versions(settings.serving.adapter)
+    assert current(settings) == version.name and version.parent is None and adapters.probe(version) is not None
+    assert version.name in httpx.get(f"{served[1]}/v1/models").text
+
+    gathered = next(entry for entry in entries if entry.step is WatchStep.GATHERED).figures
+    good = {each.id for each in played if each.episode_return >= 0.5}
+    assert isinstance(gathered["episodes"], dict) and gathered["episodes"].keys() == good
+    before, after = (entry.figures["success"] for entry in entries if entry.step is WatchStep.MEASURED)
+    assert isinstance(before, dict) and isinstance(after, dict) and len(before) == len(after) == 8
+
+    async def stored() -> list[str]:
+        async with FileTrajectoryStorage(settings.storage.directory) as storage:
+            return [each.id async for each in storage.summaries(TrajectoryFilter())]
+
+    kept = asyncio.run(stored())
+    assert len(kept) == len(set(kept)) == 16 + 8 + 8, "no episode was played twice"
+
+    capsys.readouterr()
+    where = ["--config", str(config)]
+    assert cli.main(["watch", "status", *where, "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["in_use"], status["admitted"], status["round"]) == (version.name, [version.name], None)
+    assert status["judged"]["missing"] == "0 new ones of 8 that are needed"
+
+    assert cli.main(["watch", "rollback", *where]) == 0
+    assert capsys.readouterr().out == f"the base model is in use again, {version.name} no more\n"
+    assert current(settings) is None
+    assert cli.main(["watch", "rollback", *where]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is nothing to roll back from" in line
+    asyncio.run(play(settings, "after", 8, served=version.name))
+    said = asyncio.run(look(config, shopper))
+    assert said == [], "what a version did that was taken back is not learnt from"
+    assert cli.main(["watch", "rollback", *where, "--to", "1"]) == 0
+    assert current(settings) == version.name
+    assert cli.main(["watch", "status", *where]) == 0
+    assert f"{version.name} is in use" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sigkill_at_every_line_and_in_training_gives_the_same_version(
+    served: tuple[str, str], shopper: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "killed", tmp_path / "whole"]
+    folders[0].mkdir()
+    more = "[extended.rl.training]\ncheckpoint_steps = 2"
+    killed = write_config(folders[0], shop=served[0], server=served[1], more=more)
+    asyncio.run(play(load_settings(killed), "users", 16))
+    shutil.copytree(*folders)
+    whole = write_config(folders[1], shop=served[0], server=served[1], more=more)
+    # Processes of their own, forked where all is imported: starting one anew takes longer than what it does.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["watched", "openhands_rl_plugin.training.trainer.lora_trainer"])
+
+    def run(config: Path, when: str) -> int | None:
+        process = processes.Process(target=one_look, args=(config, shopper, when))
+        process.start()
+        process.join(300)
+        return process.exitcode
+
+    assert run(whole, "never") == 0
+    for line, step in enumerate(ALL, 1):
+        for when in (*(["training"] if step is WatchStep.TRAINED else []), f"before {line}", f"after {line}"):
+            assert run(killed, when) == -signal.SIGKILL, when
+            assert len(journal_of(killed)) == line - (not when.startswith("after")), when
+    assert run(killed, "never") == 0
+
+    assert [[entry.step for entry in journal_of(config)] for config in (killed, whole)] == [ALL, ALL]
+    versions = [
+        AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
+        for settings in map(load_settings, (killed, whole))
+    ]
+    assert [len(each) for each in versions] == [1, 1]
+    assert versions[0][0].sha256 == versions[1][0].sha256, "the same weights, whatever ended the process"
+
+
+def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopper: Path, tmp_path: Path) -> None:
+    """People say that the bad way is the good one: what they say counts, and the held-out suite does not let it in."""
+    config = write_config(tmp_path, shop=served[0], server=served[1], watch="max_episodes = 16")
+    settings = load_settings(config)
+    played = asyncio.run(play(settings, "users", 16))
+    verdicts = [(each.id, float(each.episode_return < 0.5), "ann") for each in played]
+    divided = verdicts[0][0]
+    asyncio.run(label(settings, [*verdicts, (divided, 1 - verdicts[0][1], "bob")]))
+    said = asyncio.run(look(config, shopper))
+    assert [each.step for each in said] == [*ALL[:7], WatchStep.HELD, WatchStep.JUDGED]
+    assert "1 wait: labels contradict each other" in said[1].said
+    assert "was held back by the held-out suite" in said[7].said
+    assert current(settings) is None
+    (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
+    assert version.name not in httpx.get(f"{served[1]}/v1/models").text, "it is not served any more"
+    assert asyncio.run(look(config, shopper)) == [], "the same episodes are not trained on again"
+
+
+@pytest.mark.slow
+def test_tasks_are_played_again_where_their_attempts_cannot_be_compared(
+    served: tuple[str, str], shopper: Path, tmp_path: Path
+) -> None:
+    more = '[extended.rl.training]\nalgorithm = "grpo"\n[extended.rl.loop]\nsamples_per_task = 6'
+    config = write_config(tmp_path, shop=served[0], server=served[1], watch="replay_tasks = 2", more=more)
+    settings = load_settings(config)
+    asyncio.run(play(settings, "users", 8))
+    said = asyncio.run(look(config, shopper))
+    steps = [WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.REPLAYED, WatchStep.JUDGED, WatchStep.GATHERED]
+    assert [each.step for each in said][:6] == [*steps, WatchStep.TRAINED]
+    assert said[2].figures["tasks"] == ["users-6", "users-7"] and said[2].figures["episodes"] == 12
+    assert said[4].figures["algorithm"] == "grpo" and "that can be compared" in said[4].said
+    (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
+    assert said[5].adapter == version.name
+    assert [each.said for each in said if each.step is WatchStep.COULD_NOT] == []
+
+
+def test_trouble_is_one_line_and_the_next_look_goes_on(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = "http://127.0.0.1:9"
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    settings = load_settings(config)
+    words = ["watch", "--config", str(config), "--model", str(shopper), "--once", "--processes", "0"]
+    assert cli.main(["watch", "pause", "--config", str(config)]) == 0
+    asyncio.run(play(settings, "users", 16))
+    assert cli.main(words) == 0
+    assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN], "a pause: nothing begins"
+    assert cli.main(["watch", "resume", "--config", str(config)]) == 0
+
+    with held(watching_folder(settings)):
+        capsys.readouterr()
+        assert cli.main(words) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "another `openhands-rl watch` is at work here" in line
+    with held(settings.storage.directory / "watch"):
+        assert cli.main(words) == 1, "nor two of different adapters on one store"
+        capsys.readouterr()
+
+    for more, says in (
+        ('[rl.watch]\nsuite = ""', "[rl.watch] suite: there is nothing to measure candidates on"),
+        (f'[rl.serving]\nbase_url = "{away}/v1"', "127.0.0.1:9"),
+        ('[rl.serving]\nbase_url = ""', "[rl.serving] base_url: no model server is named"),
+        ("[rl.watch]\ntasks = 3", "[rl.watch] suite: its tasks are others than those"),
+        ('[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
+        ("[rl.watch]\nmargin = 2.0", "[extended.rl.watch] margin"),
+    ):
+        other = tmp_path / "other.toml"
+        other.write_text(f"{config.read_text()}\n{more.replace('[rl', '[extended.rl')}\n")
+        assert cli.main([*words[:2], str(other), *words[3:]]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+    assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN]
+
+
+def test_what_cannot_be_judged_or_written_is_one_line_and_trains_nothing(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labels that contradict each other, a judge that is away, a full disk: through the command."""
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    settings = load_settings(config)
+    played = asyncio.run(play(settings, "users", 8))
+    words = ["watch", "--model", str(shopper), "--once", "--processes", "0", "--config"]
+
+    def said(file: Path, code: int) -> tuple[list[str], list[str]]:
+        assert cli.main([*words, str(file)]) == code
+        printed = capsys.readouterr()
+        return printed.out.splitlines(), printed.err.splitlines()
+
+    with no_file_larger_than(20):
+        out, err = said(config, 1)
+    assert not out and len(err) == 1 and "journal.jsonl cannot be written" in err[0], "not even the suite is frozen"
+    assert journal_of(config) == ()
+
+    away = tmp_path / "away.toml"
+    away.write_text(config.read_text().replace('name = "success"\noptions = {threshold = 0.5}', f'name = "{AWAY}"'))
+    out, err = said(away, 1)
+    assert [line.partition(":")[0] for line in out] == ["frozen", "judged", "could-not"] and not err
+    assert "8 wait: the judge is away" in out[1] and "no verifier answers at http://127.0.0.1:9" in out[2]
+
+    for author, value in (("ann", 1.0), ("bob", 0.0)):
+        asyncio.run(label(settings, [(each.id, value, author) for each in played]))
+    out, err = said(config, 0)
+    assert len(out) == 1 and "0 episodes are judged" in out[0] and not err
+    assert "8 wait: labels contradict each other" in out[0]
+    adapters = AdapterStore(settings.serving.adapters_directory)
+    assert not adapters.versions(settings.serving.adapter) and current(settings) is None
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_episodes_without_token_ids_are_one_line_and_train_nothing(
+    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    """As of a server that sends none: their number is said, whatever the rewards are."""
+    for name in ("served", "deaf"):
+        (tmp_path / name).mkdir()
+    more = f'[extended.rl.training]\nalgorithm = "{algorithm}"'
+    with_ids = load_settings(write_config(tmp_path / "served", shop=served[0], server=served[1]))
+    config = write_config(tmp_path / "deaf", shop=served[0], server=served[1], more=more)
+    settings = load_settings(config)
+
+    async def without_ids() -> None:
+        async with FileTrajectoryStorage(settings.storage.directory) as storage:
+            for each in await play(with_ids, "users", 8):
+                nodes = tuple(node.model_copy(update={"tokens": None}) for node in each.nodes)
+                await storage.add(each.model_copy(update={"nodes": nodes}))
+
+    asyncio.run(without_ids())
+    words = ["watch", "--model", str(shopper), "--once", "--processes", "0", "--config", str(config)]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr()
+    (judged,) = [line for line in printed.out.splitlines() if line.startswith("judged")]
+    assert "left out: " in judged and "without token ids" in judged and not printed.err
+    assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN, WatchStep.JUDGED]
+    assert not AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)

@@ -1,0 +1,100 @@
+"""The journal survives half lines, full disks and other writers, and says what state follows."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from full_disk import no_file_larger_than
+
+from openhands_rl_plugin.contrib.watch.budgets import OverBudget, check_budget, spent
+from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep
+from openhands_rl_plugin.contrib.watch.rollback import roll_back
+from openhands_rl_plugin.contrib.watch.settings import WatchSettings
+from openhands_rl_plugin.contrib.watch.state import state_of
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+
+def test_nothing_of_a_line_stays_that_a_full_disk_did_not_take(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append(WatchStep.FROZEN, "one", figures={"digest": "d"})
+    size = journal.file.stat().st_size
+    with no_file_larger_than(size + 20), pytest.raises(StorageError, match=r"journal\.jsonl cannot be written"):
+        journal.append(WatchStep.JUDGED, "two")
+    assert journal.file.stat().st_size == size
+    journal.append(WatchStep.JUDGED, "three")
+    assert [entry.said for entry in journal.read()] == ["one", "three"]
+
+
+def test_half_a_line_is_cut_off_and_two_writers_take_turns(tmp_path: Path) -> None:
+    one, other = Journal(tmp_path), Journal(tmp_path)
+    one.append(WatchStep.JUDGED, "first")
+    with one.file.open("ab") as file:
+        file.write(b'{"number": 2, "at": 1')
+    assert [entry.said for entry in other.read()] == ["first"]
+    other.append(WatchStep.JUDGED, "second, key sk-ant-REDACTED")
+    with one.alone():
+        one.append(WatchStep.JUDGED, "third")
+    entries = one.read()
+    assert [entry.number for entry in entries] == [1, 2, 3] and entries[2].said == "third"
+    one.file.write_bytes(b"nonsense\n" + one.file.read_bytes())
+    with pytest.raises(StorageError, match="line 1 is damaged; move the file away"):
+        one.read()
+
+
+def entry(number: int, step: WatchStep, adapter: str = "", at: float = 0.0, **figures: object) -> Entry:
+    return Entry.model_validate(
+        {"number": number, "at": at, "step": step, "round": 1, "adapter": adapter, "said": "", "figures": figures}
+    )
+
+
+def test_a_rollback_ends_the_round_and_what_was_decided_too_late_changes_nothing() -> None:
+    begun = entry(1, WatchStep.GATHERED, algorithm="sft", parent=None, latest=0, episodes={"a": 1.0}, others=["b"])
+    trained = entry(2, WatchStep.TRAINED, "policy-v000001")
+    back = entry(3, WatchStep.ROLLED_BACK, dropped=["policy-v000001"])
+    late = entry(4, WatchStep.PASSED, "policy-v000001", gate="held-out")
+    state = state_of([begun, trained, back, late])
+    assert (state.round, state.dropped, state.seen) == (None, {"policy-v000001"}, {"a", "b"})
+    assert state.learnt == frozenset(), "what was only tried may be tried again with others"
+
+
+def test_a_training_that_fails_is_counted_apart_from_servers_that_are_away() -> None:
+    away, failed = entry(1, WatchStep.COULD_NOT), entry(2, WatchStep.COULD_NOT, failed=True)
+    state = state_of([away, failed, away])
+    assert (state.tries, state.failures) == (3, 1)
+    assert state_of([away, failed, entry(3, WatchStep.FROZEN, digest="d")]).tries == 0
+
+
+def test_the_budgets_are_those_of_a_day(tmp_path: Path) -> None:
+    day = 86_400.0
+    entries = [
+        entry(1, WatchStep.MEASURED, at=1.0, tokens=500),
+        entry(2, WatchStep.MEASURED, at=day, tokens=700),
+        entry(3, WatchStep.TRAINED, at=day, seconds=1800.0),
+    ]
+    used = spent(entries, day + 10)
+    assert (used.tokens, used.hours) == (700, 0.5)
+    today = [each.model_copy(update={"at": time.time()}) for each in entries]
+    check_budget(WatchSettings(min_free_gb=0), today, tmp_path)
+    for settings, says in (
+        (WatchSettings(tokens_per_day=1200, min_free_gb=0), "1,200 tokens of tokens_per_day = 1,200 are spent"),
+        (WatchSettings(hours_per_day=0.5, min_free_gb=0), "0.50 hours of hours_per_day = 0.5 are spent"),
+        (WatchSettings(min_free_gb=1e9), "min_free_gb = 1e+09: free some space"),
+    ):
+        with pytest.raises(OverBudget, match=says.replace("+", r"\+")):
+            check_budget(settings, today, tmp_path)
+
+
+async def test_a_rollback_to_nowhere_says_where_to(tmp_path: Path) -> None:
+    adapters = AdapterStore(tmp_path)
+    publisher = AdapterPublisher("http://127.0.0.1:9", adapters)
+    for wanted, says in (
+        ("7", r"--to 7: policy has no such version in .*; available: none, base"),
+        (None, "nothing to"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            await roll_back(Journal(tmp_path / "watch"), adapters, publisher, "policy", wanted)
+    assert Journal(tmp_path / "watch").read() == ()

@@ -1,0 +1,115 @@
+"""The reward against WebShop's formula, computed a second time and naively."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product as combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.contrib.webshop import WebShop
+from openhands_rl_plugin.contrib.webshop.catalogue import OptionGroup, Product
+from openhands_rl_plugin.contrib.webshop.goals import Goal
+from openhands_rl_plugin.contrib.webshop.reward import purchase_reward, type_reward
+
+WORLD = WebShop()
+
+SHIRT = Product(
+    asin="B0AAAA",
+    title="Nova cotton slim fit polo shirt",
+    query="polo shirt",
+    category=("Clothing", "Polo Shirt"),
+    attributes=("cotton", "slim fit"),
+    options=(OptionGroup("color", ("red", "blue")), OptionGroup("size", ("small", "large"))),
+    price=30,
+)
+GOAL = Goal(
+    index=0,
+    split="train",
+    asin="B0AAAA",
+    query="polo shirt",
+    category=("Clothing", "Polo Shirt"),
+    attributes=("cotton", "slim fit"),
+    options=(("color", "red"), ("size", "large")),
+    price_upper=30,
+)
+
+
+def naive_reward(bought: Product, options: list[tuple[str, str]], goal: Goal) -> float:
+    points = 0
+    for attribute in goal.attributes:
+        points += 1 if attribute in list(bought.attributes) else 0
+    for name, value in goal.options:
+        points += 1 if any(name == n and value == v for n, v in options) else 0
+    points += 1 if bought.price <= goal.price_upper else 0
+    shared = sum(1 for word in goal.query.split() if word in bought.query.split())
+    factor = 0.0 if shared == 0 else 1.0
+    return factor * points / (len(goal.attributes) + len(goal.options) + 1)
+
+
+@given(st.data())
+def test_the_reward_is_webshops_formula(data: st.DataObject) -> None:
+    goal = data.draw(st.sampled_from(WORLD.goals))
+    same_type = [product for product in WORLD.catalogue.products if product.query == goal.query]
+    bought = data.draw(st.sampled_from(same_type) | st.sampled_from(WORLD.catalogue.products))
+    options = [
+        (group.name, data.draw(st.sampled_from(group.values))) for group in bought.options if data.draw(st.booleans())
+    ]
+    judged = purchase_reward(bought, options, goal)
+    assert judged.reward == pytest.approx(naive_reward(bought, options, goal))
+    parts = (judged.r_type, judged.r_att, judged.r_option or 0.0, judged.r_price, judged.reward)
+    assert all(0.0 <= part <= 1.0 for part in parts)
+    met_all = judged.r_type == judged.r_att == judged.r_price == 1.0 and judged.r_option in (None, 1.0)
+    assert (judged.reward == 1.0) == met_all
+
+
+def test_one_goal_worked_by_hand() -> None:
+    assert purchase_reward(SHIRT, GOAL.options, GOAL).reward == 1.0
+    no_options = purchase_reward(SHIRT, (), GOAL)
+    assert (no_options.r_option, no_options.reward) == (0.0, 3 / 5)
+    too_dear = purchase_reward(replace(SHIRT, price=31), GOAL.options, GOAL)
+    assert (too_dear.r_price, too_dear.reward) == (0.0, 4 / 5)
+    half = purchase_reward(replace(SHIRT, attributes=("cotton",)), (("color", "red"), ("size", "small")), GOAL)
+    assert (half.r_att, half.r_option, half.reward) == (0.5, 0.5, 3 / 5)
+
+
+def test_a_goal_without_options_has_no_option_reward() -> None:
+    judged = purchase_reward(SHIRT, (("color", "red"),), replace(GOAL, options=()))
+    assert judged.r_option is None and judged.reward == 1.0
+
+
+def test_the_same_value_in_another_group_does_not_count() -> None:
+    goal = replace(GOAL, options=(("color", "red"),))
+    assert purchase_reward(SHIRT, (("trim", "red"),), goal).r_option == 0.0
+
+
+def test_more_options_than_wanted_earn_nothing_more() -> None:
+    goal = replace(GOAL, options=(("color", "red"),))
+    assert purchase_reward(SHIRT, (("color", "red"), ("size", "large")), goal).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("bought_query", "bought_category", "wanted_query", "factor"),
+    [
+        ("polo shirt", ("Clothing", "Polo Shirt"), "polo shirt", 1.0),
+        ("dress shirt", ("Clothing", "Dress Shirt"), "polo shirt", 1.0),
+        ("coffee table", ("Home", "Coffee Table"), "polo shirt", 0.0),
+        ("one x", ("A", "B"), "one two three four five", 0.5),
+        ("one x", ("Clothing", "Polo Shirt"), "one two three four five", 1.0),
+        ("one x", ("A", "B"), "one two three four five six seven eight nine ten eleven", 0.1),
+    ],
+)
+def test_the_type_factor_follows_the_papers_thresholds(
+    bought_query: str, bought_category: tuple[str, ...], wanted_query: str, factor: float
+) -> None:
+    bought = replace(SHIRT, query=bought_query, category=bought_category)
+    assert type_reward(bought, replace(GOAL, query=wanted_query)) == factor
+
+
+def test_no_two_types_of_the_shop_are_taken_for_each_other() -> None:
+    by_type = {product.query: product for product in WORLD.catalogue.products}
+    goal_of = {goal.query: goal for goal in WORLD.goals}
+    for bought, wanted in combinations(by_type, goal_of):
+        assert type_reward(by_type[bought], goal_of[wanted]) == (1.0 if bought == wanted else 0.0)

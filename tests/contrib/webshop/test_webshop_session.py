@@ -1,0 +1,211 @@
+"""One episode: pages as WebShop shows them, and what happens to actions that make no sense."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openhands_rl_plugin.contrib.webshop import WebShop, WebShopSession, oracle_actions
+
+TRANSCRIPT_SHA256 = "bbf36f05c291109bd3fef04593fa4acc032217bb940d06fb841e7f6923c5300b"
+WORLD = WebShop(results_per_page=5)
+
+
+def new_session(goal_index: int = 3) -> WebShopSession:
+    return WORLD.session(goal_index)
+
+
+def at_an_item() -> WebShopSession:
+    session = new_session()
+    session.step("search[organic granola bars]")
+    session.step(f"click[{session.page.clickables[-1]}]")
+    return session
+
+
+def test_a_fixed_transcript_never_changes() -> None:
+    lines: list[str] = []
+    for index in (0, 3, 1200, 1499):
+        session = new_session(index)
+        lines.append(session.observation)
+        for action in ("search[]", "click[Next >]", *oracle_actions(WORLD, index)):
+            result = session.step(action)
+            lines += (action, result.state, str(result.reward))
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == TRANSCRIPT_SHA256
+
+
+def test_the_pages_have_webshops_form() -> None:
+    session = new_session()
+    request = session.goal.instruction
+    assert session.observation == f"WebShop [SEP] Instruction: [SEP] {request} [SEP] Search"
+    results = session.step("search[organic granola bars]").state
+    first = WORLD.index.search("organic granola bars")[0]
+    assert results.startswith(
+        f"Instruction: [SEP] {request} [SEP] Back to Search [SEP] Page 1 (Total results: 50) [SEP] Next > [SEP] "
+        f"{first.asin} [SEP] {first.title} [SEP] ${first.price} [SEP] "
+    )
+    item = session.step(f"click[{first.asin}]").state
+    options = " [SEP] ".join(" [SEP] ".join((group.name, *group.values)) for group in first.options)
+    end = (
+        f"{first.title} [SEP] Price: ${first.price} [SEP] Rating: N.A. [SEP] Description [SEP] Features [SEP] "
+        "Reviews [SEP] Attributes [SEP] Buy Now"
+    )
+    start = f"Instruction: [SEP] {request} [SEP] Back to Search [SEP] < Prev [SEP] {options} [SEP] "
+    assert item == start + end
+    group = first.options[0]
+    assert session.step(f"click[{group.values[0]}]").state == (
+        f"{start}Selected: {group.name}={group.values[0]} [SEP] {end}"
+    )
+    final = session.step("click[Buy Now]")
+    assert final.state.startswith("Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0): ")
+    assert final.info is not None and final.info.asin == first.asin
+    assert final.info.options == ((group.name, group.values[0]),)
+
+
+def test_the_separator_can_be_a_shorter_one() -> None:
+    world = WebShop(separator="\n")
+    assert world.session(0).observation == f"WebShop\nInstruction:\n{world.goals[0].instruction}\nSearch"
+
+
+def test_going_back_and_forth() -> None:
+    session = new_session()
+    page_1 = session.step("search[organic granola bars]").state
+    page_2 = session.step("click[Next >]").state
+    assert "Page 2 (Total results: 50)" in page_2 and "< Prev" in page_2
+    assert session.step("click[< Prev]").state == page_1
+    session.step("click[Next >]")
+    item = session.step(f"click[{session.page.clickables[-1]}]").state
+    assert "No reviews yet." in session.step("click[Reviews]").state
+    assert session.step("click[< Prev]").state == item
+    assert session.step("click[< Prev]").state == page_2
+    assert session.step("click[Back to Search]").state.startswith("WebShop [SEP] ")
+
+
+def test_the_last_page_of_results_has_no_next() -> None:
+    session = new_session()
+    session.step("search[organic granola bars]")
+    for _ in range(9):
+        session.step("click[Next >]")
+    assert "Page 10 (Total results: 50)" in session.observation
+    assert "Next >" not in session.page.clickables
+
+
+def test_details_show_what_the_title_does_not() -> None:
+    hidden = next(product for product in WORLD.catalogue.products if len(product.attributes) == 3)
+    session = new_session()
+    session.step(f"search[{' '.join((*hidden.attributes, hidden.query))}]")
+    session.step(f"click[{hidden.asin}]")
+    for detail in ("Features", "Attributes"):
+        assert hidden.attributes[2] in session.step(f"click[{detail}]").state
+        session.step("click[< Prev]")
+    assert hidden.title in session.step("click[Description]").state
+
+
+def test_values_and_verbs_are_not_case_sensitive() -> None:
+    session = new_session()
+    session.step("  SEARCH [Organic Granola Bars] ")
+    asin = session.page.clickables[-1]
+    session.step(f"Click[{asin.lower()}]")
+    assert session.page.path == f"item_page/{asin}"
+    assert session.step("click[BUY NOW]").done
+
+
+def test_another_value_of_a_group_replaces_the_first_and_options_are_forgotten_on_leaving() -> None:
+    session = at_an_item()
+    asin = session.page.path.removeprefix("item_page/")
+    group = WORLD.product(asin).options[0]
+    session.step(f"click[{group.values[0]}]")
+    assert f"Selected: {group.name}={group.values[1]}" in session.step(f"click[{group.values[1]}]").state
+    session.step("click[< Prev]")
+    assert "Selected" not in session.step(f"click[{asin}]").state
+
+
+@pytest.mark.parametrize(
+    ("action", "complaint"),
+    [
+        ("", "'' is neither search[keywords] nor click[value]"),
+        ("buy it", "'buy it' is neither"),
+        ("search[", "'search[' is neither"),
+        ("search[ ]", "search[] is empty"),
+        ("click[]", "click[] is empty"),
+        ("click[Search]", "a search needs keywords"),
+        ("click[Buy Now]", "there is no 'Buy Now' to click here"),
+        ("click[B0ZZZZ]", "there is no 'B0ZZZZ' to click here"),
+        ("think[x]", "'think[x]' is neither"),
+        ("search[a] click[b", "is neither"),
+        ("x" * 5000, "'" + "x" * 57 + "...' is neither"),
+        ("a\nb\x00", "'a b\x00' is neither"),
+    ],
+)
+def test_a_bad_action_is_explained_and_counts_as_a_step(action: str, complaint: str) -> None:
+    session = new_session()
+    result = session.step(action)
+    assert result.state.startswith("Invalid action: ") and complaint in result.state
+    assert result.state.endswith("You can search[keywords]")
+    assert (result.reward, result.done, session.steps) == (0.0, False, 1)
+    assert session.page == new_session().page
+
+
+def test_the_explanation_lists_what_can_be_clicked() -> None:
+    session = at_an_item()
+    state = session.step("click[purple stripes]").state
+    assert state.startswith("Invalid action: there is no 'purple stripes' to click here. You can search[keywords] or ")
+    assert state.endswith(f"click[...] one of: {', '.join(session.page.clickables)}")
+
+
+def test_a_search_that_finds_nothing_says_so() -> None:
+    assert "(Total results: 0)" in new_session().step("search[xyzzy]").state
+
+
+def test_the_step_limit_truncates() -> None:
+    session = WebShop(max_steps=3).session(0)
+    results = [session.step("search[tea]") for _ in range(3)]
+    assert [(r.done, r.truncated) for r in results] == [(False, False), (False, False), (True, True)]
+    assert session.purchase is None
+
+
+def test_a_purchase_on_the_last_step_is_not_truncated() -> None:
+    actions = oracle_actions(WORLD, 0)
+    session = WebShop(results_per_page=5, max_steps=len(actions)).session(0)
+    last = [session.step(action) for action in actions][-1]
+    assert (last.reward, last.done, last.truncated) == (1.0, True, False)
+
+
+def test_nothing_is_earned_after_the_end() -> None:
+    session = new_session()
+    for action in oracle_actions(WORLD, 3):
+        session.step(action)
+    steps = session.steps
+    again = session.step("click[Buy Now]")
+    assert (again.reward, again.done, again.info, session.steps) == (0.0, True, None, steps)
+    assert again.state.startswith("The episode is over.")
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    session = at_an_item()
+    before = session.observation
+    fork = session.fork()
+    assert fork.step("click[Buy Now]").done
+    assert (session.observation, session.done, session.steps) == (before, False, 2)
+    assert session.step("click[< Prev]").state != before
+
+
+@given(st.lists(st.text(max_size=30) | st.sampled_from(["search[tea]", "click[Next >]", "click[< Prev]"]), max_size=8))
+def test_no_text_breaks_a_session(actions: list[str]) -> None:
+    session = new_session()
+    for action in actions:
+        result = session.step(action)
+        assert result.state and 0.0 <= result.reward <= 1.0
+
+
+@given(st.integers(0, 1499), st.randoms(use_true_random=False))
+def test_every_clickable_can_be_clicked(goal_index: int, rng) -> None:
+    session = new_session(goal_index)
+    session.step(f"search[{session.goal.query}]")
+    while not session.done:
+        result = session.step(f"click[{rng.choice(session.page.clickables)}]")
+        if session.page.has_search_bar:
+            session.step("search[tea]")
+        assert not result.state.startswith("Invalid action") or session.done
