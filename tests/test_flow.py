@@ -34,6 +34,8 @@ from openhands_rl_plugin.training.loop.sync import ClosedLoop, LoopListener, Loo
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 MODEL = "shopper"
 STAGES = ["evaluate-base", "demonstrate", "warm-start", "evaluate-warm-start", "iteration-000", "evaluate-final"]
 TASK = Task(id=f"webshop-{GOAL}", environment="webshop", instruction=INSTRUCTION, data={"idx": GOAL})

@@ -32,6 +32,8 @@ from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).parents[1]
 TEXTS = [(ROOT / page).read_text(encoding="utf-8") for page in ("docs/openhands-v0.md", "docs/tutorials/judge.md")]
 DATA = Path(__file__).parent / "trajectories/exchange/data"

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from uv_program import uv_program
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://example.org/us/plugin"
 

@@ -40,6 +40,8 @@ from openhands_rl_plugin.training.data.eligibility import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 HOLDING = """
 import sys
 from pathlib import Path

@@ -12,6 +12,8 @@ from openhands_rl_plugin import FileTrajectoryStorage, TrajectoryFilter, cli
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
+pytestmark = pytest.mark.contract
+
 WRITTEN = Path(__file__).parent / "version-0.1"
 
 

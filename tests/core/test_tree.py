@@ -24,6 +24,8 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.testing import prompt_ids
 
+pytestmark = pytest.mark.contract
+
 POLICY = PolicyRef(base_model="m", adapter="a", version=3)
 
 

@@ -41,7 +41,7 @@ from openhands_rl_plugin.environments.http.opening import action_language
 from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.testing import check_environment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 START_S = 300.0

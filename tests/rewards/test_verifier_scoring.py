@@ -27,6 +27,8 @@ from openhands_rl_plugin.rollout.strategies.value_verifier import VerifierValue
 from openhands_rl_plugin.testing import ScriptedEngine, check_reward
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 ROUNDED = 0.01 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 1e-4
 """How far a score may be from that of a float32 server: in this process it is in bfloat16 where that is native."""
 

@@ -29,6 +29,8 @@ from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrateg
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 EXAMPLE = example_trajectory()
 
 

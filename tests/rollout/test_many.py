@@ -32,6 +32,8 @@ from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 TASKS = tuple(Task(id=f"grid-{number}", environment="grid", limits=Limits(max_turns=3)) for number in range(3))
 
 

@@ -38,6 +38,8 @@ from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, prompt_ids
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 POLICY = PolicyRef(base_model="scripted")
 
 

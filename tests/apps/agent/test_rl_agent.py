@@ -42,6 +42,8 @@ from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.training.data.dataset import Episodes, build_dataset_or_sft
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:

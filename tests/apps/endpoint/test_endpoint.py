@@ -19,6 +19,8 @@ from openhands_rl_plugin.core.types import Completion, JsonObject, Limits, Messa
 from openhands_rl_plugin.environments.tools.environment import FinalTool, FunctionTool, ThinkTool, ToolOptions
 from openhands_rl_plugin.testing import ScriptedEngine
 
+pytestmark = pytest.mark.contract
+
 SECRET = "the notes of nobody else"
 QUESTIONS = ("How many?", "wait", "away", "refuse", "think")
 ASK = [{"role": "user", "content": "How many?"}]

@@ -22,6 +22,8 @@ from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
+pytestmark = pytest.mark.contract
+
 SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
 
 

@@ -34,6 +34,8 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:

@@ -14,6 +14,8 @@ from openhands_rl_plugin.core.templates.function_text import parse_function_text
 from openhands_rl_plugin.core.templates.parsed import ParsedAnswer
 from openhands_rl_plugin.core.templates.tool_call_json import parse_tool_call_json
 
+pytestmark = pytest.mark.contract
+
 CORPUS = Path(__file__).parent / "corpus"
 PARSERS: dict[str, Callable[..., ParsedAnswer]] = {
     "tool_call": parse_tool_call_json,

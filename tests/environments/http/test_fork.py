@@ -22,6 +22,8 @@ from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrateg
 from openhands_rl_plugin.rollout.strategies.value import NoValue
 from openhands_rl_plugin.testing import ScriptedEngine
 
+pytestmark = pytest.mark.contract
+
 
 def react(action: str) -> Any:
     return said(f"Thought: go on\nAction: {action}")

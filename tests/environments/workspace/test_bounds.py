@@ -14,6 +14,8 @@ from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 
+pytestmark = pytest.mark.contract
+
 MEBIBYTE = 1024**2
 LIMITS = SandboxLimits(processes=64, memory=128 * MEBIBYTE, disk=64 * MEBIBYTE, temporary=16 * MEBIBYTE)
 FORKS = "bomb() { bomb | bomb & }; bomb; sleep 20"

@@ -25,6 +25,8 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 
+pytestmark = pytest.mark.contract
+
 Run = Callable[..., CommandResult]
 
 

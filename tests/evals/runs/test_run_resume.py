@@ -23,6 +23,8 @@ from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 HERE = Path(__file__).parent
 RUNS = 2
 

@@ -1,4 +1,4 @@
-"""What the attacks are made of."""
+"""What the attacks are made of; the kit (`attacks*`, `cheats`, `honest_patches`, `further`) is contract."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ from openhands_rl_plugin.evals.swe.backends import docker
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend, exec_command, platform_of, start_command
 from openhands_rl_plugin.evals.swe.types import VerdictKind
 
+pytestmark = pytest.mark.contract
+
 ROW = with_extra(instance("c0ffee"), image="swebench/sweb.eval.x86_64.a_1776_b-1:latest")
 
 PROGRAM = """\

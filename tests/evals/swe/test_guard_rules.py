@@ -28,6 +28,8 @@ from openhands_rl_plugin.evals.swe.recipes.scripts import evaluation_script
 from openhands_rl_plugin.evals.swe.types import Instance, Severity
 from openhands_rl_plugin.testing.samples import sample_episode
 
+pytestmark = pytest.mark.contract
+
 ROW = instance("0" * 40)
 DECIDES, COUNTED = Severity.DECIDES, Severity.COUNTED
 

@@ -18,6 +18,8 @@ from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.sources.packages import suite_file
 
+pytestmark = pytest.mark.contract
+
 CACHE = os.environ.get("OPENHANDS_RL_SWE_CACHE", "")
 
 

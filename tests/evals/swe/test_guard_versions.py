@@ -18,7 +18,7 @@ from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
 
-pytestmark = needs_sandbox
+pytestmark = [pytest.mark.contract, needs_sandbox]
 
 VERSIONS = (
     *(("4.6.11", "3.7"), ("4.6.11", "3.8"), ("6.2.5", "3.9"), ("7.0.1", "3.9"), ("7.4.4", "3.11"), ("8.0.2", "3.9")),

@@ -21,6 +21,7 @@ from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 ROWS, MIRRORS = (os.environ.get(f"OPENHANDS_RL_SWE_{name}", "") for name in ("ROWS", "MIRRORS"))
 
 pytestmark = [
+    pytest.mark.contract,
     pytest.mark.slow,
     needs_sandbox,
     pytest.mark.skipif(not (ROWS and MIRRORS), reason="set OPENHANDS_RL_SWE_ROWS and OPENHANDS_RL_SWE_MIRRORS"),

@@ -19,7 +19,7 @@ from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, Severity, VerdictKind
 
-pytestmark = needs_sandbox
+pytestmark = [pytest.mark.contract, needs_sandbox]
 
 
 class Place:

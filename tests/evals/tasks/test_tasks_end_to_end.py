@@ -23,6 +23,8 @@ from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
 from openhands_rl_plugin.evals.tasks.statements.bug_report import leaks
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:

@@ -29,6 +29,8 @@ from openhands_rl_plugin.hosts.v0.controller_config import runtime_path
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 
+pytestmark = pytest.mark.contract
+
 EXAMPLE = Path(__file__).parents[3] / "config.toml.example"
 TASK = Task(id="t", environment="workspace", instruction="Think.")
 FINISH = says(None, call("finish", {"message": "done"}))

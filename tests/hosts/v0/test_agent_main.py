@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.types import FailureKind, StopReason
 
 # A run takes about ten seconds of processor time, nearly all of it to import OpenHands.
 PATIENCE = 240
-pytestmark = pytest.mark.timeout(PATIENCE + 60)
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(PATIENCE + 60)]
 
 TASK = "Write hello into greeting.txt"
 WORKSPACE = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"

@@ -24,6 +24,8 @@ from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode, 
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 
+pytestmark = pytest.mark.contract
+
 LEAVES_EARLY = """
 import sys
 from openhands_rl_plugin import Message, RLSettings

@@ -27,6 +27,8 @@ from openhands_rl_plugin.training.data.batch import pack, samples_of
 from openhands_rl_plugin.training.data.eligibility import off_policy_sampling
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 CONDENSER = {"type": "llm", "max_size": 10, "keep_first": 3}
 TURNS = 12
 ROOT = Path(__file__).parents[3]

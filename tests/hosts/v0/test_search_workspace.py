@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Score, S
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
-pytestmark = needs_bubblewrap
+pytestmark = [pytest.mark.contract, needs_bubblewrap]
 
 
 BY_PATCH = {"value": "reward", "value_options": {"reward": "test_search_workspace:PatchReward"}}

@@ -16,6 +16,8 @@ from sdk_play import converse, finish, make_agent, make_llm, stored, think
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.hosts.v1 import conversations
 
+pytestmark = pytest.mark.contract
+
 Play = Callable[..., LocalConversation]
 
 

@@ -12,6 +12,8 @@ from sdk_play import EDITOR, converse, finish, make_agent, make_llm, repair, sto
 
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 
+pytestmark = pytest.mark.contract
+
 
 async def play(server: ScriptedModel, name: str, workspace: Path, answers: list[dict], **changes) -> Trajectory:
     """One task, closed; the only episode of the store."""

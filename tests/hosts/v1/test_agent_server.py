@@ -18,6 +18,7 @@ from websockets.asyncio.client import connect
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 
 pytestmark = [
+    pytest.mark.contract,
     pytest.mark.timeout(240),
     pytest.mark.skipif(not takes_agents_of_others(), reason=NO_AGENTS_OF_OTHERS),
 ]

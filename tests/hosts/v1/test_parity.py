@@ -27,6 +27,8 @@ from openhands_rl_plugin.core.reasoning import reasoning_of
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.v1 import RLAgent
 
+pytestmark = pytest.mark.contract
+
 
 def create(file: Path, id: str, **more: str) -> dict[str, Any]:
     """A call that makes a file. No command: the stock terminal's output is not always the same."""

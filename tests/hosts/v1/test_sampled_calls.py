@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openhands.sdk.llm import Message as SdkMessage
@@ -16,6 +17,8 @@ from sdk_play import converse, finish, make_agent, make_llm, stored
 
 from openhands_rl_plugin.core.types import Message, ToolCall
 from openhands_rl_plugin.hosts.v1.values import SampledCalls, sdk_message
+
+pytestmark = pytest.mark.contract
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 JSON = st.recursive(

@@ -25,7 +25,7 @@ from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspa
 from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationBranch, ConversationWorld
 from openhands_rl_plugin.hosts.v1.values import SampledCalls, response_of
 
-pytestmark = needs_bubblewrap
+pytestmark = [pytest.mark.contract, needs_bubblewrap]
 
 BY_PATCH = {"value": "reward", "value_options": {"reward": f"{__name__}:PatchReward"}}
 

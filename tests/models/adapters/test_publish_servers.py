@@ -35,6 +35,8 @@ from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.server.server import running_server
 
+pytestmark = pytest.mark.contract
+
 CANARY = tuple(range(2, 40))
 UNLIKE = 1.0
 """Nats by which a canary is moved to be somebody else's."""

@@ -26,7 +26,7 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
 CANARY = tuple(range(2, 40))
 

@@ -15,6 +15,8 @@ from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Message, PolicyRef, SamplingParams, ToolCall
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 
+pytestmark = pytest.mark.contract
+
 ASK = (Message(role="user", content="hi"),)
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 KEY = "sk-very-secret"

@@ -13,6 +13,8 @@ from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.trajectories.drift.breaks import breaks_of
 
+pytestmark = pytest.mark.contract
+
 SUMMARY = "The files were looked at and the first test passes."
 
 

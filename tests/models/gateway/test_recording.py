@@ -16,6 +16,8 @@ from openhands_rl_plugin.core.types import PolicyRef, SamplingParams, StopReason
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.eligibility import is_sampled_off_policy
 
+pytestmark = pytest.mark.contract
+
 
 def ids_along(trajectory: Trajectory, leaf: int | None = None) -> list[int]:
     """All tokens from the start of the last segment on the path to its end."""

@@ -20,6 +20,8 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 PATHS = ("chat/completions", "messages", "responses")
 TEXT = "the whole answer of the model, as it is"
 

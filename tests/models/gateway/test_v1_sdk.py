@@ -21,6 +21,8 @@ from aiohttp import web
 from uv_program import uv_program
 from worlds import Body, Model, prompt_ids, sampled_ids, world
 
+pytestmark = pytest.mark.contract
+
 VERSION = "1.58.0"  # the newest that can be installed; 1.58.1 and 1.58.2 need a certifi that is not published
 SCRIPT = Path(__file__).with_name("sdk_conversation.py")
 ROOT = Path(__file__).parents[3]

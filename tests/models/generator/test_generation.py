@@ -19,6 +19,8 @@ from openhands_rl_plugin.models.generator.kv_cache import KVCache
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, RequestHandle
 
+pytestmark = pytest.mark.contract
+
 GREEDY = DecodingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 

@@ -22,6 +22,8 @@ from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.http import unless_disconnected
 from openhands_rl_plugin.models.server.server import running_server
 
+pytestmark = pytest.mark.contract
+
 MESSAGES = [{"role": "user", "content": "one two three"}]
 
 

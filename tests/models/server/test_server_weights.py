@@ -23,6 +23,8 @@ from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerC
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.server import running_server
 
+pytestmark = pytest.mark.contract
+
 IDS = tuple(range(5, 40))
 
 

@@ -19,6 +19,8 @@ from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrateg
 from openhands_rl_plugin.rollout.strategies.uct import Arm, best_arm, priors, width
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, check_strategy
 
+pytestmark = pytest.mark.contract
+
 PLANNER = MCTSOptions(
     num_simulations=40,
     exploration_weight=0.3,

@@ -23,6 +23,8 @@ from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
 from openhands_rl_plugin.testing import ScriptedEngine
 
+pytestmark = pytest.mark.contract
+
 
 def spent(tree: EpisodeTree, chosen: int) -> JsonObject:
     turn = report(tree, chosen)["turn"]

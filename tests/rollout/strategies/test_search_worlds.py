@@ -18,6 +18,8 @@ from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue
 
+pytestmark = pytest.mark.contract
+
 
 class Slow(PlanningEnvironment):
     """Takes its time to fork, to step and to close, and cannot be copied once it is closed. Counts its forks."""

@@ -31,6 +31,8 @@ from openhands_rl_plugin.training.losses.losses import batch_weights
 from openhands_rl_plugin.training.losses.micro_batches import samples_from_rollouts
 from openhands_rl_plugin.trajectories.storages.header import Spine
 
+pytestmark = pytest.mark.contract
+
 POLICY = PolicyRef(base_model="m")
 START = (Message(role="system", content="be good"), Message(role="user", content="mend it"))
 

@@ -21,6 +21,8 @@ from openhands_rl_plugin.training.credit.tree_advantages import (
     times_sampled,
 )
 
+pytestmark = pytest.mark.contract
+
 PLAYED = [episode(0, 0.0, 1.0), episode(1, 0.5, 0.0), episode(2, 0.0), episode(3, 1.0, group="alone")]
 REWARDS = [1.0, 0.5, 0.0, 1.0]
 

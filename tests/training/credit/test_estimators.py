@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, RolloutBatch, Variance, dr_grpo, grpo, rloo
 
+pytestmark = pytest.mark.contract
+
 BATCH = RolloutBatch(
     rewards=[1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0],
     groups=[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2],

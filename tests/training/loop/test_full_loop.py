@@ -22,6 +22,8 @@ from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
 from openhands_rl_plugin.training.loop.sync import ClosedLoop
 from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 
+pytestmark = pytest.mark.contract
+
 
 class KilledError(Exception):
     pass

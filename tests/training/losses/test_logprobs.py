@@ -13,6 +13,8 @@ from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, Diagnos
 from openhands_rl_plugin.training.losses.objectives import TokenBatch, ppo
 from openhands_rl_plugin.training.policies.full_layers import trained_token_logprobs
 
+pytestmark = pytest.mark.contract
+
 
 def batch_of(count: int = 31) -> TokenBatch:
     torch.manual_seed(0)

@@ -13,6 +13,8 @@ from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.losses.micro_batches import BatchOrder, TrainingSample, batches, samples_from_rollouts
 
+pytestmark = pytest.mark.contract
+
 PROMPT, ANSWER = 64, 16
 
 

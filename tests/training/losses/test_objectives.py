@@ -24,6 +24,8 @@ from openhands_rl_plugin.training.losses.objectives import (
     token_mean,
 )
 
+pytestmark = pytest.mark.contract
+
 ROWS, WIDTH = 6, 8
 LENGTHS = [8, 6, 3, 1, 5, 8]
 ADVANTAGES = [1.2, -0.8, 0.5, -1.5, 0.0, 0.7]

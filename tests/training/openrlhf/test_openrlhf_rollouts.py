@@ -18,6 +18,8 @@ from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError
 from openhands_rl_plugin.training.openrlhf.rollouts import RolloutConfig, RolloutSource
 from openhands_rl_plugin.training.openrlhf.steps import SteppedEpisode
 
+pytestmark = pytest.mark.contract
+
 WALK = ["right", "right", "down", "down"]
 TASK = json.dumps({"id": "grid-1", "instruction": "Be quick.", "data": {"goal": [2, 2]}})
 

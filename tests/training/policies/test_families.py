@@ -35,6 +35,8 @@ from openhands_rl_plugin.training.policies.packing_check import PACKED, problem_
 from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
+pytestmark = pytest.mark.contract
+
 _FAST = {
     "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gemma3_text", "glm4_moe", "olmo3",
     "nemotron_h", "gpt_oss", "deepseek_v3", "mixtral", "phi3",

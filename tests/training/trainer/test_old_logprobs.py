@@ -20,6 +20,8 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
+pytestmark = pytest.mark.contract
+
 ONE_STEP = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 8, "max_grad_norm": 1e9})
 MISMATCH = 0.03
 """Nats a token, of a bfloat16 server from a trainer."""

@@ -18,6 +18,8 @@ from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
 
+pytestmark = pytest.mark.contract
+
 
 def lines_of(run: Path) -> list[dict[str, float]]:
     """The metrics, without what depends on the clock."""

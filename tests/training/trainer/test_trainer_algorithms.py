@@ -22,6 +22,8 @@ from openhands_rl_plugin.training.credit.estimators import whiten
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
+pytestmark = pytest.mark.contract
+
 ONE_STEP = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
 REINFORCING = [name for name, algorithm in ALGORITHMS.items() if algorithm.kind == "reinforcement"]
 

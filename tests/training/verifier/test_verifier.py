@@ -26,6 +26,8 @@ from openhands_rl_plugin.training.verifier.prompt import prompts_for
 from openhands_rl_plugin.training.verifier.report import VerifierReport
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture(scope="module")
 def loaded(verifier: Path) -> VerifierModel:

@@ -20,6 +20,8 @@ from openhands_rl_plugin.trajectories.exchange import trajectories
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 Stored = list[tuple[Trajectory, tuple[Score, ...]]]
 
 SOLVED = trajectory(identity="00000000-0000-4000-8000-00000000000a", evidence={"git_patch": "diff\n"})

@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Mes
 from openhands_rl_plugin.trajectories.exchange.output_jsonl import read, rows
 from openhands_rl_plugin.trajectories.exchange.v0_read import EventReader
 
-pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")]
 
 POLICY = PolicyRef(base_model="m")
 

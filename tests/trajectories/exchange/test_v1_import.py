@@ -16,6 +16,8 @@ from openhands_rl_plugin.trajectories.exchange.v1 import events as v1_events
 from openhands_rl_plugin.trajectories.exchange.v1.read import read_log
 from openhands_rl_plugin.trajectories.exchange.v1.write import SUB_AGENT_STATE
 
+pytestmark = pytest.mark.contract
+
 VERSIONS = ["1.15", "1.58"]
 
 

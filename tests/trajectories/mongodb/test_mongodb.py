@@ -30,6 +30,8 @@ from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectorySt
 from openhands_rl_plugin.trajectories.storages import packing
 from openhands_rl_plugin.trajectories.storages.documents import packed_json
 
+pytestmark = pytest.mark.contract
+
 Stored = Database[dict[str, object]]
 
 

@@ -21,6 +21,8 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.testing.samples import sample_episode, steps_of
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 HERE = Path(__file__).parent
 PASSWORD = "Tr0ub4dor+3"
 

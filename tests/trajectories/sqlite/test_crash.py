@@ -17,6 +17,8 @@ from openhands_rl_plugin.testing.samples import steps_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.storages.header import marked
 
+pytestmark = pytest.mark.contract
+
 WRITER = Path(__file__).parents[2] / "helpers" / "keep_writing.py"
 
 

@@ -20,6 +20,8 @@ from openhands_rl_plugin.testing import check_storage
 from openhands_rl_plugin.trajectories.sqlite.reading import Found
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.mark.parametrize("durable", [True, False])
 async def test_the_file_storage_conforms(tmp_path: Path, durable: bool) -> None:
