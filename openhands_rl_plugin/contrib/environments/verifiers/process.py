@@ -73,11 +73,7 @@ class VerifiersProcess:
     """
 
     def __init__(self, python: str, setup: JsonObject, env: Mapping[str, str]) -> None:
-        source = (
-            files("openhands_rl_plugin.contrib.environments.verifiers")
-            .joinpath("bridge.py")
-            .read_text(encoding="utf-8")
-        )
+        source = (Path(__file__).parent / "bridge.py").read_text(encoding="utf-8")
         try:
             self._process = subprocess.Popen(
                 [python, "-c", source],
