@@ -25,8 +25,6 @@ EPILOG = """examples:
   openhands-rl tasks check tasks.jsonl --repeats 3
   openhands-rl tasks check tasks.jsonl --results report.json --pass-rate 0.05 0.95
   openhands-rl tasks list swe-local --split heldout
-  openhands-rl tasks list ./terminal-bench-2                          (task folders in Harbor's format)
-  openhands-rl tasks check ./terminal-bench-2 --rows runnable.jsonl   (its oracle passes, nothing at all does not)
 
 A plan (.toml) has these options for many packages: see swe_local.toml in the package's tasks/data. Everything runs in
 bubblewrap without network; packages are downloaded by your own pip or uv from its index.
@@ -39,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="{make,check,list}")
     _add_make(what.add_parser("make", help="insert bugs into packages and keep those that make good tasks"))
     check = what.add_parser("check", help="the quality gate: oracle, no-op, flakiness, pass rate, duplicates")
-    what_file = "a .jsonl file of tasks, swe-local, repair, or a folder of tasks in Harbor's format"
+    what_file = "a .jsonl file of tasks, swe-local, or repair"
     check.add_argument("file", metavar="FILE", help=what_file)
     check.add_argument("--repeats", type=positive, default=2, metavar="RUNS", help="test runs of each task")
     check.add_argument("--workers", type=positive, default=2, metavar="TASKS", help="tasks checked at a time")
@@ -49,12 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     allowed = "share of solved episodes that a task may have in --results (default: 0.01 0.99)"
     check.add_argument("--pass-rate", type=float, nargs=2, default=(0.01, 0.99), metavar=("LOW", "HIGH"), help=allowed)
-    rows = "folder: write a row for each task that passes, for --dataset-file of evaluate and loop"
-    check.add_argument("--rows", type=Path, metavar="FILE", help=rows)
-    check.add_argument("--network", action="store_true", help="folder: let commands and tests use the network")
-    passed = "folder: a variable of your environment that tasks may ask for; may be repeated"
-    check.add_argument("--pass-env", action="append", metavar="NAME", help=passed)
-    check.add_argument("--force", action="store_true", help="folder: also run tasks that need a container's packages")
     _add_cache(check)
     shown = what.add_parser("list", help="the tasks of a file, or of swe-local")
     shown.add_argument("file", metavar="FILE", nargs="?", default="swe-local", help=what_file)
@@ -96,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
     """Make, check or list; exit code 1 when a task does not pass the gate. Raises ``RLError``."""
     if args.what == "make":
         return _make(args)
-    if Path(args.file).is_dir():
-        return _check_folders(args) if args.what == "check" else _list_folders(args)
     return asyncio.run(_check(args)) if args.what == "check" else _list(args)
 
 
@@ -249,49 +239,4 @@ def _list(args: argparse.Namespace) -> int:
     else:
         instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
     console().print(table_of(instances, read_lineage(path)))
-    return 0
-
-
-def _check_folders(args: argparse.Namespace) -> int:
-    import json
-
-    from openhands_rl_plugin.core.files import write_file
-    from openhands_rl_plugin.evals.harbor.gate import check_folders
-    from openhands_rl_plugin.evals.harbor.tasks import find_tasks, relative_name
-    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
-
-    where = Path(args.file)
-    folders = find_tasks(where)
-    with progress_bar("checking") as bar:
-        checks = check_folders(
-            folders,
-            cache=args.cache,
-            network=args.network,
-            force=args.force,
-            pass_env=args.pass_env or (),
-            on_progress=lambda done, total, last: bar.update(done, total, note=last),
-        )
-    for each in checks:
-        for problem in each.problems:
-            print(f"{relative_name(where, each.folder)}: {'left out, it needs ' if each.left_out else ''}{problem}")
-    good = [each for each in checks if not each.problems]
-    out = sum(each.left_out for each in checks)
-    print(f"{args.file}: {len(good)} of {len(checks)} tasks pass; {out} need what is not here (--force runs them too)")
-    if args.rows is not None:
-        rows = "".join(json.dumps({"task": relative_name(where, each.folder)}) + "\n" for each in good)
-        write_file(args.rows, rows)
-    return int(len(good) + out < len(checks) or not good)
-
-
-def _list_folders(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.evals.harbor.gate import read_all
-    from openhands_rl_plugin.evals.harbor.tasks import HarborTask, find_tasks, relative_name
-
-    where, runnable = Path(args.file), 0
-    for at, task in enumerate(tasks := read_all(find_tasks(where))):
-        problems = task.missing if isinstance(task, HarborTask) else task.problems
-        runnable += not problems
-        needs = f"needs {', '.join(problems)}" if problems else "runs here"
-        print(f"{at:4}  {relative_name(where, task.folder)}  {needs}")
-    print(f"{runnable} of {len(tasks)} tasks run here without their containers")
     return 0

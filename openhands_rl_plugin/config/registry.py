@@ -33,7 +33,6 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
         "gymnasium": "openhands_rl_plugin.environments.gyms.gymnasium:GymnasiumEnvironment",
-        "harbor": "openhands_rl_plugin.evals.harbor.environment:HarborEnvironment",
         "nemo-gym": "openhands_rl_plugin.contrib.environments.nemo_gym.client:NeMoGymClient",
         "openenv": "openhands_rl_plugin.environments.openenv.client:OpenEnvClient",
         "skyrl-gym": "openhands_rl_plugin.contrib.environments.skyrl_gym:SkyRLGymEnvironment",

@@ -53,39 +53,13 @@ class PaysWhenCut(Protocol):
         ...
 
 
-@runtime_checkable
-class PaysInterrupted(Protocol):
-    """An environment that pays for the state that an action has left, also one that a time limit interrupted. A
-    capability, not a flag.
-
-    Example:
-        >>> isinstance(GridEnvironment(), PaysInterrupted)
-        False
-    """
-
-    async def pay_interrupted(self) -> Observation | None:
-        """End the episode in the middle of its last action.
-
-        Returns:
-            An observation without messages, whose reward is that action's; ``None`` where nothing is left to pay.
-
-        Raises:
-            InfrastructureError: the environment is gone.
-            BadEnvironmentError: its server broke the protocol.
-        """
-        ...
-
-
 async def reward_when_cut(environment: object, *, answered: bool) -> float | None:
-    """What a limit that ended an episode leaves to be paid for its last action, ``answered`` or interrupted.
+    """What a limit that ended an episode leaves to be paid for its last action, if that was answered.
 
     Raises ``CaughtFailure``.
     """
+    if not answered or not isinstance(environment, PaysWhenCut):
+        return None
     with boundary(FailureKind.ENVIRONMENT, "environment.cut_short"):
-        if answered and isinstance(environment, PaysWhenCut):
-            paid = await environment.cut_short()
-        elif not answered and isinstance(environment, PaysInterrupted):
-            paid = await environment.pay_interrupted()
-        else:
-            paid = None
+        paid = await environment.cut_short()
     return None if paid is None else paid.reward

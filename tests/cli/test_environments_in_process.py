@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from harbor_tasks import write_task
 from shopping_loop import MODEL, write_talker
 
 from evaluation.performance.hosts.instant_model import instant_model, script
@@ -81,8 +80,8 @@ def test_two_environments_are_two_runs(model: str, tmp_path: Path, capsys: pytes
 def test_tasks_of_rows_have_the_names_that_the_rows_give(tmp_path: Path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ({"task": "a/b"}, {"id": 7}, {"x": 1}, {"id": 7})))
-    names = [each.task.id for each in row_tasks("harbor", rows, "test")]
-    assert names == ["harbor-a__b", "harbor-1", "harbor-2", "harbor-3"]
+    names = [each.task.id for each in row_tasks("mine", rows, "test")]
+    assert names == ["mine-a__b", "mine-1", "mine-2", "mine-3"]
 
 
 @pytest.mark.slow
@@ -106,32 +105,6 @@ def test_skyrl_gym_is_evaluated_by_rows(model: str, tmp_path: Path):
     config = write_config(tmp_path, "skyrl-gym/gsm8k_multi_turn")
     found = results(evaluated(config, model, "--dataset-file", str(tmp_path / "rows.jsonl")))
     assert sorted(found) == [(pytest.approx(0.2), False), (1.0, True)]
-
-
-def test_harbor_tasks_are_listed_checked_and_evaluated(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tasks = tmp_path / "tasks"
-    write_task(tasks / "hello")
-    write_task(tasks / "gpu", config="[environment]\ngpus = 1\n")
-    assert main(["tasks", "list", str(tasks)]) == 0
-    listed = capsys.readouterr().out
-    assert "gpu  needs a GPU" in listed and "hello  runs here" in listed and "1 of 2 tasks run here" in listed
-    rows = tmp_path / "rows.jsonl"
-    assert main(["tasks", "check", str(tasks), "--rows", str(rows)]) == 0
-    assert "1 of 2 tasks pass; 1 need what is not here" in capsys.readouterr().out
-    solving = acting('echo "$GREETING" > hello.txt', "submit")
-    config = write_config(tmp_path, "harbor", tasks=str(tasks), system_prompt=solving)
-    found = evaluated(config, model, "--dataset-file", str(rows))
-    assert results(found) == [(1.0, True)]
-
-
-@pytest.mark.parametrize(("work", "paid"), [('echo "$GREETING" > hello.txt', (1.0, True)), ("true", (0.0, False))])
-def test_work_that_a_limit_cut_is_tested_as_it_stands(model: str, tmp_path: Path, work: str, paid: tuple[float, bool]):
-    write_task(tmp_path / "tasks" / "hello")
-    talkative = acting(f"{work}; seq 1 2000", "submit")
-    config = write_config(tmp_path, "harbor", tasks=str(tmp_path / "tasks"), system_prompt=talkative)
-    (row,) = evaluated(config, model, "--tasks", "1", "--max-prompt-length", "900")
-    assert row["test_result"]["outcome"]["stop"] == "max_tokens"
-    assert results([row]) == [paid]
 
 
 def test_what_is_missing_is_said_before_the_first_episode(

@@ -16,7 +16,6 @@ from plants import REACH, abstract_sockets, planted, write_attempt
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, Sandbox, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.evals.harbor.sandbox import HarborSandbox
 from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
@@ -49,14 +48,6 @@ def agent_of_a_task(folder: Path, lines: list[str]) -> str:
     return in_shell(BubblewrapSandbox(root, task_workspace=TaskWorkspace(root=root)), root, lines)
 
 
-def harbor(folder: Path, lines: list[str]) -> str:
-    root = folder / "root"
-    (root / "app").mkdir(parents=True)
-    (root / "tmp").mkdir()
-    sandbox = HarborSandbox(root, "/app", [], state="/tmp/.shell/state")
-    return in_shell(sandbox, root / "app", lines)
-
-
 def swe(folder: Path, lines: list[str], *, setup: bool = False) -> str:
     for name in ("testbed", "root", "conda"):
         (folder / "layer" / name).mkdir(parents=True)
@@ -81,7 +72,7 @@ def checks_of_a_task(folder: Path, lines: list[str]) -> str:
     return ast.literal_eval(TreeSandbox(Path(sys.prefix), [], 60).run_snippet(tree, script)["ACTUAL"])
 
 
-@pytest.mark.parametrize("attempt", [agent, agent_of_a_task, harbor, swe, swe_setup, checks_of_a_task])
+@pytest.mark.parametrize("attempt", [agent, agent_of_a_task, swe, swe_setup, checks_of_a_task])
 def test_nothing_of_the_host_is_reached(attempt: Attempt, tmp_path: Path):
     beside = tmp_path / "beside"
     beside.mkdir()
