@@ -1,0 +1,29 @@
+"""What the package makes of given inputs is what it made of them before, but for the differences that are listed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+from artefacts import ARTEFACTS, Artefact
+from golden import differences, path_of, read
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize(
+    ("name", "artefact"),
+    [
+        pytest.param(name, artefact, id=name, marks=pytest.mark.slow if artefact.slow else ())
+        for name, artefact in ARTEFACTS.items()
+    ],
+)
+def test_today_is_as_the_golden_file(name: str, artefact: Artefact) -> None:
+    if artefact.needs and find_spec(artefact.needs) is None:
+        pytest.skip(f"needs {artefact.needs}")
+    found = differences(name, read(name), artefact.make(), artefact.tolerance)
+    assert not found, "\n".join(found[:40])
+
+
+def test_the_files_are_small() -> None:
+    assert sum(file.stat().st_size for file in path_of("").parent.iterdir() if file.is_file()) < 3_000_000
