@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.records import TrajectoryFilter
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.trajectories.drift.causes import Decode
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   openhands-rl doctor
   openhands-rl doctor --config config.toml --probe
-  openhands-rl doctor --repair ~/.openhands/rl_trajectories --into ./repaired
   openhands-rl doctor drift ~/.openhands/rl_trajectories
   openhands-rl doctor drift ~/.openhands/rl_trajectories --run demo --tokenizer ./Qwen3-0.6B
 """
@@ -45,44 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="DIR", help="folder with tokenizer.json, to show texts instead of token ids"
     )
     drift.add_argument("--json", action="store_true", help="print the report as JSON", **_UNSET)
-    repair = "copy what is readable of a damaged file store into a new one, and list what is not"
-    parser.add_argument("--repair", metavar="STORE", help=repair)
-    into = "folder of the new store (default: STORE-repaired)"
-    parser.add_argument("--into", type=Path, metavar="FOLDER", help=f"with --repair: {into}")
     parser.set_defaults(config=None, probe=False, quick=False, json=False)
 
 
 async def run(args: argparse.Namespace) -> int:
     """Print the findings; exit code 1 when a check failed. Raises ``RLError`` when the store or a filter is wrong."""
-    if args.repair is not None:
-        if args.what is not None or args.config or args.probe or args.quick:
-            raise ConfigError("--repair goes with --into only")
-        return await _repair(args.repair, args.into)
-    if args.into is not None:
-        raise ConfigError("--into goes with --repair")
     if args.what == "drift" and (args.config or args.probe or args.quick):
         raise ConfigError("--config, --probe and --quick are options of `doctor check`; leave them out with `drift`")
     return await (_drift(args) if args.what == "drift" else _check(args))
-
-
-async def _repair(store: str, into: Path | None) -> int:
-    from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
-    from openhands_rl_plugin.trajectories.sqlite.repair import repair
-    from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-
-    damaged = Path(store).expanduser()
-    target = into.expanduser() if into is not None else damaged.with_name(f"{damaged.resolve().name}-repaired")
-    if not (damaged / FILE_NAME).is_file():
-        raise ConfigError(f"--repair {store}: there is no {FILE_NAME} in it; give the folder of a file store")
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} is not empty; give another folder with --into")
-    async with FileTrajectoryStorage(target) as storage:
-        lost = await repair(damaged, storage)
-        kept = await storage.count(TrajectoryFilter(finished=None))
-    for record in lost:
-        print(f"lost: {record.in_words()}")
-    print(f"{kept:,} episodes are in {target}; {len(lost):,} record(s) of {damaged} cannot be read; it is unchanged")
-    return int(bool(lost))
 
 
 async def _check(args: argparse.Namespace) -> int:

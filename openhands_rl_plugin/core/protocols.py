@@ -302,8 +302,8 @@ class SkipsDamage(Protocol):
 
     Examples:
         >>> from openhands_rl_plugin import FileTrajectoryStorage
-        >>> isinstance(FileTrajectoryStorage("./trajectories"), SkipsDamage)  # see trajectories/sqlite/repair.py
-        False
+        >>> isinstance(FileTrajectoryStorage("./trajectories"), SkipsDamage)
+        True
     """
 
     def skip_damaged(self) -> list[DamagedRecord]:

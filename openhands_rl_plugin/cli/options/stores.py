@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from openhands_rl_plugin.cli.options.damage import check, readable
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, DamagedError
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.protocols import SkipsDamage, TrajectoryStorage
+from openhands_rl_plugin.core.records import DamagedRecord
 from openhands_rl_plugin.trajectories.query.text_index import TextIndex, cache_file
 
-_SKIP = (
-    "--skip-damaged reads everything else; openhands-rl doctor --repair STORE copies what is readable into a new store"
-)
+_MOST_NAMED = 20
 
 STORE_HELP = (
     "folder of a file store, mongodb://host/database, env:NAME of a variable that holds such a URI, or a config.toml"
@@ -53,23 +52,38 @@ async def open_store(
     ``skip_damaged``: leave out what cannot be read, and say what that is on standard error; ``None`` for a command
     without that option, whose error does not name it.
     """
+    from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
     storage = storage_at(where)
+    lost: list[DamagedRecord] = []
     try:
         if is_folder(where):
             _check_folder(where, create)
+        if skip_damaged is not None and isinstance(storage, FileTrajectoryStorage):
+            await storage.check()
         if skip_damaged:
-            async with readable(where, storage) as whole:
-                yield whole
-        else:
-            if skip_damaged is not None:
-                await check(storage)
-            yield storage
+            if not isinstance(storage, SkipsDamage):
+                raise ConfigError(f"{where}: --skip-damaged works with file stores and MongoDB only")
+            lost = storage.skip_damaged()
+        yield storage
     except DamagedError as error:
         if skip_damaged is not False:
             raise
-        raise DamagedError(f"{error}. {_SKIP}") from error
+        raise DamagedError(f"{error}. --skip-damaged reads everything else") from error
     finally:
+        _tell(lost)
         await storage.close()
+
+
+def _tell(lost: Sequence[DamagedRecord]) -> None:
+    """What was left out, by id, row and cause."""
+    if not lost:
+        return
+    print(f"left out, because {len(lost)} stored record(s) cannot be read:", file=sys.stderr)
+    for record in lost[:_MOST_NAMED]:
+        print(f"  {record.in_words()}", file=sys.stderr)
+    if len(lost) > _MOST_NAMED:
+        print(f"  and {len(lost) - _MOST_NAMED} more", file=sys.stderr)
 
 
 def index_at(where: str) -> TextIndex:

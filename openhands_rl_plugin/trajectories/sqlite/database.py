@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
+from openhands_rl_plugin.core.errors import StorageError, describe
 from openhands_rl_plugin.core.files import locked_folder, sync
 from openhands_rl_plugin.core.types import SCHEMA_VERSION
 from openhands_rl_plugin.trajectories.sqlite.ordering import INDICES
@@ -28,7 +28,7 @@ FILE_NAME = "trajectories.sqlite"
 # "OHRL": shown by file(1) and sqlite3, and distinguishes this from any other database.
 _APPLICATION_ID = 0x4F48524C
 _BUSY_SECONDS = 60.0
-_OR = " (or its first bytes are damaged: openhands-rl doctor --repair STORE)"
+_OR = " (or its first bytes are damaged: restore it from a backup)"
 # Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
 _PAGE_BYTES = 2048
 
@@ -144,11 +144,11 @@ def explained(file: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        kind = DamagedError if _is_damage(error) else StorageError
-        raise kind(f"{_cause(error, file)}, or choose another path in [rl.storage]") from error
+        cause = torn(file, str(error)) if _is_damage(error) else _cause(error, file)
+        raise StorageError(f"{cause}, or choose another path in [rl.storage]") from error
     except UnicodeDecodeError as error:
         # Python cannot read the text of SQLite's error, which quotes what is damaged.
-        raise DamagedError(f"{file} is damaged; restore it from a backup") from error
+        raise StorageError(torn(file, "it has a text that is none")) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             cause = f"no space left for {file} ({error.strerror}), nothing was stored; free some space"
@@ -159,10 +159,34 @@ def explained(file: Path) -> Iterator[None]:
         raise StorageError(f"{cause}, or choose another path in [rl.storage]") from error
 
 
+def torn(file: Path, cause: str) -> str:
+    """What is wrong with a file that SQLite cannot read, and what to do."""
+    return (
+        f"{file} is damaged or no database ({cause}); restore it from a backup, copy what is readable with "
+        f"sqlite3 {file} .recover | sqlite3 NEW/{FILE_NAME}"
+    )
+
+
 def _open(file: Path) -> sqlite3.Connection:
+    connection = _opened(file, "mode=rw")
+    try:
+        connection.execute("PRAGMA user_version")
+        return connection
+    except sqlite3.OperationalError as error:
+        connection.close()
+        # SQLite makes two files beside the store, unless it knows that nobody writes.
+        if error.sqlite_errorname != "SQLITE_CANTOPEN" or os.access(file.parent, os.W_OK):
+            raise
+    log = file.with_name(f"{file.name}-wal")
+    if log.exists() and log.stat().st_size:
+        raise StorageError(f"{log} has records that are read from a writable disk only; copy {file.parent} to one")
+    return _opened(file, "mode=ro&immutable=1")
+
+
+def _opened(file: Path, how: str) -> sqlite3.Connection:
     # Used by one thread at a time, but not always by the same.
     return sqlite3.connect(
-        f"{file.absolute().as_uri()}?mode=rw",
+        f"{file.absolute().as_uri()}?{how}",
         uri=True,
         timeout=_BUSY_SECONDS,
         isolation_level=None,
@@ -190,10 +214,6 @@ def _cause(error: sqlite3.Error, file: Path) -> str:
     name = getattr(error, "sqlite_errorname", "")
     if name == "SQLITE_FULL" or name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE"):
         return f"no space left for {file}, or its disk fails ({error}); nothing was stored; free some space"
-    if _is_damage(error):
-        return (
-            f"{file} is damaged or no database ({error}); restore it from a backup, or move it away to start a new one"
-        )
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return f"{file} and its folder may not be written or read ({error}); change their permissions"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):

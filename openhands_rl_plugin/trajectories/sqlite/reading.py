@@ -12,6 +12,7 @@ from typing import NamedTuple
 from openhands_rl_plugin.core.errors import DamagedError, StorageError
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import (
+    DamagedRecord,
     EpisodeStart,
     Label,
     NodeMark,
@@ -21,7 +22,7 @@ from openhands_rl_plugin.core.records import (
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
 from openhands_rl_plugin.trajectories.sqlite.conditions import NO_RETURN, condition_of, one_value
 from openhands_rl_plugin.trajectories.sqlite.ordering import after_of, is_of_all, is_reversed, order_of, query_of_all
-from openhands_rl_plugin.trajectories.storages.documents import parsed_end, parsed_json
+from openhands_rl_plugin.trajectories.storages.documents import note_lost, parsed_end, parsed_json
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, mark_fresh, so_far, whole
 from openhands_rl_plugin.trajectories.storages.packing import unpack_nodes
 
@@ -63,8 +64,11 @@ def count(connection: sqlite3.Connection, where: TrajectoryFilter) -> int:
     return connection.execute(f"SELECT count(*) FROM episodes WHERE {condition}", values).fetchone()[0]
 
 
-def load(connection: sqlite3.Connection, rows: Sequence[int]) -> list[Found]:
-    """The trajectories of ``rows`` with their scores, in that order; rows that are gone are left out."""
+def load(connection: sqlite3.Connection, rows: Sequence[int], lost: list[DamagedRecord] | None = None) -> list[Found]:
+    """The trajectories of ``rows`` with their scores, in that order; rows that are gone are left out.
+
+    Damaged scores are left out and noted in ``lost`` if it is given, here and in what follows.
+    """
     with one_state(connection):
         episodes = {
             episode.row: episode
@@ -78,21 +82,19 @@ def load(connection: sqlite3.Connection, rows: Sequence[int]) -> list[Found]:
             )
         }
         chunks, marks = _chunks(connection, rows), _marks(connection, rows)
-        scores = _scores(connection, [episode.id for episode in episodes.values()])
+        scores = _scores(connection, [episode.id for episode in episodes.values()], lost)
     present = [episodes[row] for row in rows if row in episodes]
-    return [
-        (_trajectory(each, _nodes(each.id, chunks[each.row], marks[each.row])), tuple(scores[each.id]))
-        for each in present
-    ]
+    return [(_trajectory(each, _nodes(chunks[each.row], marks[each.row])), tuple(scores[each.id])) for each in present]
 
 
-def check(connection: sqlite3.Connection) -> None:
-    """Raises ``DamagedError`` when a page of the headers, of the marks or of their indices is damaged: SQLite may then
-    leave out rows without a word. Reads these tables once, and no nodes."""
+def damage(connection: sqlite3.Connection) -> str | None:
+    """A page of the headers, of the marks or of their indices that is damaged: SQLite may then leave out rows without
+    a word. Reads these tables once, and no nodes."""
     for table in ("episodes", "marks"):
         (found,) = connection.execute(f"PRAGMA integrity_check({table})").fetchone()
         if found != "ok":
-            raise DamagedError(f"the table {table} is damaged, restore the file from a backup: {found.splitlines()[0]}")
+            return f"in the table {table}: {found.splitlines()[0]}"
+    return None
 
 
 def load_summaries(connection: sqlite3.Connection, rows: Sequence[int]) -> list[TrajectorySummary]:
@@ -107,7 +109,10 @@ def load_summaries(connection: sqlite3.Connection, rows: Sequence[int]) -> list[
 
 def read_nodes(connection: sqlite3.Connection, row: int, identity: str) -> tuple[Node, ...]:
     """The nodes of an episode, with what was marked later. Raises ``StorageError`` for damage."""
-    return _nodes(identity, _chunks(connection, [row])[row], _marks(connection, [row])[row])
+    try:
+        return _nodes(_chunks(connection, [row])[row], _marks(connection, [row])[row])
+    except StorageError as error:
+        raise type(error)(f"trajectory {identity!r}: {error}") from error
 
 
 def stored_outcome(connection: sqlite3.Connection, trajectory_id: str) -> Score | None:
@@ -115,9 +120,11 @@ def stored_outcome(connection: sqlite3.Connection, trajectory_id: str) -> Score 
     return newest_outcome(_scores(connection, [trajectory_id])[trajectory_id])
 
 
-def load_scores(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
+def load_scores(
+    connection: sqlite3.Connection, ids: Sequence[str], lost: list[DamagedRecord] | None = None
+) -> dict[str, tuple[Score, ...]]:
     """Id -> its scores, oldest first."""
-    return {identity: tuple(scores) for identity, scores in _scores(connection, ids).items()}
+    return {identity: tuple(scores) for identity, scores in _scores(connection, ids, lost).items()}
 
 
 def has_labels(connection: sqlite3.Connection) -> bool:
@@ -125,14 +132,16 @@ def has_labels(connection: sqlite3.Connection) -> bool:
     return bool(connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'labels'").fetchone()[0])
 
 
-def load_labels(connection: sqlite3.Connection, ids: Sequence[str] | None = None) -> list[Label]:
+def load_labels(
+    connection: sqlite3.Connection, ids: Sequence[str] | None, lost: list[DamagedRecord] | None
+) -> list[Label]:
     """The labels of these episodes, or all, oldest first."""
     if not has_labels(connection):
         return []
     some = "TRUE" if ids is None else "trajectory_id IN (SELECT value FROM json_each(?))"
     values = [] if ids is None else [one_value(ids)]
-    found = connection.execute(f"SELECT id, label FROM labels WHERE {some} ORDER BY row", values)
-    return [parsed_json(Label, identity, document) for identity, document in found]
+    found = connection.execute(f"SELECT row, trajectory_id, label FROM labels WHERE {some} ORDER BY row", values)
+    return [each for row, identity, document in found for each in _parsed(Label, row, identity, document, lost)]
 
 
 def read_start(connection: sqlite3.Connection, row: int, identity: str) -> EpisodeStart:
@@ -163,26 +172,39 @@ def _marks(connection: sqlite3.Connection, rows: Sequence[int]) -> dict[int, lis
     return marks
 
 
-def _nodes(identity: str, chunks: Sequence[tuple[int, bytes]], marks: Sequence[NodeMark]) -> tuple[Node, ...]:
+def _nodes(chunks: Sequence[tuple[int, bytes]], marks: Sequence[NodeMark]) -> tuple[Node, ...]:
     nodes: list[Node] = []
-    try:
-        for first, blob in chunks:
-            if first != len(nodes):
-                raise DamagedError(f"nodes {len(nodes)} to {first} are missing; restore the file from a backup")
-            nodes += unpack_nodes(blob)
-    except StorageError as error:
-        raise type(error)(f"trajectory {identity!r}: {error}") from error
+    for first, blob in chunks:
+        if first != len(nodes):
+            raise DamagedError(f"nodes {len(nodes)} to {first} are missing; restore the file from a backup")
+        nodes += unpack_nodes(blob)
     for mark in marks:
         mark_fresh(nodes[mark.index], mark)
     return tuple(nodes)
 
 
-def _scores(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, list[Score]]:
+def _scores(
+    connection: sqlite3.Connection, ids: Sequence[str], lost: list[DamagedRecord] | None = None
+) -> dict[str, list[Score]]:
     scores: dict[str, list[Score]] = defaultdict(list)
-    query = f"SELECT trajectory_id, score FROM scores WHERE trajectory_id IN {_slots(ids)} ORDER BY row"
-    for identity, document in connection.execute(query, ids):
-        scores[identity].append(parsed_json(Score, identity, document))
+    query = f"SELECT row, trajectory_id, score FROM scores WHERE trajectory_id IN {_slots(ids)} ORDER BY row"
+    for row, identity, document in connection.execute(query, ids):
+        for score in _parsed(Score, row, identity, document, lost):
+            scores[identity].append(score)
     return scores
+
+
+def _parsed[Record: (Score, Label)](
+    kind: type[Record], row: int, identity: str, document: bytes, lost: list[DamagedRecord] | None
+) -> Iterator[Record]:
+    """The record, or nothing where it is damaged and ``lost`` takes its name."""
+    try:
+        yield parsed_json(kind, identity, document)
+    except DamagedError as error:
+        record = DamagedRecord(what=kind.__name__.lower(), id=identity, row=row, cause=str(error))
+        if lost is None:
+            raise DamagedError(record.in_words()) from error
+        note_lost(lost, record)
 
 
 def _trajectory(episode: _Episode, nodes: Sequence[Node]) -> Trajectory:

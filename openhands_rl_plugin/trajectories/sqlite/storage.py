@@ -16,6 +16,7 @@ from openhands_rl_plugin.core.browsing.listing import FacetCount, PolicyTokens, 
 from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import (
+    DamagedRecord,
     EpisodeEnd,
     EpisodeGrowth,
     EpisodeStart,
@@ -33,12 +34,12 @@ from openhands_rl_plugin.trajectories.sqlite.browsing import (
     store_changes,
     stored_revision,
 )
-from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect, explained, make_database
+from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect, explained, make_database, torn
 from openhands_rl_plugin.trajectories.sqlite.group_commit import GroupCommitter, WriteCall
 from openhands_rl_plugin.trajectories.sqlite.reading import (
     Found,
-    check,
     count,
+    damage,
     load,
     load_labels,
     load_scores,
@@ -53,6 +54,7 @@ from openhands_rl_plugin.trajectories.sqlite.writing import (
     packed_start,
     packed_trajectory,
 )
+from openhands_rl_plugin.trajectories.storages.documents import note_lost
 from openhands_rl_plugin.trajectories.storages.guard import SecretGuard
 
 # A reader holds so many trajectories, or summaries, in one batch, and one more batch is read ahead.
@@ -81,6 +83,7 @@ class FileTrajectoryStorage:
         self._readers: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._writer: tuple[sqlite3.Connection, SqliteEpisodeWriter] | None = None
+        self._lost: list[DamagedRecord] | None = None
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
@@ -116,11 +119,11 @@ class FileTrajectoryStorage:
 
     async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
         """The labels of these episodes, oldest first. Raises ``StorageError``."""
-        return tuple(await self._read(lambda connection: load_labels(connection, [*trajectory_ids]), []))
+        return tuple(await self._read(lambda connection: load_labels(connection, [*trajectory_ids], self._lost), []))
 
     async def scores(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
         """As in ``ReadsScores``. Raises ``StorageError``."""
-        return await self._read(lambda connection: load_scores(connection, [*trajectory_ids]), {})
+        return await self._read(lambda connection: load_scores(connection, [*trajectory_ids], self._lost), {})
 
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
@@ -134,7 +137,11 @@ class FileTrajectoryStorage:
         A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
         episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
         """
-        async for batch in self._stream(where, load, _BATCH):
+
+        def whole(connection: sqlite3.Connection, rows: Sequence[int]) -> list[Found]:
+            return load(connection, rows, self._lost)
+
+        async for batch in self._stream(where, whole, _BATCH):
             for found in batch:
                 yield found
 
@@ -169,15 +176,21 @@ class FileTrajectoryStorage:
 
     async def all_labels(self) -> tuple[Label, ...]:
         """As in ``Browsable``. Raises ``StorageError``."""
-        return tuple(await self._read(load_labels, []))
+        return tuple(await self._read(lambda connection: load_labels(connection, None, self._lost), []))
 
     async def revision(self, trajectory_id: str | None = None) -> str:
         """As in ``Browsable``. Raises ``StorageError``."""
         return await self._read(lambda connection: stored_revision(connection, trajectory_id), "")
 
+    def skip_damaged(self) -> list[DamagedRecord]:
+        """As in ``SkipsDamage``."""
+        self._lost = self._lost or []
+        return self._lost
+
     async def check(self) -> None:
-        """Raises ``DamagedError`` when what lists the episodes is damaged, so that some may not be found."""
-        await self._read(check, None)
+        """Raises ``StorageError`` when what lists the episodes is damaged, so that some may not be found."""
+        if (cause := await self._read(damage, None)) is not None:
+            raise StorageError(torn(self._file, cause))
 
     async def close(self) -> None:
         """Flush and release. The storage can be used again; it then opens its file again."""
@@ -205,7 +218,7 @@ class FileTrajectoryStorage:
             for batch in batched(rows, size):
                 ready = [] if ahead is None else await ahead
                 # One at a time: two threads that make objects only wait for each other.
-                ahead = asyncio.create_task(self._read(lambda connection, batch=batch: load(connection, batch), []))
+                ahead = asyncio.create_task(self._read(self._readable(load, batch), []))
                 yield ready
             if ahead is not None:
                 yield await ahead
@@ -213,6 +226,26 @@ class FileTrajectoryStorage:
             if ahead is not None:
                 ahead.cancel()
                 await asyncio.gather(ahead, return_exceptions=True)
+
+    def _readable[Item](
+        self, load: Callable[[sqlite3.Connection, Sequence[int]], list[Item]], rows: Sequence[int]
+    ) -> Callable[[sqlite3.Connection], list[Item]]:
+        """``load`` of ``rows``, one by one where something is damaged: that is named, and left out if it is skipped."""
+
+        def ask(connection: sqlite3.Connection) -> list[Item]:
+            try:
+                return _asked(lambda connection: load(connection, rows), connection)
+            except DamagedError as error:
+                if len(rows) > 1:
+                    return [item for row in rows for item in self._readable(load, (row,))(connection)]
+                found = connection.execute("SELECT id FROM episodes WHERE row = ?", rows).fetchone()
+                record = DamagedRecord(what="episode", id=found and found[0], row=rows[0], cause=str(error))
+                if self._lost is None:
+                    raise DamagedError(record.in_words()) from error
+                note_lost(self._lost, record)
+                return []
+
+        return ask
 
     async def _read[Answer](self, ask: Callable[[sqlite3.Connection], Answer], nothing: Answer) -> Answer:
         """``ask`` in a thread, or ``nothing`` when there is no store yet."""
@@ -235,7 +268,8 @@ class FileTrajectoryStorage:
                 connection.close()
                 raise
         with self._lock:
-            if still_open := readers is self._readers:
+            # On a disk that is not written from here the next reader looks again whether somebody else does.
+            if still_open := readers is self._readers and os.access(self._folder, os.W_OK):
                 readers.append(connection)
         if not still_open:
             connection.close()

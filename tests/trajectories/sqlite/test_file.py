@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import stat
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -350,6 +351,31 @@ async def test_a_folder_that_may_not_be_written_is_reported(tmp_path: Path) -> N
     (tmp_path / "store").chmod(0o500)
     with pytest.raises(StorageError, match=r"may not be written.*change their permissions"):
         await FileTrajectoryStorage(tmp_path / "store").add(trajectory("b"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser mounts")
+async def test_a_store_on_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
+    store, view = tmp_path / "store", tmp_path / "view"
+    await closed_store(store, "a")
+    view.mkdir()
+    for words in (["--bind", str(store), str(view)], ["-o", "remount,ro,bind", str(view)]):
+        if subprocess.run(["mount", *words], capture_output=True, check=False).returncode:
+            pytest.skip("nothing may be mounted here")
+    try:
+        async with FileTrajectoryStorage(view) as storage:
+            assert await ids(storage) == ["a"] == await ids(storage)
+            with pytest.raises(StorageError, match="may not be written"):
+                await storage.add(trajectory("b"))
+        async with FileTrajectoryStorage(store) as writer, FileTrajectoryStorage(view) as storage:
+            await writer.add(trajectory("b"))
+            assert await ids(storage) == ["a", "b"]
+            copy = (store / f"{FILE_NAME}-wal").read_bytes()
+        (store / f"{FILE_NAME}-wal").write_bytes(copy)
+        async with FileTrajectoryStorage(view) as storage:
+            with pytest.raises(StorageError, match=f"{FILE_NAME}-wal has records .* copy"):
+                await ids(storage)
+    finally:
+        subprocess.run(["umount", str(view)], check=True)
 
 
 async def test_a_failed_write_does_not_spoil_the_next_one(tmp_path: Path) -> None:

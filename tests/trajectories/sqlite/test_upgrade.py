@@ -19,7 +19,6 @@ from openhands_rl_plugin.core.records import (
 from openhands_rl_plugin.core.types import Message, Node, StopReason, Trajectory, Usage
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
-from openhands_rl_plugin.trajectories.sqlite.repair import repair
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
@@ -101,9 +100,9 @@ async def test_a_condensed_episode_counts_all_its_segments(tmp_path: Path) -> No
 
 async def test_a_condensed_episode_of_before_is_not_taken_for_damaged(tmp_path: Path) -> None:
     episode = await condensed_as_before(tmp_path / "old")
-    async with FileTrajectoryStorage(tmp_path / "new") as copy:
-        assert await repair(tmp_path / "old", copy) == ()
-        assert [each async for each, _ in copy.find()] == [episode]
+    async with FileTrajectoryStorage(tmp_path / "old") as storage:
+        await storage.check()
+        assert [each async for each, _ in storage.find()] == [episode]
 
 
 def indices(folder: Path) -> set[str]:
