@@ -292,7 +292,7 @@ async def test_a_damaged_record_is_an_error_that_names_it(tmp_path: Path) -> Non
         connection.execute("UPDATE chunks SET nodes = ? WHERE episode = 2", (blob[:-9] + bytes(1) + blob[-8:],))
     storage = FileTrajectoryStorage(tmp_path)
     assert await storage.get("good") is not None
-    with pytest.raises(StorageError, match=r"'bad'.*damaged.*backup"):
+    with pytest.raises(StorageError, match=r"episode bad.*damaged.*backup"):
         await storage.get("bad")
     with sqlite3.connect(file) as connection:
         connection.execute("DELETE FROM chunks WHERE episode = 2")
