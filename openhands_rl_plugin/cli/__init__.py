@@ -19,11 +19,9 @@ from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.core.errors import DEBUG, RLError, describe
 
 COMMANDS: Mapping[str, str] = {
-    "acp": "RLAgent for editors and GUIs that speak the Agent Client Protocol (Zed, Agent Canvas), over stdio",
     "adapters": "list the versions of an adapter, publish one, or roll back",
     "agent": "serve a policy with its tools: every chat request is answered after all tool calls",
     "chat": "talk to a served policy in the terminal, with tools",
-    "cli": "OpenHands' own CLI with RLAgent as its agent",
     "compare": "compare two evaluations over the same tasks, with a p-value",
     "config": "check a configuration file and print the effective settings",
     "demo": "train a small model to shop inside OpenHands: roll out, train, reload, evaluate",
@@ -42,7 +40,7 @@ COMMANDS: Mapping[str, str] = {
     "report": "report evaluations: pass@1, pass@k, best@k, failures, tokens, cost",
     "rollout": "play one episode against an endpoint, for a trainer: reward, token ids, logprobs",
     "rollouts": "rollouts as a service: tasks over HTTP, a queue that survives kill -9, worker processes",
-    "run": "let the agent work on a task in a folder, and record it",
+    "run": "let the agent work on a task in a folder, or run another agent's command, and record it",
     "score": "score stored episodes with a reward, a verifier, what people labelled, or by hand",
     "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",
     "show": "show a stored episode: its messages, with rewards, versions and token counts",
@@ -64,8 +62,6 @@ _MODULES = {
     "rollouts": "contrib.rollouts.command",
     "studio": "contrib.studio.command",
     "watch": "contrib.watch.command",
-    "acp": "cli.work.acp",
-    "cli": "cli.work.openhands_cli",
     "images": "cli.work.images",
     "import": "cli.import_",
     "label": "cli.judging.label",

@@ -25,8 +25,8 @@ _LIMITS: JsonObject = {"max_turns": 50, "max_response_length": 4096, "max_obs_le
 _PROVIDERS = ("openai/", "hosted_vllm/", "litellm_proxy/", "ollama/", "anthropic/", "gemini/", "openrouter/")
 
 
-class EpisodeOptions(Settings):
-    """What the command line says of ``[rl]``. ``None`` and ``""``: what the file says, or the default."""
+class WorkOptions(Settings):
+    """Options of ``run`` over ``[rl]`` and ``[llm]``. ``None`` and ``""``: what the file has, or the default."""
 
     config: Path | None = Field(
         default=None, description="configuration file; by default ./config.toml, if there is one"
@@ -34,10 +34,6 @@ class EpisodeOptions(Settings):
     strategy: str = Field(default="", description="rollout strategy, without its options in the file")
     max_turns: int | None = Field(default=None, ge=1, description="completions per episode")
     store: str = Field(default="", description="directory of the file storage")
-
-
-class WorkOptions(EpisodeOptions):
-    """And of the model."""
 
     model: str = Field(default="", description="the model's name on its server; over [llm] and [rl.serving]")
     base_url: HttpUrl = Field(default="", description="OpenAI-compatible server of the model, up to and including /v1")
@@ -53,8 +49,8 @@ class OwnWork(Frozen):
     settings: RLSettings
 
 
-def episodes_of(options: EpisodeOptions) -> OwnWork:
-    """Read the file and put the options over it; the model may be missing. Raises ``ConfigError``."""
+def work_of(options: WorkOptions, environ: Mapping[str, str] | None = None, *, needs_model: bool = True) -> OwnWork:
+    """Read the file and put the options over it. Raises ``ConfigError``, also without a model where it is needed."""
     file = options.config or (DEFAULT_FILE if DEFAULT_FILE.is_file() else None)
     try:
         document = read_document(file) if file else {"rl": {**_LIMITS}}
@@ -64,24 +60,18 @@ def episodes_of(options: EpisodeOptions) -> OwnWork:
         raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
     llm: JsonObject = {key: value for key, value in section.items() if not isinstance(value, dict)}
     rl = _rl_with(options, settings.model_dump(mode="json", exclude_unset=True))
-    return OwnWork(file=file, llm=llm, rl=rl, settings=settings_from_sections({"rl": rl}))
-
-
-def work_of(options: WorkOptions, environ: Mapping[str, str] | None = None) -> OwnWork:
-    """``episodes_of`` with a model. Raises ``ConfigError``, also without any."""
-    work = episodes_of(options)
-    llm = _llm_with(options, work.llm, os.environ if environ is None else environ)
-    if not llm.get("model"):
+    llm = _llm_with(options, llm, os.environ if environ is None else environ)
+    if needs_model and not llm.get("model"):
         raise ConfigError(
             "which model? give --model NAME --base-url URL, or a file with an [llm] section: openhands-rl config init"
         )
     given = {"model": options.model, "base_url": options.base_url, "api_key_env": options.api_key_env}
-    serving = {**_table(work.rl, "serving"), **{key: value for key, value in given.items() if value}}
-    rl = {**work.rl, "serving": serving} if serving else work.rl
-    return OwnWork(file=work.file, llm=llm, rl=rl, settings=settings_from_sections({"rl": rl}))
+    serving = {**_table(rl, "serving"), **{key: value for key, value in given.items() if value}}
+    rl = {**rl, "serving": serving} if serving else rl
+    return OwnWork(file=file, llm=llm, rl=rl, settings=settings_from_sections({"rl": rl}))
 
 
-def _rl_with(options: EpisodeOptions, rl: JsonObject) -> JsonObject:
+def _rl_with(options: WorkOptions, rl: JsonObject) -> JsonObject:
     changed = dict(rl)
     if options.strategy:
         if options.strategy != rl.get("rollout_strategy"):

@@ -99,11 +99,9 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
     mongodb = f"mongodb://deploy:{KEYS['url of a server']}@127.0.0.1:{port}/rl?serverSelectionTimeoutMS=300"
     play = [*configured, "--llm", "eval", "--retries", "0"]
     return {
-        "acp": [["acp", *configured]],
         "adapters": [["adapters", what, *configured] for what in ("list", "publish", "rollback")],
         "agent": [["agent", "--base-url", url, "--model", "planted", "--tools", url, "--port", "0"]],
         "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],
-        "cli": [["cli", *configured]],
         "compare": [["compare", rows, url], ["compare", store, mongodb]],
         "config": [["config", "check", config], ["config", "check", rows]],
         "demo": [["demo", "--model", url, "--run-dir", str(folder / "demo")]],

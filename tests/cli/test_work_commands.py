@@ -1,4 +1,4 @@
-"""``run``, ``acp`` and ``cli`` where no SDK is needed: options, files, errors; and ``run`` with OpenHands V0."""
+"""``run`` where no SDK is needed: options, files, errors, a command; and ``run`` with OpenHands V0."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from scripted_model import call, says, serve
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.config.work import WorkOptions, work_of
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import StopReason
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 FILE = """
 [llm]
@@ -36,6 +39,22 @@ model = "policy"
 
 [agent.RLAgent.rl]
 max_turns = 9
+"""
+
+COMMAND = ["run", "--base-url", "http://127.0.0.1:9/v1", "--store", "store"]
+AGENT = """
+import os, sys
+import httpx
+messages = [{"role": "user", "content": "Count."}]
+for _ in range(2):
+    answer = httpx.post(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        headers={"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+        json={"model": "counter", "messages": messages},
+    ).json()
+    messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+print("counted to", messages[-2]["content"])
+sys.exit(int(sys.argv[1]))
 """
 
 
@@ -91,8 +110,11 @@ def test_a_key_is_read_from_the_environment_and_never_among_the_settings(file: P
         (["run", "-t", "Think.", "--config", "absent.toml"], "error: absent.toml: there is no such file"),
         (["run", "-t", "Think.", "--model", "m", "--base-url", "here"], "error: --base-url: must be an http://"),
         (["run", "-t", "Think.", "--model", "m", "--strategy", "Best"], "'Best'"),
-        (["acp"], "error: which model? give --model NAME --base-url URL"),
-        (["cli"], "error: OpenHands' CLI 1.16 is needed (not installed)"),
+        (["run"], "error: give either a task (-t TEXT, -f FILE) or a command after --"),
+        (["run", "-t", "Think.", "--", "true"], "error: give either a task (-t TEXT, -f FILE) or a command after --"),
+        (["run", "--", "true"], "error: which model server? give --base-url URL"),
+        (["run", "--strategy", "MCTS", "--", "true"], "error: --strategy and --max-turns: a command decides"),
+        ([*COMMAND, "--", "./absent"], "error: ./absent cannot be started in .: No such file or directory"),
     ],
 )
 def test_what_cannot_be_used_is_said_in_one_line(
@@ -102,6 +124,37 @@ def test_what_cannot_be_used_is_said_in_one_line(
     assert main(words) == 1
     err = capfd.readouterr().err
     assert said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("code", [0, 7])
+async def test_another_agents_command_is_recorded_and_its_exit_code_returned(tmp_path: Path, code: int) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/agent.py").write_text(AGENT)
+    environ = {**os.environ, "HOME": str(tmp_path), "OPENHANDS_RL_API_KEY": "sk-for-other-servers"}
+    with serve() as server:
+        server.script("counter", [says("one"), says("two")])
+        given = ["--base-url", server.url, "--store", "store", "--workspace", "project"]
+        words = [
+            sys.executable,
+            "-m",
+            "openhands_rl_plugin",
+            "run",
+            *given,
+            "--",
+            sys.executable,
+            "agent.py",
+            str(code),
+        ]
+        done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stdout + done.stderr
+    counted, recorded = done.stdout.splitlines()
+    assert counted == "counted to two" and re.match(
+        r"recorded in store as \w{8}: 2 completions; token ids: yes; reward: not scored", recorded
+    )
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
+        [episode] = [each async for each, _ in storage.find(TrajectoryFilter())]
+    assert (episode.stop, episode.evidence["exit_code"]) == (StopReason.TERMINATED, code)
+    assert [message.content for message in episode.messages()] == ["Count.", "one", "Go on.", "two"]
 
 
 def has_v0() -> bool:

@@ -38,7 +38,7 @@ NOT_RUN = {
     r"openhands-rl rollouts serve ": "a model server and hours; tests/contrib/rollouts has what is behind it",
     r"openhands-rl watch ": "a model server with episodes; tests/contrib/watch has what is behind it",
     r"openhands-rl (train|score) .*verif": "judged episodes of many tasks",
-    r"openhands-rl (cli|acp|run) ": "a terminal or an editor; tests/hosts/v1 has what is behind them",
+    r"openhands-rl run ": "a terminal or an editor; tests/hosts/v1 has what is behind them",
     r"OPENHANDS_RL_API_KEY=": "an address of the network",
     r"openhands-rl (images (pull|run)|grade preds.jsonl) ": "a registry; tests/evals/images has what is behind it",
     r"openhands-rl list ./trajectories$": "after a benchmark's run",

@@ -1,13 +1,19 @@
-"""``openhands-rl run``: let the agent work on a task in a folder, and record it."""
+"""``openhands-rl run``: let the agent work on a task in a folder, or run another agent's command, and record it."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import sys
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.config.work import WorkOptions
+from openhands_rl_plugin.config.work import WorkOptions, work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.transcript import visible
 
@@ -16,15 +22,23 @@ EPILOG = """examples:
   openhands-rl run -t "Make the failing test pass" --workspace ./my-repository --config config.toml
   openhands-rl run -f task.md --strategy BestOfN --max-turns 30 --store ./trajectories
   echo "Say what this code does" | openhands-rl run -f -
+  openhands-rl run --base-url http://127.0.0.1:8100/v1 --store ./trajectories -- python my_agent.py
 
 OpenHands V1 (its SDK) plays it in this process; where only V0 is installed, `python -m openhands.core.main` does. [rl]
 host decides where both could. Commands stay in the folder ([rl.workspace]). Ctrl-C stops it; what was sampled stays.
+
+A command after -- is any other agent. Its completions are recorded on their way to the model server: OPENAI_BASE_URL,
+OPENAI_API_BASE, LLM_BASE_URL and ANTHROPIC_BASE_URL name an address of this process. It runs with your rights, and its
+exit code is returned.
 """
+_PATIENCE, _COMMAND_SECONDS = 35.0, 10.0
+"""Seconds after a signal: in all, and for the command to end."""
+_KEYS = ("OPENAI_API_KEY", "LLM_API_KEY", "ANTHROPIC_API_KEY")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The task, the folder, and one option for each field of ``WorkOptions``."""
-    task = parser.add_mutually_exclusive_group(required=True)
+    """The task or the command, the folder, and one option for each field of ``WorkOptions``."""
+    task = parser.add_mutually_exclusive_group()
     task.add_argument("-t", "--task", metavar="TEXT", help="what is to be done")
     task.add_argument("-f", "--file", metavar="FILE", help="a file with the task; -: standard input")
     parser.add_argument(
@@ -35,13 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder that the agent works in (default: this one)",
     )
     add_fields(parser, WorkOptions, lists="commas")
+    parser.add_argument("agent", nargs="*", metavar="-- COMMAND", help="run this command instead, and record it")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play the task; exit code 1 where the agent did not finish, 130 after Ctrl-C. Raises ``ConfigError``."""
-    from openhands_rl_plugin.hosts.programs import run_task
+    """Roll out the task; exit code 1 where the agent did not finish, 130 after Ctrl-C. Of a command: its exit code.
 
-    return run_task(_task(args), args.workspace, read_fields(args, WorkOptions), _show)
+    Raises ``ConfigError``.
+    """
+    options = read_fields(args, WorkOptions)
+    given = args.task is not None or args.file is not None
+    if given == bool(args.agent):
+        raise ConfigError("give either a task (-t TEXT, -f FILE) or a command after --")
+    if args.agent:
+        return asyncio.run(_run_command(args.agent, args.workspace, options))
+    from openhands_rl_plugin.hosts.local import run_task
+
+    return run_task(_task(args), args.workspace, options, _show)
 
 
 def _task(args: argparse.Namespace) -> str:
@@ -54,6 +78,74 @@ def _task(args: argparse.Namespace) -> str:
     if not text.strip():
         raise ConfigError("the task is empty; say what is to be done")
     return text
+
+
+async def _run_command(words: Sequence[str], folder: Path, options: WorkOptions) -> int:
+    """Run a command whose completions are recorded as one episode, and print what was recorded."""
+    import httpx
+
+    from openhands_rl_plugin.config.build import open_storage
+    from openhands_rl_plugin.core.records import TrajectoryFilter
+    from openhands_rl_plugin.hosts.shared.run_summary import run_summary
+    from openhands_rl_plugin.models.gateway.config import GatewayConfig
+    from openhands_rl_plugin.models.gateway.server import running_gateway
+
+    if options.strategy or options.max_turns is not None:
+        raise ConfigError("--strategy and --max-turns: a command decides itself how it asks the model")
+    work = work_of(options, needs_model=False)
+    settings, serving = work.settings, work.settings.serving
+    upstream, key = work.llm.get("base_url") or serving.base_url, str(work.llm.get("api_key") or "none")
+    if not upstream:
+        raise ConfigError("which model server? give --base-url URL, or a file with [llm] base_url")
+    ENDING.patience, session = _PATIENCE, uuid.uuid4().hex
+    config = GatewayConfig(
+        upstream=str(upstream),
+        port=0,
+        api_key_env="",
+        upstream_key_env=serving.api_key_env if upstream == serving.base_url else "",
+        run_id=f"run-{session}",
+        base_model=serving.model,
+        adapters_path=serving.adapters_directory,
+        restore_calls=True,
+    )
+    storage = open_storage(settings)
+    try:
+        async with running_gateway(config, storage) as url:
+            base = f"{url}/session/{session}"
+            versioned = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{base}/v1")
+            keys = {name: key if key != "none" else os.environ.get(name, key) for name in _KEYS}
+            environ = {**os.environ, **versioned, **keys, "ANTHROPIC_BASE_URL": base}
+            code, interrupted = await _executed(words, folder, environ)
+            if not interrupted:
+                async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
+                    await client.post(f"{base}/end", json={"evidence": {"exit_code": code}})
+        recorded = [each async for each in storage.find(TrajectoryFilter(run_id=config.run_id, finished=None))]
+    finally:
+        await storage.close()
+    for trajectory, scores in recorded:
+        _show(run_summary(trajectory, scores, settings))
+    if not recorded:
+        _show("nothing was recorded: the command did not send a completion to the address in OPENAI_BASE_URL")
+    return code
+
+
+async def _executed(words: Sequence[str], folder: Path, environ: dict[str, str]) -> tuple[int, bool]:
+    """The exit code of the command, and whether a signal to this process ended it."""
+    try:
+        process = await asyncio.create_subprocess_exec(*words, cwd=folder, env=environ)
+    except OSError as error:
+        raise ConfigError(f"{words[0]} cannot be started in {folder}: {error.strerror}") from error
+    try:
+        code = await process.wait()
+        return code if code >= 0 else 128 - code, False
+    except asyncio.CancelledError:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _COMMAND_SECONDS)
+        with suppress(ProcessLookupError):
+            process.kill()
+        return ENDING.code, True
 
 
 def _show(line: str) -> None:

@@ -44,8 +44,6 @@ CAPABILITIES = (
     "rewards as critics",
     "export as the host's own events",
     "openhands-rl run",
-    "openhands-rl acp",
-    "RLAgent in ACPAgentSettings",
     "agent server",
     "compact prompt, from every end",
 )
@@ -55,11 +53,8 @@ LACKS = {
     ("V0", "async runs, interrupted"): "its controller has no `arun`; a user's stop ends a decision, as its tests show",
     ("V0", "hooks"): "it has none",
     ("V0", "rewards as critics"): "nothing in its package calls a critic",
-    ("V0", "openhands-rl acp"): "the command is made of the SDK's conversations",
-    ("V0", "RLAgent in ACPAgentSettings"): "the settings are the SDK's",
     ("V0", "agent server"): "the server is the SDK's",
     ("V1", "async runs, interrupted"): "`arun` came with SDK 1.23",
-    ("V1", "RLAgent in ACPAgentSettings"): "the settings came after SDK 1.15",
     ("V1", "agent server"): "before SDK 1.49 its requests name no other agent than the stock one",
 }
 """Why a host, or some of its releases, cannot do a thing. Of V0, which has one release, no test needs to say so."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import acp
 import httpx
 import pytest
-from acp_play import connected
 from agent_server_process import NO_AGENTS_OF_OTHERS, running_agent_server, takes_agents_of_others
 from compact_ends import COMMANDS, TASK, at_an_end, check_command, check_first_request, write_config
 from compact_play import (
@@ -115,17 +113,6 @@ def test_other_agents_have_their_own_prompt() -> None:
 def test_a_command_sends_the_short_instructions(name: str, server: ScriptedModel, tmp_path: Path) -> None:
     pytest.importorskip("torch" if name == "loop" else "openhands.sdk")
     check_command(server, tmp_path / name, name)
-
-
-@at_an_end
-async def test_an_editors_agent_sends_them(server: ScriptedModel, tmp_path: Path) -> None:
-    folder = tmp_path / "edited"
-    write_config(server, folder, "edited")
-    async with connected(folder, "--config", str(folder / "config.toml")) as connection:
-        session = await connection.agent.new_session(cwd=str(folder / "project"), mcp_servers=[])
-        done = await connection.agent.prompt(session_id=session.session_id, prompt=[acp.text_block(TASK)])
-    assert done.stop_reason == "end_turn"
-    check_first_request(server.requests["edited"])
 
 
 @at_an_end

@@ -1,1 +1,0 @@
-"""Programs that start conversations with ``RLAgent``: one task, an ACP server, OpenHands' CLI."""

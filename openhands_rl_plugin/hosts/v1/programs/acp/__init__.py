@@ -1,1 +1,0 @@
-"""RLAgent behind the Agent Client Protocol, which editors and GUIs speak with agents."""
