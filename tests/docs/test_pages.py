@@ -138,7 +138,6 @@ FAST = {
     "import and export": Story(("howto/import-export.md",), foreign),
     "environments": Story(("howto/environments.md",)),
     "localization": Story(("howto/localization.md",), fixed),
-    "images": Story(("howto/images.md",)),
 }
 TOLD = {page for story in (*STORIES.values(), *FAST.values()) for page in story.pages}
 

@@ -8,10 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.stored import positive
-
 if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.images.layers import ImageLimits
     from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
     from openhands_rl_plugin.evals.swe.types import Instance
 
@@ -41,20 +38,13 @@ def add_bounds(group: argparse._ActionsContainer) -> None:
 
 def add_repositories(group: argparse._ActionsContainer) -> None:
     """Where repository tasks run."""
-    where = "local: bubblewrap sandboxes; docker: the tasks' images; image: the same without Docker, by bubblewrap"
+    where = "local: bubblewrap sandboxes; docker: the tasks' images, by docker or podman; image: by skopeo and umoci"
     group.add_argument("--backend", choices=["local", "docker", "image"], default="local", help=where)
-    add_images(group)
+    images = "image: what skopeo reads before an image's name, as oci:DIR: or docker-archive:FILE:"
+    group.add_argument("--images", default="docker://", metavar="SOURCE", help=images)
     mirror = "folder of git repositories as owner/name.git (default: clone from the network)"
     group.add_argument("--mirror", type=Path, metavar="DIR", help=mirror)
     group.add_argument("--cache", type=Path, metavar="DIR", help="folder for Python environments and unpacked images")
-
-
-def add_images(group: argparse._ActionsContainer) -> None:
-    """Where images come from, and how large they may be."""
-    where = "image: a folder of images in files, as NAME_TAG.tar, or a registry's address (default: an image's own)"
-    group.add_argument("--images", default="", metavar="DIR|URL", help=where)
-    most = "image: an image may be unpacked to so many GiB"
-    group.add_argument("--max-image-size", type=positive, default=64, metavar="GIB", help=most)
 
 
 @asynccontextmanager
@@ -73,16 +63,8 @@ async def open_backend(
         network=network,
         instances=instances,
         images=args.images,
-        image_limits=image_limits(args),
     )
     try:
         yield backend
     finally:
         await backend.close()
-
-
-def image_limits(args: argparse.Namespace) -> ImageLimits:
-    """The limits of ``add_images``."""
-    from openhands_rl_plugin.evals.images.layers import ImageLimits
-
-    return ImageLimits(size=args.max_image_size * 1024**3)

@@ -1,1 +1,1 @@
-"""Commands with which the agent works: on a folder, in an editor, or on a task for a trainer; and container images."""
+"""Commands with which the agent works: on a folder, in an editor, or on a task for a trainer."""

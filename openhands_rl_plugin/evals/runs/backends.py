@@ -9,13 +9,9 @@ from typing import Literal
 from openhands_rl_plugin.contrib.repair.backend import RepairBackend
 from openhands_rl_plugin.contrib.repair.rows import is_repair
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.images.finding import ImageFinder
-from openhands_rl_plugin.evals.images.layers import ImageLimits
-from openhands_rl_plugin.evals.images.manifests import Platform
-from openhands_rl_plugin.evals.images.store import ImageStore
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, default_cache
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
-from openhands_rl_plugin.evals.swe.backends.image import ImageBackend
+from openhands_rl_plugin.evals.swe.backends.image import REGISTRIES, ImageBackend
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
@@ -76,22 +72,6 @@ class _ByRow:
         return found
 
 
-def find_images(
-    cache: Path, where: str = "", limits: ImageLimits | None = None, wanted: Platform | None = None
-) -> ImageFinder:
-    """Images in ``cache``, and those in ``where``: a folder of archives and layouts, or a registry's address.
-
-    Raises ``ConfigError``.
-    """
-    store = ImageStore(cache / "images", limits)
-    if "://" in where:
-        return ImageFinder(store, wanted, registry=where)
-    folder = Path(where) if where else None
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--images {where}: no such folder")
-    return ImageFinder(store, wanted, place=folder)
-
-
 def make_backend(
     name: BackendName,
     *,
@@ -99,14 +79,13 @@ def make_backend(
     cache: Path | None = None,
     network: bool = False,
     instances: Iterable[Instance] | None = None,
-    images: str = "",
-    image_limits: ImageLimits | None = None,
+    images: str = REGISTRIES,
 ) -> InstanceBackend:
     """The back end of that name. ``mirror``: a folder of git repositories to use instead of clones from GitHub.
     ``instances``: no others will be asked for; those that need no environment then ask for no program that makes one.
 
     Repositories of ``swe-local`` tasks are made from the packages in their rows, those of repair tasks from their
-    files. ``network``: tests may use it. ``images``: as in ``find_images``.
+    files. ``network``: tests may use it. ``images``: what ``skopeo`` reads before an image's name.
     The reward-hack guard is always on. Raises ``ConfigError``.
     """
     if mirror is not None and not mirror.is_dir():
@@ -118,7 +97,7 @@ def make_backend(
     if name == "docker":
         return DockerBackend(mirror=mirror, guard=guard, network=network)
     if name == "image":
-        return ImageBackend(find_images(place, images, image_limits), mirror=mirror, guard=guard, network=network)
+        return ImageBackend(place, source=images, mirror=mirror, guard=guard, network=network)
     others = CloneSource(Cache(place)) if mirror is None else MirrorSource(mirror)
     local = LocalBackend(cache=place, sources=[TaskRepositories(place), others], guard=guard, network=network)
     return _ByRow(place, local)

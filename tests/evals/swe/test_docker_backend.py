@@ -128,7 +128,7 @@ async def test_without_a_daemon_or_a_program_one_clear_line(program: Path, monke
     monkeypatch.setenv("FAILING", "version")
     with pytest.raises(ConfigError, match=r"no Docker daemon \(docker: version does not work\); .*--backend local"):
         await DockerBackend(program=str(program)).check()
-    with pytest.raises(ConfigError, match="is not installed; install Docker"):
+    with pytest.raises(ConfigError, match="is not installed; install Docker or podman"):
         await DockerBackend(program="no-such-docker").check()
 
 

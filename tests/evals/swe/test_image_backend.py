@@ -1,58 +1,107 @@
-"""``--backend image``: instances graded in images that are made here, from a file to the verdict."""
+"""``--backend image``: instances graded in an image that is made here by umoci, from the file to the verdict."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from made_images import folder, layer, linux_layer, make_image, oci_files, repository_layer, symlink, write_archive
-from made_sif import Described, settings, sif, squashfs, unpacked
-from registry_stub import stub_registry
-from repository_samples import FIX, NOTHING, Sample, git, make_sample, needs_sandbox, with_extra
+from repository_samples import FIX, NOTHING, git, make_sample, needs_sandbox, with_extra
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.evals.images.finding import ImageFinder
-from openhands_rl_plugin.evals.images.store import ImageStore
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.backends.image import ImageBackend
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceLimits
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 
-pytestmark = needs_sandbox
 NAME = "someone/calc:1"
+PROGRAMS = "bash sh git patch find sleep cat rm head mkdir ls id env chmod grep sed pwd"
+ACTIVATE = (
+    'conda() { export CONDA_PREFIX=/opt/miniconda3/envs/testbed PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n'
+)
+
+pytestmark = [
+    needs_sandbox,
+    pytest.mark.skipif(not (shutil.which("skopeo") and shutil.which("umoci")), reason="needs skopeo and umoci"),
+]
+
+
+def fill(root: Path, clone: Path) -> None:
+    """A small Linux of this machine's programs, with the repository at ``/testbed``."""
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if os.path.islink(f"/{name}"):
+            (root / os.readlink(f"/{name}")).mkdir(parents=True, exist_ok=True)
+            (root / name).symlink_to(os.readlink(f"/{name}"))
+    python = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    library = Path(sys.base_prefix, "lib", python.name)
+    skipped = shutil.ignore_patterns("test", "site-packages", "__pycache__", "idlelib", "tkinter", "ensurepip")
+    shutil.copytree(library, root / str(library)[1:], ignore=skipped)
+    programs = [found for name in PROGRAMS.split() if (found := shutil.which(name, path="/usr/bin:/bin"))]
+    wanted = [*programs, str(python), *map(str, library.glob("lib-dynload/*.so"))]
+    needed = subprocess.run(["ldd", *wanted], capture_output=True, text=True).stdout
+    wanted += [word for line in needed.splitlines() for word in line.split() if word[0] == "/" and word[-1] != ":"]
+    for name in wanted:
+        place = root / str(Path(os.path.realpath(Path(name).parent), Path(name).name))[1:]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(name, place)
+    for name in ("tmp", "root", "etc", "dev", "proc", "opt/miniconda3/bin", "opt/miniconda3/envs/testbed/bin"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (root / "opt/miniconda3/bin/activate").write_text(ACTIVATE)
+    (root / "opt/miniconda3/envs/testbed/bin/python").symlink_to(python)
+    shutil.copytree(clone, root / "testbed", symlinks=True)
+
+
+def make_image(layout: Path, bundle: Path, fill: Callable[[Path], None]) -> None:
+    """An OCI layout with one image."""
+    image = ["--image", f"{layout}:{NAME}"]
+
+    def umoci(*words: str) -> None:
+        subprocess.run(["umoci", *words], check=True, capture_output=True)
+
+    umoci("init", "--layout", str(layout))
+    umoci("new", *image)
+    umoci("unpack", "--rootless", *image, str(bundle))
+    fill(bundle / "rootfs")
+    umoci("repack", *image, str(bundle))
+    umoci("config", *image, "--config.env", "MARK=of the image")
+    shutil.rmtree(bundle)
 
 
 class Place(NamedTuple):
-    """The sample's row with an image, which lies as an archive in ``images``; the cache is shared by this file."""
+    """The sample's row with an image, which lies in a layout; the cache is shared by this file."""
 
-    sample: Sample
     row: Instance
-    images: Path
+    source: str
     cache: Path
 
     def backend(self, **settings) -> ImageBackend:
-        finder = ImageFinder(ImageStore(self.cache / "images"), place=self.images)
-        return ImageBackend(finder, mirror=self.sample.mirror, guard=RewardHackGuard(), **settings)
+        return ImageBackend(self.cache, source=self.source, guard=RewardHackGuard(), **settings)
+
+    @property
+    def root(self) -> Path:
+        (found,) = (self.cache / "images").glob("*/bundle/rootfs")
+        return found
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     base = tmp_path_factory.mktemp("image")
     sample = make_sample(base)
-    clone = base / "clone"
+    clone, layout = base / "clone", base / "layout"
     git(base, "clone", "--quiet", str(sample.mirror / "someone__calc.git"), str(clone))
     git(clone, "reset", "--quiet", "--hard", sample.instance.base_commit)
-    (base / "images").mkdir()
-    settings = {"Env": ["PATH=/usr/bin:/bin", "MARK=of the image"], "WorkingDir": "/testbed"}
-    image = make_image([linux_layer(), repository_layer(clone)], packed="", **settings)
-    write_archive(base / "images" / "calc_1.tar", oci_files(image))
-    return Place(sample, with_extra(sample.instance, image=NAME), base / "images", base / "cache")
+
+    make_image(layout, base / "bundle", lambda root: fill(root, clone))
+    return Place(with_extra(sample.instance, image=NAME), f"oci:{layout}:", base / "cache")
 
 
 @pytest.mark.parametrize(
@@ -64,46 +113,19 @@ async def test_a_patch_is_graded_in_its_image(place: Place, tmp_path: Path, patc
     await backend.check()
     verdict = await backend.grade(place.row, patch, logs=tmp_path, timeout=60.0)
     assert verdict.kind is kind, verdict
-    runs = ImageStore(place.cache / "images").runs
-    assert not list(runs.iterdir())
-    assert not subprocess.run(["pgrep", "-f", str(runs)], capture_output=True).stdout
+    assert not list((place.cache / "image-runs").iterdir())
 
 
-async def test_a_patch_is_graded_in_a_sif(place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    clone = place.images.parent / "clone"
-    members = [*unpacked(linux_layer()), *unpacked(repository_layer(clone))]
-    own = json.dumps({"Env": ["PATH=/usr/bin:/bin", "MARK=of the image"], "WorkingDir": "/testbed", "User": "worker"})
-    (tmp_path / "calc_1.sif").write_bytes(sif(settings(own.encode()), Described(squashfs(members))))
-    finder = ImageFinder(ImageStore(tmp_path / "cache" / "images"), place=tmp_path)
-    backend = ImageBackend(finder, mirror=place.sample.mirror, guard=RewardHackGuard())
-    for patch, kind in ((FIX, VerdictKind.RESOLVED), (NOTHING, VerdictKind.UNRESOLVED)):
-        verdict = await backend.grade(place.row, patch, logs=tmp_path / "logs", timeout=60.0)
-        assert verdict.kind is kind, verdict
-    words = ["images", "run", "--cache", str(tmp_path / "cache"), NAME, "sh", "-c", "echo $MARK $(pwd) $(id -u)"]
-    assert await asyncio.to_thread(cli.main, words) == 0
-    assert capfd.readouterr().out.splitlines()[-1] == "of the image /testbed 1234"
-
-
-async def test_each_patch_has_files_of_its_own(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlay", [True, False])
+async def test_each_patch_has_files_of_its_own(place: Place, tmp_path: Path, monkeypatch, overlay: bool) -> None:
+    if not overlay:
+        monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.image.can_overlay", lambda *places: False)
     row = with_extra(place.row, test_command="echo $MARK; ls / >/made; rm -rf /usr/bin/find; python run_tests.py")
     for _ in range(2):
         verdict = await place.backend().grade(row, FIX, logs=tmp_path / "logs", timeout=60.0)
         assert verdict.resolved, verdict
-    said = (tmp_path / "logs" / "test_output.txt").read_text()
-    assert "of the image" in said
-    assert "writable layer: " in (tmp_path / "logs" / "run_instance.log").read_text()
-    (image,) = ImageStore(place.cache / "images").images()
-    assert (image.root / "usr/bin/find").exists() and not (image.root / "made").exists()
-
-
-async def test_where_no_overlay_can_be_made_files_are_copied(place: Place, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("openhands_rl_plugin.evals.images.sandbox.can_overlay", lambda *places: False)
-    row = with_extra(place.row, test_command="rm -rf /usr/bin/find; python run_tests.py")
-    verdict = await place.backend().grade(row, FIX, logs=tmp_path, timeout=60.0)
-    assert verdict.resolved, verdict
-    assert "writable layer: copy" in (tmp_path / "run_instance.log").read_text()
-    (image,) = ImageStore(place.cache / "images").images()
-    assert (image.root / "usr/bin/find").exists()
+    assert "of the image" in (tmp_path / "logs" / "test_output.txt").read_text()
+    assert (place.root / "usr/bin/find").exists() and not (place.root / "made").exists()
 
 
 async def test_tests_see_nothing_of_the_user(place: Place, tmp_path: Path, monkeypatch) -> None:
@@ -111,9 +133,8 @@ async def test_tests_see_nothing_of_the_user(place: Place, tmp_path: Path, monke
     secret.write_text("of the user")
     monkeypatch.setenv("OF_THE_USER", "of the user")
     look = f"cat {secret}; env; ls -a / /root /home /proc/1/root/; id -u; python run_tests.py"
-    verdict = await place.backend().grade(
-        with_extra(place.row, test_command=look), FIX, logs=tmp_path / "logs", timeout=60.0
-    )
+    row = with_extra(place.row, test_command=look)
+    verdict = await place.backend().grade(row, FIX, logs=tmp_path / "logs", timeout=60.0)
     said = (tmp_path / "logs" / "test_output.txt").read_text()
     assert verdict.resolved and "of the user" not in said.replace(look, "") and "OF_THE_USER" not in said
     assert str(place.cache) not in said
@@ -123,32 +144,19 @@ async def test_a_checkout_is_copied_out_of_the_image(place: Place, tmp_path: Pat
     checkout = await place.backend().checkout(place.row, tmp_path / "work")
     assert git(checkout.directory, "status", "--porcelain") == ""
     (checkout.directory / "calc.py").write_text("changed\n")
-    (image,) = ImageStore(place.cache / "images").images()
-    assert (image.root / "testbed/calc.py").read_text() != "changed\n"
+    assert (place.root / "testbed/calc.py").read_text() != "changed\n"
     assert os.path.lexists(checkout.mounts[0].host / "bin" / "python")
 
 
-async def test_an_image_that_leads_elsewhere_shows_nothing_of_the_host(place: Place, tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "secret").write_text("of the user")
-    wrong = make_image([layer([symlink("testbed", str(tmp_path / "home"))])])
-    write_archive(tmp_path / "calc.tar", oci_files(wrong))
-    backend = ImageBackend(ImageFinder(ImageStore(tmp_path / "cache"), place=tmp_path))
+@pytest.mark.parametrize(("name", "said"), [("testbed", "has no folder /testbed"), ("eval.sh", "must be no link")])
+async def test_links_of_an_image_never_lead_to_the_host(place: Place, tmp_path: Path, name: str, said: str) -> None:
+    def hostile(root: Path) -> None:
+        (root / name).symlink_to(tmp_path)
+
+    make_image(tmp_path / "layout", tmp_path / "bundle", hostile)
+    backend = ImageBackend(tmp_path / "cache", source=f"oci:{tmp_path}/layout:")
     verdict = await backend.grade(place.row, FIX, logs=tmp_path / "logs", timeout=60.0)
-    assert verdict.kind is VerdictKind.INFRASTRUCTURE and "has no folder /testbed" in verdict.reason
-
-
-async def test_places_of_mounts_that_are_links_are_not_followed(place: Place, tmp_path: Path) -> None:
-    image = await ImageFinder(ImageStore(place.cache / "images"), place=place.images).find(NAME)
-    outside = f"/oldroot{tmp_path}/made"
-    links = [symlink(name, outside) for name in ("eval.sh", "guard", "guard-out", "dev", "proc", "run")]
-    layers = [linux_layer(), repository_layer(image.root / "testbed")]
-    whole = make_image([*layers, layer([*links, symlink("etc/hosts", outside)])], packed="")
-    write_archive(tmp_path / "calc.tar", oci_files(whole))
-    hostile = ImageBackend(ImageFinder(ImageStore(place.cache / "images"), place=tmp_path), guard=RewardHackGuard())
-    verdict = await hostile.grade(place.row, FIX, logs=tmp_path / "logs", timeout=60.0)
-    assert verdict.resolved, verdict
-    assert not os.path.lexists(tmp_path / "made")
+    assert verdict.kind is VerdictKind.INFRASTRUCTURE and said in verdict.reason
 
 
 async def test_what_goes_beyond_a_bound_is_ended(place: Place, tmp_path: Path) -> None:
@@ -164,45 +172,19 @@ def test_grade_by_the_command_line(place: Place, tmp_path: Path, capsys) -> None
     rows.write_text(json.dumps(row_of(place.row)) + "\n")
     predictions.write_text(json.dumps({"instance_id": place.row.instance_id, "model_patch": FIX}) + "\n")
     words = ["grade", str(predictions), "--instances", str(rows), "--out", str(tmp_path / "out"), "--backend", "image"]
-    words += ["--cache", str(place.cache)]
-    assert cli.main([*words, "--images", str(place.images)]) == 0
+    assert cli.main([*words, "--cache", str(place.cache), "--images", place.source]) == 0
     assert capsys.readouterr().out.startswith("1 resolved")
-    assert cli.main([*words, "--images", "/no/such/folder"]) == 1
-    assert "error: --images /no/such/folder: no such folder" in capsys.readouterr().err
 
 
-async def test_an_image_of_a_registry_is_graded_in(place: Place, tmp_path: Path) -> None:
-    with stub_registry() as registry:
-        image = await ImageFinder(ImageStore(place.cache / "images"), place=place.images).find(NAME)
-        layers = [linux_layer(), repository_layer(image.root / "testbed")]
-        registry.add("someone/calc", "2", make_image(layers, packed="+zstd"))
-        row = with_extra(place.row, image="someone/calc:2")
-        finder = ImageFinder(ImageStore(place.cache / "images"), registry=registry.address)
-        verdict = await ImageBackend(finder, guard=RewardHackGuard()).grade(row, FIX, logs=tmp_path, timeout=60.0)
-        assert verdict.resolved, verdict
-        missing = await ImageBackend(finder).grade(with_extra(place.row, image="a/b"), FIX, logs=tmp_path, timeout=60.0)
-    assert missing.kind is VerdictKind.INFRASTRUCTURE
-    assert missing.reason == f"{registry.address} has no image docker.io/a/b:latest"
-    none = await ImageBackend(finder).grade(place.sample.instance, FIX, logs=tmp_path, timeout=60.0)
+async def test_an_image_that_is_not_there_and_a_row_without_one(place: Place, tmp_path: Path) -> None:
+    backend = place.backend()
+    missing = await backend.grade(with_extra(place.row, image="a/b"), FIX, logs=tmp_path, timeout=60.0)
+    assert missing.kind is VerdictKind.INFRASTRUCTURE and missing.reason.startswith("get a/b: ")
+    none = await backend.grade(with_extra(place.row, image=""), FIX, logs=tmp_path, timeout=60.0)
     assert none.reason.endswith("its row names no image; use --backend local")
 
 
-def test_a_command_in_an_image(place: Place, tmp_path: Path, capfd) -> None:
-    config = {"Env": ["PATH=/usr/bin:/bin", "MARK=of the image"], "WorkingDir": "/testbed", "User": "worker"}
-    image = make_image([linux_layer(), layer([folder("testbed")])], packed="", Cmd=["pwd"], **config)
-    path = write_archive(tmp_path / "a.tar", oci_files(image))
-    where = ["--cache", str(place.cache)]
-    assert cli.main(["images", "pull", str(path), "--name", "someone/own", *where]) == 0
-    capfd.readouterr()
-    look = "ls /testbed /tmp; id -u; pwd; echo $MARK $HOME; exit 7"
-    for _ in range(2):
-        made = ["someone/own", "--", "sh", "-c", f"{look.replace('exit', 'touch /testbed/made /tmp/made; exit')}"]
-        assert cli.main(["images", "run", *where, *made]) == 7
-        said = capfd.readouterr().out
-        assert said == "/testbed:\n\n/tmp:\n1234\n/testbed\nof the image /home/worker\n"
-    assert cli.main(["images", "run", *where, "someone/own"]) == 0
-    assert capfd.readouterr().out == "/testbed\n"
-    assert cli.main(["images", "run", *where, "--workdir", "/new/folder", "someone/own"]) == 0
-    assert capfd.readouterr().out == "/new/folder\n"
-    assert cli.main(["images", "run", *where, "--user", "nobody-knows", "someone/own", "pwd"]) == 1
-    assert "is not in its /etc/passwd" in capfd.readouterr().err
+async def test_what_is_not_installed_is_one_line(place: Place, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs skopeo and umoci: apt-get install .* or use --backend docker"):
+        await place.backend().check()

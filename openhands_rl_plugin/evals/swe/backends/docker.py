@@ -64,7 +64,7 @@ class DockerBackend:
     async def check(self) -> None:
         """Raise ``ConfigError`` without a docker program or a running daemon. Removes what killed processes left."""
         if shutil.which(self._program) is None:
-            raise ConfigError(f"the program {self._program} is not installed; install Docker, or use --backend local")
+            raise ConfigError(f"{self._program} is not installed; install Docker or podman, or use --backend local")
         asked = await run([self._program, "version", "--format", "{{.Server.Version}}"], timeout=_START_TIME)
         if asked.code or asked.timed_out:
             reason = "it does not answer" if asked.timed_out else asked.last_line
@@ -73,26 +73,22 @@ class DockerBackend:
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         """Copy repository and environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
-        image = await self._image(instance, await self._recipe(instance))
-        environment = directory.with_name(f"{directory.name}.environment")
+        image = await self._image(image_of(instance, await read_recipe(instance, self._sources)))
+        checkout = checkout_of(directory)
         async with self._container(image, GuardEquipment()) as container:
-            for inside, target in (("/testbed", directory), (ENVIRONMENT, environment)):
-                copy = [self._program, "cp", "--archive", f"{container}:{inside}", str(target)]
-                await checked(copy, f"copy {inside} out of {image}", timeout=_COPY_TIME)
-        return Checkout(
-            directory=directory,
-            mounts=(Mount(host=environment, inside=ENVIRONMENT), Mount(host=directory, inside="/testbed")),
-            variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
-        )
+            for mount in checkout.mounts:
+                copy = [self._program, "cp", "--archive", f"{container}:{mount.inside}", str(mount.host)]
+                await checked(copy, f"copy {mount.inside} out of {image}", timeout=_COPY_TIME)
+        return checkout
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
         written = InstanceLogs(logs)
 
         async def grade() -> PatchVerdict:
-            recipe = await self._recipe(instance)
+            recipe = await read_recipe(instance, self._sources)
             written.write_script(recipe.evaluation_script)
-            image = await self._image(instance, recipe)
+            image = await self._image(image_of(instance, recipe))
             equipment = self._guard.equipment(instance)
             async with self._container(image, equipment) as container:
                 box = DockerBox(self._program, container, equipment)
@@ -111,18 +107,12 @@ class DockerBackend:
             if name.startswith(_PREFIX) and not Path("/proc", owner).exists():
                 await run([self._program, "rm", "--force", "--volumes", name], timeout=_START_TIME)
 
-    async def _recipe(self, instance: Instance) -> Recipe:
-        read_file = from_mirrors(self._sources) if self._sources else from_github
-        return await asyncio.to_thread(recipe_of, instance, read_file)
-
-    async def _image(self, instance: Instance, recipe: Recipe) -> str:
-        """The name of the instance's image, which is pulled if missing."""
-        if recipe.image is None:
-            raise ConfigError(f"{instance.instance_id}: its row names no image; use --backend local")
-        if (await run([self._program, "image", "inspect", recipe.image], timeout=_START_TIME)).code:
-            pull = [self._program, "pull", "--quiet", "--platform", platform_of(recipe.image), recipe.image]
-            await checked(pull, f"pull {recipe.image}", timeout=_PULL_TIME)
-        return recipe.image
+    async def _image(self, image: str) -> str:
+        """The image's name, after it was pulled if missing."""
+        if (await run([self._program, "image", "inspect", image], timeout=_START_TIME)).code:
+            pull = [self._program, "pull", "--quiet", "--platform", platform_of(image), image]
+            await checked(pull, f"pull {image}", timeout=_PULL_TIME)
+        return image
 
     @asynccontextmanager
     async def _container(self, image: str, equipment: GuardEquipment) -> AsyncIterator[str]:
@@ -222,6 +212,29 @@ async def copy_in(program: str, container: str, inside: str, text: str) -> None:
         await checked([program, "cp", path, f"{container}:{inside}"], f"copy {inside} in", timeout=_COPY_TIME)
     finally:
         os.unlink(path)
+
+
+async def read_recipe(instance: Instance, sources: Sequence[MirrorSource]) -> Recipe:
+    """The recipe of an instance, whose requirement files come from ``sources``; without any, from GitHub."""
+    read_file = from_mirrors(sources) if sources else from_github
+    return await asyncio.to_thread(recipe_of, instance, read_file)
+
+
+def image_of(instance: Instance, recipe: Recipe) -> str:
+    """The name of the instance's image. Raises ``ConfigError``."""
+    if recipe.image is None:
+        raise ConfigError(f"{instance.instance_id}: its row names no image; use --backend local")
+    return recipe.image
+
+
+def checkout_of(directory: Path) -> Checkout:
+    """A checkout whose two mounts are to be copied out of the image."""
+    environment = directory.with_name(f"{directory.name}.environment")
+    return Checkout(
+        directory=directory,
+        mounts=(Mount(host=environment, inside=ENVIRONMENT), Mount(host=directory, inside="/testbed")),
+        variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
+    )
 
 
 def with_services(verdict: PatchVerdict, recipe: Recipe, *, network: bool) -> PatchVerdict:

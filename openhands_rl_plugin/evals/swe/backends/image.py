@@ -1,4 +1,5 @@
-"""Instances in the official images of SWE-bench and SWE-Gym without a container engine: unpacked once, by bubblewrap.
+"""Instances in the official images of SWE-bench and SWE-Gym without a container engine: ``skopeo`` gets an image,
+``umoci`` unpacks it once into the cache, and its files are ``/`` of a bubblewrap sandbox.
 
 Scripts, markers and verdicts are those of the other back ends; only the ``Box`` differs.
 """
@@ -6,23 +7,39 @@ Scripts, markers and verdicts are those of the other back ends; only the ``Box``
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
-from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, run
-from openhands_rl_plugin.evals.images.finding import ImageFinder
-from openhands_rl_plugin.evals.images.paths import inside
-from openhands_rl_plugin.evals.images.sandbox import FreshRoot, ImageSandbox, fresh_root
-from openhands_rl_plugin.evals.images.store import StoredImage
-from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, remove
-from openhands_rl_plugin.evals.swe.backends.docker import ENVIRONMENT, from_github, from_mirrors, with_services
+from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay, isolate, mount_overlays
+from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
+from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
+from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, remove
+from openhands_rl_plugin.evals.swe.backends.docker import (
+    checkout_of,
+    image_of,
+    platform_of,
+    read_recipe,
+    with_services,
+)
 from openhands_rl_plugin.evals.swe.backends.guard_folder import GUARD, GUARD_OUT, make_guard_folders, read_left
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceLimits, Shown, check_bubblewrap
+from openhands_rl_plugin.evals.swe.backends.sandbox import (
+    AS_ROOT,
+    CAPABILITIES,
+    InstanceLimits,
+    Shown,
+    bind,
+    check_bubblewrap,
+)
 from openhands_rl_plugin.evals.swe.grading import (
     PATCH_INSIDE,
     SCRIPT_INSIDE,
@@ -33,72 +50,73 @@ from openhands_rl_plugin.evals.swe.grading import (
     grade_and_log,
 )
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.recipes.base import Recipe
-from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict
 
-_TESTBED = "/testbed"
+REGISTRIES = "docker://"
+_TESTBED, _HOSTS, _RESOLV = "/testbed", "/etc/hosts", "/etc/resolv.conf"
+_MOUNTED = ("/tmp", "/dev", "/proc", SCRIPT_INSIDE, GUARD, GUARD_OUT, _HOSTS)
+_PULL_TIME = 3600.0
 
 
 class ImageBackend:
     """Grades each patch in a fresh writable layer above the image's files.
 
-    ``mirror``: as for ``DockerBackend``. ``network`` is for the tests.
+    ``source``: what ``skopeo`` reads before an image's name. ``mirror``: as for ``DockerBackend``. ``network`` is for
+    the tests.
     """
 
     name = "image"
 
     def __init__(
         self,
-        finder: ImageFinder,
+        cache: Path,
         *,
+        source: str = REGISTRIES,
         mirror: Path | None = None,
         guard: Guard | None = None,
         limits: InstanceLimits | None = None,
         network: bool = False,
     ) -> None:
-        self._finder = finder
+        self._cache = Cache(cache)
+        self._source = source
         self._sources = [] if mirror is None else [MirrorSource(mirror)]
         self._guard = guard or NoGuard()
-        self._sandbox = ImageSandbox(limits)
+        self._limits = limits or InstanceLimits()
         self._network = network
 
     async def check(self) -> None:
-        """Raise ``ConfigError`` without bubblewrap. Removes what killed processes left."""
+        """Raise ``ConfigError`` without bubblewrap, skopeo or umoci. Removes what killed processes left."""
         await asyncio.to_thread(check_bubblewrap)
-        for left in self._finder.store.runs.iterdir():
+        if missing := [name for name in ("skopeo", "umoci") if shutil.which(name) is None]:
+            raise ConfigError(
+                f"--backend image needs {' and '.join(missing)}: apt-get install skopeo umoci; or use --backend docker "
+                "(docker or podman)"
+            )
+        for left in self._runs().iterdir():
             if not Path("/proc", left.name.partition("-")[0]).exists():
                 await remove(left)
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
-        """Copy the repository out of the image; its environment is shown read-only.
+        """Copy repository and environment out of the image.
 
         Raises ``InfrastructureError``, ``ConfigError`` and ``BadEnvironmentError``.
         """
-        with self._finder.store.in_use():
-            image = await self._image(instance, await self._recipe(instance))
-            await copy_tree(_in(image, _TESTBED), directory)
-            # An episode is long, and images may be removed meanwhile.
-            environment = directory.with_name(f"{directory.name}.environment")
-            await copy_tree(_in(image, ENVIRONMENT), environment)
-        return Checkout(
-            directory=directory,
-            mounts=(Mount(host=environment, inside=ENVIRONMENT), Mount(host=directory, inside=_TESTBED)),
-            variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
-        )
+        root = await self._unpacked(image_of(instance, await read_recipe(instance, self._sources))) / "rootfs"
+        checkout = checkout_of(directory)
+        for mount in checkout.mounts:
+            await copy_tree(_folder(root, mount.inside), mount.host)
+        return checkout
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
         written = InstanceLogs(logs)
 
         async def grade() -> PatchVerdict:
-            recipe = await self._recipe(instance)
+            recipe = await read_recipe(instance, self._sources)
             written.write_script(recipe.evaluation_script)
-            with self._finder.store.in_use():
-                image = await self._image(instance, recipe)
-                async with self._box(image, self._guard.equipment(instance)) as box:
-                    written.note(f"image {image.id}, writable layer: {box.fresh.method}")
-                    verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
+            bundle = await self._unpacked(image_of(instance, recipe))
+            async with self._box(bundle, self._guard.equipment(instance)) as box:
+                verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
             return with_services(verdict, recipe, network=self._network)
 
         return await grade_and_log(instance, patch, written, grade)
@@ -106,46 +124,79 @@ class ImageBackend:
     async def close(self) -> None:
         """Nothing to release; images stay."""
 
-    async def _recipe(self, instance: Instance) -> Recipe:
-        read_file = from_mirrors(self._sources) if self._sources else from_github
-        return await asyncio.to_thread(recipe_of, instance, read_file)
+    def _runs(self) -> Path:
+        return self._cache.path("image-runs", "any").parent
 
-    async def _image(self, instance: Instance, recipe: Recipe) -> StoredImage:
-        if recipe.image is None:
-            raise ConfigError(f"{instance.instance_id}: its row names no image; use --backend local")
-        image = await self._finder.find(recipe.image)
-        _in(image, _TESTBED)
-        return image
+    async def _unpacked(self, image: str) -> Path:
+        """The folder with the image's ``rootfs`` and ``config.json``, made if missing."""
+        place = self._cache.path("images", hashlib.sha256(f"{self._source}{image}".encode()).hexdigest()[:22])
+
+        async def make(into: Path) -> None:
+            system, machine = platform_of(image).split("/")
+            copy = ["skopeo", "--override-os", system, "--override-arch", machine, "copy", "--quiet"]
+            layout = f"{into}/layout:image"
+            await checked([*copy, f"{self._source}{image}", f"oci:{layout}"], f"get {image}", timeout=_PULL_TIME)
+            unpack = ["umoci", "unpack", "--rootless", "--image", layout, f"{into}/bundle"]
+            await checked(unpack, f"unpack {image}", timeout=_PULL_TIME)
+            await remove(into / "layout")
+
+        await self._cache.made(place, make)
+        bundle = place / "bundle"
+        # bubblewrap would follow a link at the place of a mount to the host.
+        mounted = (*_MOUNTED, *([_RESOLV] if self._network else ()))
+        if links := [name for name in mounted if (bundle / "rootfs" / name[1:]).is_symlink()]:
+            raise BadEnvironmentError(f"{image}: {', '.join(links)} must be no link")
+        return bundle
 
     @asynccontextmanager
-    async def _box(self, image: StoredImage, equipment: GuardEquipment) -> AsyncIterator[ImageBox]:
-        scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._finder.store.runs))
+    async def _box(self, bundle: Path, equipment: GuardEquipment) -> AsyncIterator[ImageBox]:
+        scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._runs()))
+        root, upper, work = (scratch / name for name in ("root", "upper", "work"))
         try:
             make_guard_folders(scratch, equipment)
             (scratch / "eval.sh").touch()
-            (scratch / "files").mkdir()
-            fresh = await fresh_root(image, scratch / "files")
-            yield ImageBox(self._sandbox, fresh, equipment, scratch, network=self._network)
+            (scratch / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
+            (scratch / "tmp").mkdir()
+            overlay, lower = None, bundle / "rootfs"
+            _folder(lower, _TESTBED)
+            if await asyncio.to_thread(can_overlay, scratch.parent, lower, scratch):
+                for folder in (root, upper, work):
+                    folder.mkdir()
+                overlay = Overlay(lower, upper, work, root)
+            else:
+                await copy_tree(lower, root)
+            process = json.loads((bundle / "config.json").read_text())["process"]
+            yield ImageBox(scratch, overlay, process, equipment, self._limits, network=self._network)
         finally:
             await remove(scratch)
 
 
 class ImageBox:
-    """An image's files with changes of their own, in ``scratch``. Its commands are root's, as in a container."""
+    """An image's files with changes of their own, in ``scratch``. Its commands are root's, as in a container.
+
+    ``process``: that of the bundle's ``config.json``.
+    """
 
     def __init__(
-        self, sandbox: ImageSandbox, fresh: FreshRoot, equipment: GuardEquipment, scratch: Path, *, network: bool
+        self,
+        scratch: Path,
+        overlay: Overlay | None,
+        process: Mapping[str, Any],
+        equipment: GuardEquipment,
+        limits: InstanceLimits,
+        *,
+        network: bool,
     ) -> None:
-        self.fresh = fresh
-        self._sandbox = sandbox
-        self._variables = equipment.variables
         self._scratch = scratch
+        self._overlay = overlay
+        self._variables = {"HOME": "/root", **dict(each.split("=", 1) for each in process.get("env", ()))}
+        self._equipment = equipment
+        self._limits = limits
         self._network = network
 
     async def put(self, inside: str, text: str) -> None:
         """Write the patch or the script; the script is shown read-only."""
-        place = {PATCH_INSIDE: self.fresh.tmp / "patch.diff", SCRIPT_INSIDE: self._scratch / "eval.sh"}[inside]
-        place.unlink(missing_ok=True)  # the image may have put a link there
+        place = {PATCH_INSIDE: self._scratch / "tmp" / "patch.diff", SCRIPT_INSIDE: self._scratch / "eval.sh"}[inside]
         await asyncio.to_thread(place.write_bytes, text.encode())
 
     async def run(
@@ -158,26 +209,44 @@ class ImageBox:
         prelude: Prelude | None = None,
     ) -> Ended:
         """Run in a sandbox that ends with the command and kills all of its processes."""
-        script = Shown(self._scratch / "eval.sh", SCRIPT_INSIDE)
-        folders = (Shown(self._scratch / "guard", GUARD), Shown(self._scratch / "out", GUARD_OUT, writable=True))
-        wrapped = self._sandbox.wrap(
-            self.fresh,
-            command,
-            workdir=_TESTBED,
-            user="root",
-            network=tests and self._network,
-            shown=(*folders, script) if tests else (),
-            variables=self._variables if tests else {},
+        scratch, limits, network = self._scratch, self._limits, tests and self._network
+        shown = [Shown(scratch / "tmp", "/tmp", writable=True), Shown(scratch / "hosts", _HOSTS)]
+        variables = self._variables
+        if tests:
+            variables = {**variables, **self._equipment.variables}
+            shown += [Shown(scratch / "guard", GUARD), Shown(scratch / "out", GUARD_OUT, writable=True)]
+            shown += [Shown(scratch / "eval.sh", SCRIPT_INSIDE)]
+        if network:
+            shown.append(Shown(Path(_RESOLV).resolve(), _RESOLV))
+        allowed = [word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
+        options = [*AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
+        wrapped = [
+            *mount_overlays([self._overlay] if self._overlay else []),
+            *("prlimit", f"--data={limits.memory}", f"--fsize={limits.file}", "--core=0", "--"),
+            *isolate(["--bind", str(scratch / "root"), "/"], network=network, options=options),
+            *(word for each in shown for word in bind(each)),
+            *("--clearenv", *(word for pair in variables.items() for word in ("--setenv", *pair))),
+            *("--chdir", _TESTBED, "--", *command),
+        ]
+        bound = Bound(
+            processes=limits.processes,
+            memory=limits.memory,
+            disk=limits.disk,
+            folder=str(scratch / ("upper" if self._overlay else "root")),
+            also=str(scratch / "tmp"),
+            isolated=False,
         )
-        return await run(wrapped, timeout=timeout, given=given, prelude=prelude)
+        # The image may have no Python, so that what counts stands outside.
+        return await run(bounded(bound, sys.executable, wrapped), timeout=timeout, given=given, prelude=prelude)
 
     async def left(self) -> Mapping[str, bytes]:
         """Regular files in the guard's folder, without too large ones."""
         return read_left(self._scratch)
 
 
-def _in(image: StoredImage, path: str) -> Path:
-    found = inside(image.root, path)
-    if found is None or not found.is_dir():
-        raise BadEnvironmentError(f"the image {image.short} has no folder {path}, where images of instances have it")
+def _folder(root: Path, inside: str) -> Path:
+    """A folder of the image, which no link leads out of it."""
+    found = root / inside.lstrip("/")
+    if not found.is_dir() or not found.resolve().is_relative_to(root.resolve()):
+        raise BadEnvironmentError(f"the image has no folder {inside}, where images of instances have it")
     return found
