@@ -18,10 +18,8 @@ EPILOG = """examples:
   openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
   openhands-rl tasks make tinydb==4.8.0..4.9.0 --out tasks.jsonl      (also the changes between the two)
   openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (also fixes in its history)
-  openhands-rl tasks make swe-local --out swe_local.jsonl             (the published suite again)
+  openhands-rl tasks make swe-local --out swe_local.jsonl             (the packages of swe-local again)
   openhands-rl tasks make repair --out repair.jsonl                   (the published small repair tasks again)
-  openhands-rl tasks make ./my-repository --localization --out places.jsonl
-                                                                      (find the places of fixes; no tests needed)
   openhands-rl tasks check tasks.jsonl --repeats 3
   openhands-rl tasks check tasks.jsonl --results report.json --pass-rate 0.05 0.95
   openhands-rl tasks list swe-local --split heldout
@@ -61,10 +59,8 @@ def _add_make(make: argparse.ArgumentParser) -> None:
         "--per-package",
         type=positive,
         metavar="TASKS",
-        help="tasks wanted per package (default: 4, with --localization 100, or the plan's)",
+        help="tasks wanted per package (default: 4, or the plan's)",
     )
-    places = "of the fixes in a git repository's history, tasks to find their places: nothing is run"
-    make.add_argument("--localization", action="store_true", help=places)
     make.add_argument("--seed", type=int, metavar="S", help="seed of the choice of bugs (default: 1, or the plan's)")
     make.add_argument("--python", metavar="VERSION", help="Python version of the tests (default: 3.12, or the plan's)")
     make.add_argument(
@@ -121,37 +117,11 @@ def _make(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.tasks.suite import make_suite
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
-    if args.localization:
-        return _make_localization(args)
     plan = _plan(args)
     with progress_bar("making") as bar:
         places = args.out, args.cache or default_cache(), _Watcher(bar)
         made = make_repair(plan, *places) if isinstance(plan, RepairPlan) else make_suite(plan, *places)
     print(f"{args.out}: {made.tasks} tasks of {made.packages} packages")
-    for problem in made.problems:
-        print(f"  {problem}")
-    return 0
-
-
-def _make_localization(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-    from openhands_rl_plugin.evals.tasks.localization.making import LocalizationPlan, make_localization
-    from openhands_rl_plugin.evals.tasks.sources.packages import parse_source
-    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
-
-    unused = {"--seed": args.seed, "--python": args.python, "--with": args.requirements}
-    for option, value in {**unused, "--timeout": args.timeout, "--only": args.only}.items():
-        if value is not None:
-            raise ConfigError(f"{option}: with --localization nothing is installed, run or drawn; omit it")
-    plan = LocalizationPlan(packages=tuple(parse_source(each) for each in args.sources))
-    plan = plan.model_copy(update={"per_package": args.per_package or plan.per_package})
-    with progress_bar("making") as bar:
-
-        def shown(package: str, made: int, reason: str) -> None:
-            bar.update(made, plan.per_package, what=package, note=reason or "made one")
-
-        made = make_localization(plan, args.out, args.cache or default_cache(), shown)
-    print(f"{args.out}: {made.tasks} tasks of {made.packages} repositories; the messages of {made.named} named a place")
     for problem in made.problems:
         print(f"  {problem}")
     return 0
@@ -238,5 +208,5 @@ def _list(args: argparse.Namespace) -> int:
         instances = [plainly_named(each) for each in more_instances(3)]
     else:
         instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
-    console().print(table_of(instances, read_lineage(path)))
+    console().print(table_of(instances, None if args.split == MORE else read_lineage(path)))
     return 0

@@ -53,7 +53,6 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "rewards": {
         "command": "openhands_rl_plugin.rewards.command:CommandReward",
         "human": "openhands_rl_plugin.rewards.human:HumanReward",
-        "localization": "openhands_rl_plugin.rewards.localization:LocalizationReward",
         "matching": "openhands_rl_plugin.rewards.matching:MatchingReward",
         "recorded": "openhands_rl_plugin.rewards.recorded:RecordedReward",
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, JsonValue
 
@@ -215,31 +215,6 @@ class CommandEvidence(Frozen):
     output: str = ""
     seconds: float = 0.0
     error: str = ""
-
-
-class Places(Frozen):
-    """Places in a repository: ``files`` by their paths, ``modules`` and ``functions`` as ``path::Name``.
-
-    A function within a function is that function. The module of a method is its class, that of another function the
-    function itself.
-    """
-
-    files: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    functions: tuple[str, ...] = ()
-
-
-class LocatedPlaces(Frozen):
-    """The places of a task's fix, and those that an agent ``named``, as far as the repository before the fix has them.
-
-    ``by``: what names them. ``whole_files``: of these only the file is known, because they are not Python, or were not
-    there before.
-    """
-
-    fix: Places
-    named: Places = Places()
-    by: Literal["patch", "answer", "nothing"] = "nothing"
-    whole_files: tuple[str, ...] = ()
 
 
 class LabelKind(StrEnum):

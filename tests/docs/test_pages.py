@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from broken_repository import units_repository
-from git_backend import make_history
 from page_session import DOCS, NEEDS, ROOT, Session, blocks, language_of, missing
 
 from openhands_rl_plugin import FileTrajectoryStorage
@@ -84,11 +83,6 @@ def repository(folder: Path) -> None:
     units_repository(folder / "my-repository")
 
 
-def fixed(folder: Path) -> None:
-    """``./my-repository``: a history with fixes."""
-    make_history(folder, "my-repository")
-
-
 def learnt(session: Session) -> None:
     """The quickstart's program prints that it does better than before."""
     said = re.search(r"held-out countries: ([\d.]+) before, ([\d.]+) after", "".join(session.printed))
@@ -137,7 +131,6 @@ FAST = {
     "store": Story(("reference/store.md",), store),
     "import and export": Story(("howto/import-export.md",), foreign),
     "environments": Story(("howto/environments.md",)),
-    "localization": Story(("howto/localization.md",), fixed),
 }
 TOLD = {page for story in (*STORIES.values(), *FAST.values()) for page in story.pages}
 

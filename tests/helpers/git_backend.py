@@ -1,4 +1,4 @@
-"""Instances of temporary git repositories, and a small back end that grades them; localization tasks of a history."""
+"""Instances of temporary git repositories, and a small back end that grades them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 import uuid
 from pathlib import Path
 
-from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.types import Checkout, Flag, Instance, PatchVerdict, TestsStatus, VerdictKind
 
@@ -123,69 +122,3 @@ class GitBackend:
         )
         flags = (Flag(rule="exit", where="adder.py"),) if "sys.exit" in patch else ()
         return (VerdictKind.RESOLVED if done.stdout == "added\n" else VerdictKind.UNRESOLVED), flags
-
-
-BASKET = '''\
-"""A basket of things."""
-
-LIMIT = 10
-
-
-class Basket:
-    """What somebody buys."""
-
-    size = 0
-
-    def add(self, price):
-        def checked(value):
-            return value
-
-        return checked(price) - 1
-
-    @property
-    def total(self):
-        return 1
-
-
-def rounded(price):
-    return price + 1
-
-
-def label(price):
-    return str(price) + "?"
-'''
-EDITS = (
-    ("Start", "", ""),
-    (
-        "Fix the price that a thing has when it goes in, in Basket.add\n\nIt was one less.",
-        "checked(price) - 1",
-        "price",
-    ),
-    ("Tidy up the ending of labels", '"?"', '"!"'),
-    ("The sum of an empty one was wrong", "return 1", "return 0"),
-    ("rounded() fails to leave even prices as they are", "price + 1", "price"),
-)
-"""Messages of commits, each with a text of ``shop/basket.py`` and what stands there afterwards."""
-
-
-def make_history(folder: Path, name: str = "shop-src") -> Path:
-    """The repository below ``folder``."""
-    place = folder / name
-    (place / "shop").mkdir(parents=True)
-    text = BASKET
-    git(place, "init", "-q", "-b", "main")
-    for at, (message, old, new) in enumerate(EDITS):
-        text = text.replace(old, new, 1) if old else text
-        (place / "shop" / "basket.py").write_text(text)
-        (place / "tests").mkdir(exist_ok=True)
-        (place / "tests" / "test_basket.py").write_text(f"def test_{at}():\n    assert {at} == {at}\n")
-        git(place, "add", "-A")
-        assert git(place, "commit", "-qm", message).returncode == 0
-    return place
-
-
-def make_tasks(folder: Path) -> Path:
-    """The file of its tasks: three, the newest of them held out."""
-    rows = folder / "places.jsonl"
-    assert cli.main(["tasks", "make", str(make_history(folder)), "--localization", "--out", str(rows)]) == 0
-    return rows

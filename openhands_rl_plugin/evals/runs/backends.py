@@ -17,8 +17,6 @@ from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, Mir
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict
-from openhands_rl_plugin.evals.tasks.localization.backend import LocalizationBackend
-from openhands_rl_plugin.evals.tasks.localization.rows import is_localization
 from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
 
 BackendName = Literal["local", "docker", "image"]
@@ -26,7 +24,6 @@ BackendName = Literal["local", "docker", "image"]
 
 _LIGHT: Mapping[Callable[[Instance], bool], Callable[[Path], InstanceBackend]] = {
     is_repair: lambda cache: RepairBackend(),
-    is_localization: LocalizationBackend,
 }
 """Kinds of rows whose tasks need no environment, and what sets them up and grades them."""
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from openhands_rl_plugin.contrib.repair.rows import DIRECTORY, is_repair
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.localization import rows as localization
-from openhands_rl_plugin.evals.tasks.localization.rows import is_localization
 from openhands_rl_plugin.hosts.shared.options import UserReplies
 
 _INSTRUCTION = """\
@@ -51,8 +49,6 @@ REPLIES = UserReplies(
 def instruction_of(instance: Instance) -> str:
     """The first message of the conversation."""
     problem = instance.problem_statement
-    if is_localization(instance):
-        return localization.instruction(instance)
     if is_repair(instance):
         return f"{problem} The repository is /workspace/{DIRECTORY}."
     # Not by str.format: a problem statement holds braces.
@@ -63,6 +59,4 @@ def directory_of(instance: Instance) -> str:
     """The name of the repository's directory below ``/workspace``."""
     if is_repair(instance):
         return DIRECTORY
-    if is_localization(instance):
-        return localization.DIRECTORY
     return f"{instance.repo}__{instance.version}".replace("/", "__")

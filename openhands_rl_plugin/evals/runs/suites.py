@@ -19,7 +19,6 @@ from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.localization.rows import LOCALIZATION, all_localization
 from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 
 LOCAL = "swe-local"
@@ -108,10 +107,8 @@ def swe_task(instance: Instance, suite: Suite) -> EvalTask:
 
 
 def graded_by(entries: Iterable[EvalTask], reward: RewardSettings) -> RewardSettings:
-    """The reward of software tasks: their tests, or of localization tasks ``localization``, with the weights of
-    ``reward`` if that is it. Raises ``ConfigError`` where there are both kinds.
-    """
-    return reward.overridden(LOCALIZATION if all_localization(entry.instance for entry in entries) else TESTS)
+    """The reward of software tasks: their tests."""
+    return reward.overridden(TESTS)
 
 
 def environment_tasks(

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
-from openhands_rl_plugin.core.transcript import last_answer
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
@@ -33,7 +32,6 @@ from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.run_evaluation import grade_with_retries
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
-from openhands_rl_plugin.evals.tasks.localization.rows import is_localization, submission
 from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge
@@ -138,13 +136,10 @@ class SweRunner:
 
     async def _grade(self, trajectory: Trajectory, instance: Instance, grader: InstanceBackend) -> PatchVerdict:
         patch = trajectory.evidence.get("git_patch")
-        if is_localization(instance):
-            whole = patch if isinstance(patch, str) and not trajectory.evidence.get("git_patch_cut") else ""
-            patch = submission(whole, last_answer(trajectory))
-        elif not isinstance(patch, str):
+        if not isinstance(patch, str):
             why = str(trajectory.evidence.get("git_patch_missing") or "the episode left no patch")
             return _verdict(instance, VerdictKind.INFRASTRUCTURE, why)
-        elif trajectory.evidence.get("git_patch_cut"):
+        if trajectory.evidence.get("git_patch_cut"):
             return _verdict(instance, VerdictKind.REFUSED, "the change is larger than a recorded patch may be")
         logs = InstanceLogs(self._plan.out / trajectory.run_id / "eval_logs" / instance.instance_id)
         timeout, retries = self._plan.test_timeout, self._plan.retries

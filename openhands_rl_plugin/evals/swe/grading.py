@@ -307,14 +307,12 @@ async def grade_and_log(
     patch: str,
     logs: InstanceLogs,
     grade: Callable[[], Awaitable[PatchVerdict]],
-    *,
-    checked: bool = True,
 ) -> PatchVerdict:
     """The verdict with its time and logs; infrastructure failures are verdicts, too. An empty or refused patch is not
-    graded unless ``checked`` is false.
+    graded.
     """
     began = time.monotonic()
-    verdict = before_box(instance, patch) if checked else None
+    verdict = before_box(instance, patch)
     try:
         if verdict is None:
             logs.write_patch(patch)

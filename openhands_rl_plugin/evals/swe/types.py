@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pydantic import Field
 
-from openhands_rl_plugin.core.records import LocatedPlaces
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 
 
@@ -90,8 +89,6 @@ class PatchVerdict(Frozen):
     flags: tuple[Flag, ...] = ()
     seconds: float = 0.0
     test_seconds: float = 0.0
-    places: LocatedPlaces | None = None
-    """Of a localization task: what was named, and where the fix is."""
     logs: str | None = None
     """The folder with ``patch.diff``, ``eval.sh``, ``test_output.txt`` and ``report.json``."""
 

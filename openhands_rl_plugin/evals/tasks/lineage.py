@@ -58,7 +58,9 @@ class TaskLineage(Frozen):
 
 
 class TasksLineage(Frozen):
-    """All tasks of a file. ``sha256`` is that of the file; ``checked``: it passed the gate, with ``backend``."""
+    """All tasks of a file, or none where its rows say what they are. ``sha256`` is that of the file; ``checked``: it
+    passed the gate, with ``backend``.
+    """
 
     schema_version: int = SCHEMA_VERSION
     sha256: str

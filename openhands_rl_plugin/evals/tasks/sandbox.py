@@ -1,4 +1,4 @@
-"""Runs tests and snippets in bubblewrap: without network, with write access to their own copy only."""
+"""Runs tests and programs in bubblewrap: without network, with write access to their own copy only."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ _RESTRICTED = f'ulimit -v {MEMORY_KIB} -f 1048576 -c 0; exec "$@"'
 
 
 class FailureNote(Frozen):
-    """A test failure: the exception, the test's own ``line`` in ``file`` (0: unknown), its arguments."""
+    """A test failure: the exception, and what pytest prints of the test itself."""
 
     error: str
     message: str
-    file: str
-    line: int
-    values: dict[str, str] = Field(default_factory=dict)
+    output: str
 
 
 class TestRun(Frozen):
@@ -70,7 +68,7 @@ class TestRun(Frozen):
 
 
 class TreeSandbox:
-    """Runs tests and snippets on trees with one environment. ``paths``: import roots in a tree.
+    """Runs tests and programs on trees with one environment. ``paths``: import roots in a tree.
 
     ``timeout`` is in seconds of wall time, for each run.
     """
@@ -101,22 +99,6 @@ class TreeSandbox:
                 last = next((line for line in reversed(printed.splitlines()) if line.strip()), "nothing was printed")
                 return TestRun(crashed=last.strip()[:300], seconds=seconds)
 
-    def run_snippet(self, tree: SourceTree, script: str) -> dict[str, str]:
-        """Run a script; what it leaves in the names ``ACTUAL`` and ``EXPECTED``, and ``error``, each as a ``repr``.
-
-        Empty when it ran too long or ended the process.
-        """
-        with scratch_folder("openhands-rl-tasks-") as folder:
-            (folder / "out").mkdir()
-            (folder / "out" / "snippet.py").write_text(script, encoding="utf-8")
-            words = ["python", "/tmp/tools/snippets.py", "/tmp/out/snippet.py", "/tmp/out/result.json"]
-            _, timed_out = self._run(folder, tree, words, {"PYTHONHASHSEED": "0"})
-            try:
-                found = json.loads(_left(folder, "result.json"))
-            except (OSError, ValueError):
-                return {}
-            return {} if timed_out else {str(name): str(value) for name, value in found.items()}
-
     def run_program(
         self, tree: SourceTree, program: Path, given: JsonValue, *, hash_seed: int = 0, isolated: bool = False
     ) -> JsonValue:
@@ -143,7 +125,6 @@ class TreeSandbox:
         out.mkdir(exist_ok=True)
         tools.mkdir()
         shutil.copy(_HERE / "reporter.py", tools / "openhands_rl_reporter.py")
-        shutil.copy(_HERE / "statements" / "snippets.py", tools / "snippets.py")
         binds = ("--bind", str(work), INSIDE, "--bind", str(out), "/tmp/out", "--ro-bind", str(tools), "/tmp/tools")
         command = [*_isolated(self._environment), *binds, *self._variables(variables), "--chdir", INSIDE, "--"]
         bound = Bound(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +17,13 @@ from openhands_rl_plugin.evals.tasks.sandbox import FailureNote, TestRun
 from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
 from openhands_rl_plugin.evals.tasks.sources.prepared_package import PreparedPackage
 from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
-from openhands_rl_plugin.evals.tasks.statements.bug_report import RunSnippet, leaks, statement_of
 
 LARGEST_SHARE = 0.6
 """The fraction of tests that may fail with the bug; ``TaskPlan.least_share`` is the least."""
 TRIES_PER_TASK = 12
+LEAK_LENGTH = 12
+_MOST_SHOWN, _MOST_NAMED = 2, 6
+_UNSTABLE = re.compile(r"0x[0-9a-f]{6,}|\d+\.\d{9,}s")
 _NEVER_IN_A_FIX = {"NameError", "ImportError", "ModuleNotFoundError", "UnboundLocalError"}
 _OTHER_CODE = re.compile(
     r"AttributeError: .*has no attribute '_|TypeError: .*(unexpected keyword|positional) argument", re.DOTALL
@@ -107,18 +108,14 @@ def try_change(prepared: PreparedPackage, change: Change, tree: SourceTree) -> T
     if second.timed_out or failing != prepared.tests - second.passed:
         return TriedBug(key=change.key, reason="two runs with the bug differ")
 
-    @functools.cache
-    def snippet(script: str, with_bug: bool) -> dict[str, str]:
-        return prepared.sandbox.run_snippet(tree if with_bug else prepared.tree, script)
-
-    statement = _statement(prepared, first, failing, snippet)
+    statement = _statement(prepared, first, failing)
     if statement is None:
-        return TriedBug(key=change.key, reason="no report can be written on what fails")
-    if statement != _statement(prepared, second, failing, snippet):
-        return TriedBug(key=change.key, reason="two runs give two reports")
+        return TriedBug(key=change.key, reason="no output of what fails can be shown")
+    if statement != _statement(prepared, second, failing):
+        return TriedBug(key=change.key, reason="two runs print different output")
     instance = _instance(prepared, tree, change.key, failing, statement)
     if leaks(statement, instance.patch):
-        return TriedBug(key=change.key, reason="the report would show a line of the fix")
+        return TriedBug(key=change.key, reason="the output shows a line of the fix")
     lineage = TaskLineage(
         instance_id=instance.instance_id,
         source=prepared.origin.as_json(),
@@ -151,9 +148,32 @@ def _is_of_other_code(note: FailureNote) -> bool:
     return note.error in _NEVER_IN_A_FIX or _OTHER_CODE.search(f"{note.error}: {note.message}") is not None
 
 
-def _statement(prepared: PreparedPackage, run: TestRun, failing: Iterable[str], snippet: RunSnippet) -> str | None:
-    failures = {test: run.failures[test] for test in sorted(failing) if test in run.failures}
-    return statement_of(prepared.package.label, prepared.plan.python, prepared.tree.text, failures, snippet)
+def _statement(prepared: PreparedPackage, run: TestRun, failing: Iterable[str]) -> str | None:
+    """The output of the failing tests that say it shortest; ``None`` where it differs from run to run."""
+    failures = {test: run.failures[test].output for test in sorted(failing) if test in run.failures}
+    found = sorted((len(text), test) for test, text in failures.items() if text and not _UNSTABLE.search(text))
+    if not found:
+        return None
+    shown = [test for _, test in found[:_MOST_SHOWN]]
+    others = [test for test in failures if test not in shown]
+    parts = [f"Tests of {prepared.package.label} fail with Python {prepared.plan.python}."]
+    parts += [f"`{test}`:\n\n```\n{failures[test]}\n```" for test in shown]
+    if others:
+        more = ["- ..."] if len(others) > _MOST_NAMED else []
+        parts.append("\n".join(["These fail, too:\n", *(f"- `{test}`" for test in others[:_MOST_NAMED]), *more]))
+    return "\n\n".join(parts) + "\n"
+
+
+def leaks(statement: str, patch: str) -> bool:
+    """Whether a changed line of a patch that is longer than ``LEAK_LENGTH`` characters stands in a statement."""
+    return any(line in statement for line in changed_lines(patch) if len(line) > LEAK_LENGTH)
+
+
+def changed_lines(patch: str) -> list[str]:
+    """The added and removed lines of a patch, without what is around them."""
+    return [
+        line[1:].strip() for line in patch.splitlines() if line[:1] in "+-" and not line.startswith(("+++ ", "--- "))
+    ]
 
 
 def _instance(

@@ -16,6 +16,7 @@ from openhands_rl_plugin.evals.tasks.lineage import TasksLineage
 
 def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Table:
     """One line a task: what fails, how the bug was made, and whether the gate let it pass."""
+    gated = lineage is not None and lineage.checked
     known = {task.instance_id: task for task in lineage.tasks} if lineage is not None else {}
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("task", "split", "made by", "fail", "pass", "checked", "report"):
@@ -32,7 +33,7 @@ def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Tab
             task.modifier if task is not None else _kind(each),
             str(len(each.fail_to_pass)),
             str(len(each.pass_to_pass)),
-            "no" if check is None else "yes" if not check.problems else check.problems[0],
+            check.problems[0] if check and check.problems else "yes" if check or gated else "no",
             each.problem_statement.partition("\n")[0],
         )
         table.add_row(*(Text(visible(redact_text(cell)), no_wrap=True, overflow="ellipsis") for cell in cells))

@@ -16,8 +16,7 @@ from openhands_rl_plugin.evals.tasks.lineage import TasksLineage, read_lineage, 
 from openhands_rl_plugin.evals.tasks.quality_gate import duplicates
 from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test
 from openhands_rl_plugin.evals.tasks.sources.packages import SUITE_PLAN, TaskPlan, read_plan, suite_file
-from openhands_rl_plugin.evals.tasks.statements.bug_report import changed_lines, leaks
-from openhands_rl_plugin.evals.tasks.task_builder import LARGEST_SHARE
+from openhands_rl_plugin.evals.tasks.task_builder import LARGEST_SHARE, changed_lines, leaks
 
 FILE = suite_file("swe_local.jsonl")
 

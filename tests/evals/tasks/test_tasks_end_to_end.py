@@ -21,7 +21,7 @@ from openhands_rl_plugin.evals.tasks import git_fixes, suite, task_builder
 from openhands_rl_plugin.evals.tasks.lineage import read_lineage, require_checked
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
-from openhands_rl_plugin.evals.tasks.statements.bug_report import leaks
+from openhands_rl_plugin.evals.tasks.task_builder import leaks
 
 pytestmark = pytest.mark.contract
 
@@ -64,6 +64,10 @@ def test_made_twice_checked_and_found_wanting(
     fix = tasks[made_by.index("reopen_fix")]
     assert fix.fail_to_pass == ("test_units.py::test_total[texts2-4]",)
     assert "+        if own == unit and number > 0:" in fix.patch and "total(" in fix.problem_statement
+    assert (
+        fix.problem_statement.startswith("Tests of units fail")
+        and "AssertionError: assert 3 == 4" in fix.problem_statement
+    )
 
     assert cli.main(["tasks", "make", str(repository), "--out", str(again), *words]) == 0
     assert again.read_bytes() == file.read_bytes()
