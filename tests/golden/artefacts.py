@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import stores
 from golden import run_script
 
 
@@ -19,7 +20,13 @@ class Artefact:
     slow: bool = False
 
 
-INPUTS = {"gradients_episodes": ("gradients.py", "episodes")}
+INPUTS: dict[str, Callable[[], Any]] = {
+    "gradients_episodes": lambda: run_script("gradients.py", "episodes"),
+    "sqlite_files": stores.make_sqlite_files,
+    "mongodb_documents": stores.make_mongodb_documents,
+}
 ARTEFACTS = {
     "gradients": Artefact(lambda: run_script("gradients.py"), tolerance=1e-6, needs="torch"),
+    "sqlite": Artefact(stores.read_sqlite),
+    "mongodb": Artefact(stores.read_mongodb, needs="pymongo"),
 }

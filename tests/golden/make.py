@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 
 from artefacts import ARTEFACTS, INPUTS
-from golden import path_of, run_script, write
+from golden import path_of, write
 
 if __name__ == "__main__":
-    for name, words in INPUTS.items():
+    for name, make in INPUTS.items():
         if name in sys.argv[1:] or not path_of(name).exists():
-            write(name, run_script(*words))
+            write(name, make())
     for name in sys.argv[1:] or ARTEFACTS:
         if name in ARTEFACTS:
             write(name, ARTEFACTS[name].make())

@@ -1,0 +1,154 @@
+"""Two stores, SQLite's files and MongoDB's documents, and all that is read from them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from golden import read
+
+from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.rl import RLSettings, StorageSettings
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
+from openhands_rl_plugin.core.types import Trajectory
+
+DATABASE = "golden"
+FILTERS: dict[str, dict[str, Any]] = {
+    "finished": {},
+    "all": {"finished": None},
+    "unfinished": {"finished": False},
+    "run": {"run_id": "run"},
+    "group": {"group_id": "group-1"},
+    "environment": {"environment": "grid"},
+    "split": {"split": "heldout"},
+    "strategy": {"strategy": "MCTS"},
+    "adapter": {"adapter": "policy", "policy_version": 1},
+    "failed": {"failed": True},
+    "kind of failure": {"failure_kind": "infrastructure"},
+    "stop": {"stop": "max_turns"},
+    "good": {"reward_at_least": 0.5},
+    "bad": {"reward_at_most": 0.25},
+    "times": {"since": 1003.0, "until": 2000.0},
+    "best first": {"sort": "reward", "descending": True},
+    "most tokens": {"sort": "tokens", "descending": True, "limit": 5, "offset": 1},
+    "next page": {"sort": "finished", "after": "episode-4", "limit": 3},
+    "some": {"ids": ("episode-1", "sample", "nobody")},
+}
+
+
+async def fill(storage: TrajectoryStorage) -> None:
+    """Whole episodes, failed ones, one stored step by step, one that never ended; scores, one withdrawn; labels."""
+    from openhands_rl_plugin.testing.samples import GONE, sample_episode, sample_score, steps_of
+
+    for each in read("gradients_episodes"):
+        await storage.add(Trajectory.model_validate(each))
+    await storage.add(
+        sample_episode("sample", run="other", text="\N{CJK UNIFIED IDEOGRAPH-4E2D} api_key=sk-" + 40 * "a")
+    )
+    await storage.add(sample_episode("failed", failure=GONE, split="heldout"))
+    for name, until in (("grown", 5), ("open", 3)):
+        start, *growths = steps_of(sample_episode(name))[:until]
+        await storage.begin(start)
+        for one in growths:
+            await (storage.grow(one) if hasattr(one, "first") else storage.end(one))
+    scores = (("grown", 0.5), ("grown", None), ("sample", 1.0), ("episode-1", 0.0), ("open", 0.25))
+    await storage.add_scores([sample_score(name, reward) for name, reward in scores])
+    await storage.add_scores([sample_score("episode-1", 0.75, "tests-1"), sample_score("sample", 0.9, "verifier-1@x")])
+    kinds = ((LabelKind.VERDICT, 1.0), (LabelKind.PREFERENCE, 0.5), (LabelKind.COMMENT, None), (LabelKind.TAG, None))
+    made = [
+        Label(
+            id=f"{at}", trajectory_id="sample", kind=kind, value=value, text=f"text {at}", node=at or None, at=float(at)
+        )
+        for at, (kind, value) in enumerate(kinds)
+    ]
+    await storage.add_labels(made)
+
+
+async def contents(storage: TrajectoryStorage) -> Any:
+    everything = TrajectoryFilter(finished=None)
+    found = [
+        (t.model_dump(mode="json"), [s.model_dump(mode="json") for s in scores])
+        async for t, scores in storage.find(everything)
+    ]
+    asked = {name: TrajectoryFilter.model_validate(where) for name, where in FILTERS.items()}
+    labels = await storage.labels([t["id"] for t, _ in found])
+    return {
+        "episodes": {t["id"]: {"episode": t, "scores": scores} for t, scores in found},
+        "summaries": {each.id: each.model_dump(mode="json") async for each in storage.summaries(everything)},
+        "found": {name: [each.id async for each in storage.summaries(where)] for name, where in asked.items()},
+        "counts": {name: await storage.count(where) for name, where in asked.items()},
+        "labels": [each.model_dump(mode="json") for each in labels],
+    }
+
+
+async def used(storage: TrajectoryStorage, use: Any) -> Any:
+    try:
+        return await use(storage)
+    finally:
+        await storage.close()
+
+
+def sqlite_at(folder: str) -> TrajectoryStorage:
+    return open_storage(RLSettings(storage=StorageSettings(path=folder)))
+
+
+def make_sqlite_files() -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(used(sqlite_at(folder), fill))
+        return {file.name: base64.b64encode(file.read_bytes()).decode() for file in Path(folder).iterdir()}
+
+
+def read_sqlite() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in read("sqlite_files").items():
+            (Path(folder) / name).write_bytes(base64.b64decode(text))
+        return asyncio.run(used(sqlite_at(folder), contents))
+
+
+@contextmanager
+def mongodb() -> Iterator[tuple[TrajectoryStorage, Any]]:
+    """The storage, and the database as another client sees it. Skips the test where no server can be had."""
+    from mongodb_server import MongoServer, NoServerError
+    from pymongo import MongoClient
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = MongoServer(Path(folder) / "server")
+        try:
+            server.start()
+        except NoServerError as error:
+            import pytest
+
+            pytest.skip(str(error))
+        try:
+            url = f"{server.url}&serverSelectionTimeoutMS=60000"
+            chosen = RLSettings(storage_backend="mongodb", storage=StorageSettings(uri_env="STORE", database=DATABASE))
+            with MongoClient(server.url) as client:
+                yield open_storage(chosen, {"STORE": url}), client[DATABASE]
+        finally:
+            server.stop()
+
+
+def make_mongodb_documents() -> dict[str, Any]:
+    from bson import json_util
+
+    with mongodb() as (storage, database):
+        asyncio.run(used(storage, fill))
+        names = sorted(database.list_collection_names())
+        options = json_util.CANONICAL_JSON_OPTIONS
+        return {name: json_util.dumps(list(database[name].find()), json_options=options) for name in names}
+
+
+def read_mongodb() -> Any:
+    from bson import json_util
+
+    with mongodb() as (storage, database):
+        for name, text in read("mongodb_documents").items():
+            if documents := json_util.loads(text, json_options=json_util.CANONICAL_JSON_OPTIONS):
+                database[name].insert_many(documents)
+        return asyncio.run(used(storage, contents))
