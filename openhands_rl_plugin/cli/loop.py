@@ -203,9 +203,6 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
     loop, serving = settings.loop, settings.serving
     done = len(LoopState.load(args.run_dir / STATE).records)
     scripted = f", {len(tasks.demonstrations)} for demonstrations" if tasks.demonstrations else ""
-    prefixed = ", failing and solved groups begin with a prefix" if loop.prefix_sampling == "adaptive" else ""
-    if loop.pivots:
-        prefixed += f", then {loop.pivot_updates} updates on up to {loop.pivots} single decisions of them"
     ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
     turns, other = loop.training_max_turns or settings.max_turns, evaluated_by(settings)
     apart = f"; held-out tasks: {(other or settings).rollout_strategy}, at most {settings.max_turns} turns"
@@ -214,7 +211,7 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
     return [
         f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
         f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
-        f"{loop.samples_per_task} episodes, {loop.kind}{ahead}{prefixed}",
+        f"{loop.samples_per_task} episodes, {loop.kind}{ahead}",
         f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
         f"  agent: {settings.rollout_strategy}, at most {turns} turns, {settings.max_workers} at a time{held_out}",
         f"  model: {policy if serving.base_url else f'{given_weights(args.model)}, by the embedded server'}",

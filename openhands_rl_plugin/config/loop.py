@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.fields import Settings
@@ -81,18 +81,6 @@ class LoopSettings(Settings):
     evaluation_strategy: Annotated[str, registry.registered("strategies", besides="")] = Field(
         default="", description="rollout_strategy of the held-out episodes, without options; empty: as in training"
     )
-    prefix_sampling: Literal["none", "adaptive"] = Field(
-        default="none",
-        description="adaptive: tasks that always fail begin with a part of a success, solved ones of a failure",
-    )
-    pivots: int = Field(
-        default=0,
-        ge=0,
-        description="single decisions of an iteration's episodes that are trained after it, without a sandbox; 0: none",
-    )
-    pivot_updates: int = Field(
-        default=2, ge=1, le=64, description="updates on these decisions, each with new answers of the policy"
-    )
     save_total_limit: int = Field(
         default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'
     )
@@ -105,13 +93,4 @@ class LoopSettings(Settings):
     @property
     def stages(self) -> int:
         """Number of stages of a run: iterations, evaluations, and those of a warm start on demonstrations."""
-        updates = self.pivot_updates if self.pivots else 0
-        return self.iterations * (1 + updates) + (5 if self.demonstrations else 2)
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.pivots and self.kind == "async":
-            raise ValueError('pivots are trained between iterations: set kind = "sync", or pivots = 0')
-        if self.pivots and self.prefix_sampling != "none":
-            raise ValueError('pivots come from groups with plain starts: set prefix_sampling = "none", or pivots = 0')
-        return self
+        return self.iterations + (5 if self.demonstrations else 2)

@@ -26,7 +26,6 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "strategies": {
         "BestOfN": "openhands_rl_plugin.rollout.strategies.best_of_n:BestOfNStrategy",
         "MCTS": "openhands_rl_plugin.rollout.strategies.mcts:MCTSStrategy",
-        "NextBest": "openhands_rl_plugin.rollout.strategies.next_best:NextBestStrategy",
         "StandardReAct": "openhands_rl_plugin.rollout.strategies.react:StandardReActStrategy",
         "ToT": "openhands_rl_plugin.rollout.strategies.tot:ToTStrategy",
     },
@@ -66,7 +65,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "none": "openhands_rl_plugin.rollout.strategies.value:NoValue",
         "reward": "openhands_rl_plugin.rollout.strategies.value:RewardValue",
         "rollout": "openhands_rl_plugin.rollout.strategies.value:RolloutValue",
-        "verifier": "openhands_rl_plugin.rollout.strategies.value_verifier:VerifierValue",
+        "verifier": "openhands_rl_plugin.rollout.strategies.value:VerifierValue",
     },
 }
 

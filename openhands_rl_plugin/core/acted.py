@@ -19,10 +19,6 @@ KIND, ACTED, REWRITTEN = "kind", "acted", "history_rewritten"
 """Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward says so;
 ``REWRITTEN``: the answer's prompt does not extend the conversation before."""
 
-PREFIX = "prefix"
-"""Key of an answer's metadata: it was not sampled in this episode but replayed from another one, see
-``records.PrefixNote``. It is context of what follows and is not trained."""
-
 AT, SECONDS = "at", "seconds"
 """Keys of a node's metadata: when it was made, in Unix time, and how long an answer took to sample. Kept there, where
 every release can read them."""
@@ -47,11 +43,6 @@ def kind_of(node: TreeNode) -> str:
     """``TURN``, or what else a host wrote or sampled beside the episode."""
     kind = node.metadata.get(KIND)
     return kind if isinstance(kind, str) else TURN
-
-
-def is_replayed(node: TreeNode) -> bool:
-    """Whether the answer is of the prefix that the episode began with, so that another episode sampled it."""
-    return PREFIX in node.metadata
 
 
 class TimedNode:

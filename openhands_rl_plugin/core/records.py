@@ -8,7 +8,6 @@ from typing import Self
 
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.core.acted import PREFIX, is_replayed
 from openhands_rl_plugin.core.browsing.terms import Term
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
@@ -103,37 +102,6 @@ def prompt_of(trajectory: Trajectory) -> str:
     """The agent's ``[rl.workspace] prompt``: "compact" or "standard"."""
     said = trajectory.nodes[0].metadata.get(PROMPT) if trajectory.nodes else None
     return said if isinstance(said, str) else STANDARD_PROMPT
-
-
-class PrefixNote(Frozen):
-    """What an answer that was replayed says of the prefix that it is part of.
-
-    The first ``turns`` of the ``of`` turns of ``trajectory`` were replayed; ``good``: of a success, else of a failure.
-    ``instead``: the last of them has another answer in its place.
-    """
-
-    trajectory: str
-    turns: int = Field(ge=1)
-    of: int = Field(ge=2)
-    good: bool
-    instead: bool = False
-
-    @property
-    def share(self) -> float:
-        """How far the prefix goes: a part of a success is positive, one of a failure negative; 0 is a plain start."""
-        return (1 if self.good else -1) * self.turns / self.of
-
-    def in_words(self) -> str:
-        """``"the first 2 of 5 turns of 3f2a (a success)"``."""
-        outcome = "a success" if self.good else "a failure"
-        other = ", with another answer in the last of them" if self.instead else ""
-        return f"the first {self.turns} of {self.of} turns of {self.trajectory} ({outcome}){other}"
-
-
-def prefix_of(trajectory: Trajectory) -> PrefixNote | None:
-    """The prefix that the episode began with; ``None`` for a plain start."""
-    noted = next((node.metadata[PREFIX] for node in trajectory.nodes if is_replayed(node)), None)
-    return None if noted is None else PrefixNote.model_validate(noted)
 
 
 class NodeMark(Frozen):

@@ -386,7 +386,7 @@ class Probe(Frozen):
 
 class EpisodeRequest(Frozen):
     """The input of a runner for one episode, whose id follows from it. ``sample`` counts those of a task in its group,
-    ``attempt`` replacements of a failed one. ``prefix``: what to replay first; ``candidates``: to try in forks then."""
+    ``attempt`` replacements of a failed one."""
 
     task: Task
     run_id: str
@@ -396,5 +396,3 @@ class EpisodeRequest(Frozen):
     seed: int = 0
     served_model: str | None = None
     sampling: SamplingParams = SamplingParams()
-    prefix: tuple[Node, ...] = ()
-    candidates: tuple[Node, ...] = ()

@@ -14,8 +14,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.retry import Backoff
-from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Frozen, Node, SamplingParams, Task, Trajectory
-from openhands_rl_plugin.rollout.prefix import begun_with, has_differed, plain_start
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Frozen, SamplingParams, Task, Trajectory
 
 _BACKOFF = Backoff(first=0.5, longest=10.0)
 """A busy server or sandbox is back within seconds; ``retries`` is 2 by default, so a bad episode costs two of them."""
@@ -27,8 +26,7 @@ class RolloutPlan(Frozen):
     """Which episodes to run. ``run_id`` names them: the same plan under the same run id resumes.
 
     Every task is run ``samples_per_task`` times; these episodes form one group (one baseline). ``retries`` bounds
-    the replacements of an episode that failed because of the infrastructure. ``prefixes``: by the id of its task, what
-    a group begins with (``rollout.prefix``); an episode whose replay differs has a plain start instead. Raises
+    the replacements of an episode that failed because of the infrastructure. Raises
     ``ConfigError`` when two tasks have the same id, also of different environments: their episodes would be one group.
     """
 
@@ -40,7 +38,6 @@ class RolloutPlan(Frozen):
     seed: int = 0
     concurrency: int = Field(default=10, ge=1)
     retries: int = Field(default=2, ge=0)
-    prefixes: dict[str, tuple[Node, ...]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_ids(self) -> Self:
@@ -56,17 +53,14 @@ class RolloutPlan(Frozen):
         """One request an episode, with seeds that depend on nothing but the plan."""
         seeds = random.Random(f"{self.seed}/{self.run_id}")
         return tuple(
-            begun_with(
-                EpisodeRequest(
-                    task=task,
-                    run_id=self.run_id,
-                    group_id=f"{self.run_id}/{task.id}",
-                    sample=sample,
-                    seed=seeds.randrange(2**31),
-                    served_model=self.served_model,
-                    sampling=self.sampling,
-                ),
-                self.prefixes.get(task.id, ()),
+            EpisodeRequest(
+                task=task,
+                run_id=self.run_id,
+                group_id=f"{self.run_id}/{task.id}",
+                sample=sample,
+                seed=seeds.randrange(2**31),
+                served_model=self.served_model,
+                sampling=self.sampling,
             )
             for task in self.tasks
             for sample in range(self.samples_per_task)
@@ -99,10 +93,8 @@ async def play_requests(
     *,
     concurrency: int,
     retries: int = 2,
-    plain_starts: bool = True,
 ) -> tuple[Trajectory, ...]:
-    """``roll_out`` for requests of one's own. Without ``plain_starts`` an episode whose replay differs stays as it is:
-    one that failed."""
+    """``roll_out`` for requests of one's own."""
     stored: dict[str, Trajectory] = {}
     for run_id in dict.fromkeys(request.run_id for request in requests):
         stored |= {t.id: t async for t, _ in storage.find(TrajectoryFilter(run_id=run_id))}
@@ -110,7 +102,7 @@ async def play_requests(
 
     async def play(request: EpisodeRequest) -> Trajectory:
         async with gate:
-            trajectory = await _play_until_valid(request, retries, runner, storage, stored, plain_starts)
+            trajectory = await _play_until_valid(request, retries, runner, storage, stored)
         if on_finished is not None:
             on_finished(trajectory)
         return trajectory
@@ -130,7 +122,6 @@ async def _play_until_valid(
     runner: EpisodeRunner,
     storage: TrajectoryStorage,
     stored: dict[str, Trajectory],
-    plain_starts: bool,
 ) -> Trajectory:
     attempt = 0
     while True:
@@ -141,9 +132,6 @@ async def _play_until_valid(
                 await _BACKOFF.wait(attempt)
             trajectory = await runner.run(request)
             await storage.add(trajectory)
-        if plain_starts and request.prefix and has_differed(trajectory):
-            request, attempt = plain_start(request), 0
-            continue
         if attempt == retries or not _worth_replacing(trajectory):
             return trajectory
         attempt += 1

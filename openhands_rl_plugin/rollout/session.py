@@ -33,7 +33,6 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.alternatives import strategy_for
 from openhands_rl_plugin.rollout.capabilities import ReservesForks, reward_when_cut
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, JournalledEngine
 
@@ -107,7 +106,6 @@ class AgentSession:
 
     async def _run(self, request: EpisodeRequest, started: float, begin: _Begin) -> Trajectory:
         limits = request.task.limits or self._limits
-        self._strategy = strategy_for(request, self._strategy)
         try:
             stop, failure = await self._play_until_stopped(request, limits, begin)
             evidence, lost = await self._gather_evidence()

@@ -211,7 +211,10 @@ class LastTurn(WebEnvClient):
 @pytest.mark.timeout(400)
 def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[str, str], tmp_path: Path) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
-    played_by = 'env_name = "test_loop_command:LastTurn"\nrollout_strategy = "NextBest"'
+    played_by = (
+        'env_name = "test_loop_command:LastTurn"\nrollout_strategy = "BestOfN"'
+    played_by += '\nstrategy = {n = 2, value = "model"}'
+    )
     text = config.read_text().replace('env_name = "webshop"', f'{played_by}\nenvironment = {{system_prompt = "Shop."}}')
     config.write_text(text.replace("[rl.training]", '[rl.training]\nalgorithm = "rejection-sampling"'))
     command = words(config, "--iterations", "1", "--training-max-turns", "3", "--samples-per-task", "2")
@@ -224,14 +227,9 @@ def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[st
     found = {stage: {(t.strategy.name, len([*t.sampled()]), t.stop) for t in each} for stage, each in played.items()}
     assert found == {
         "evaluate-base": {("StandardReAct", 2, StopReason.TRUNCATED)},
-        "iteration-000": {("NextBest", 3, StopReason.TRUNCATED)},
+        "iteration-000": {("BestOfN", 3, StopReason.TRUNCATED)},
         "evaluate-final": {("StandardReAct", 2, StopReason.TRUNCATED)},
     }
-    asked = {
-        stage: {node.sampling.temperature for t in each for node in t.sampled() if node.sampling}
-        for stage, each in played.items()
-    }
-    assert asked["evaluate-final"] == {1.0} and asked["iteration-000"] <= {0.0, 1.0} and 0.0 in asked["iteration-000"]
 
 
 @pytest.mark.timeout(400)

@@ -67,7 +67,7 @@ def test_a_class_can_be_named_by_its_module() -> None:
 
 
 def test_an_installed_package_joins_by_an_entry_point(guest_package: None) -> None:
-    assert registry.names("strategies") == ("BestOfN", "Broken", "Guest", "MCTS", "NextBest", "StandardReAct", "ToT")
+    assert registry.names("strategies") == ("BestOfN", "Broken", "Guest", "MCTS", "StandardReAct", "ToT")
     assert registry.load("strategies", "Guest").__module__ == "guest_plugin"
     with pytest.raises(ConfigError, match=r"'Broken' cannot be loaded from guest_plugin:Nothing: AttributeError"):
         registry.load("strategies", "Broken")
@@ -94,7 +94,7 @@ def test_an_environment_without_a_class_speaks_the_simple_protocol(name: str, ex
             "strategies",
             "Greedy",
             {},
-            "unknown strategy 'Greedy'; available: BestOfN, MCTS, NextBest, StandardReAct, ToT, or \"module:Class\"",
+            "unknown strategy 'Greedy'; available: BestOfN, MCTS, StandardReAct, ToT, or \"module:Class\"",
         ),
         ("strategies", "no_such_module:X", {}, "cannot be loaded from no_such_module:X: ModuleNotFoundError"),
         ("rewards", "os:getcwd", {}, "os:getcwd is not a class"),

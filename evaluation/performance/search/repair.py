@@ -34,7 +34,7 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 BUDGETS = {"billed": (1_000, 2_000, 4_000, 8_000, 16_000, 32_000), "sampled": (75, 150, 300, 600, 1_200, 2_400)}
 CONTEXT = 3072  # of six turns and more
-COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "NextBest": "#ff7f0e", "MCTS": "#2ca02c"}
+COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "MCTS": "#2ca02c"}
 
 
 class Row(Frozen):
@@ -67,8 +67,6 @@ def options_of(strategy: str) -> JsonObject:
     match strategy:
         case "BestOfN":
             return {**TESTS_AS_VALUE, "n": 4, "temperature": 1.0}
-        case "NextBest":
-            return {"n": 4, "temperature": 1.0}
         case "MCTS":
             return {**TESTS_AS_VALUE, "num_simulations": 8, "num_branches": 4, "temperature": 1.0}
     return {}

@@ -13,8 +13,6 @@ from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 from openhands_rl_plugin.rollout.scoring import refuse_labels
 from openhands_rl_plugin.training.algorithms import algorithm_of
 
-_PIVOTS = "pivots compare so many answers of a state"
-
 
 def check_trainable(settings: RLSettings) -> None:
     """Raise ``ConfigError`` for settings that a loop cannot train with, or whose adapter could not be served."""
@@ -41,13 +39,10 @@ def check_trainable(settings: RLSettings) -> None:
     grouped = kind == "reinforcement" and algorithm_of(training).estimator.grouped
     if training.tree == "proposals" and getattr(make_strategy(settings), "selects", False):
         grouped = False  # what a search considered is compared with each other, in every episode
-    if settings.loop.samples_per_task < 2 and (grouped or settings.loop.pivots):
-        compares = f'algorithm = "{training.algorithm}" compares the episodes of a task' if grouped else _PIVOTS
-        raise ConfigError(f"[rl.loop] samples_per_task = 1: {compares}: set 2 or more")
-    if kind == "imitation" and settings.loop.pivots:
+    if settings.loop.samples_per_task < 2 and grouped:
         raise ConfigError(
-            f'[rl.training] algorithm = "{training.algorithm}" imitates episodes, and pivots are groups to compare: '
-            "set [rl.loop] pivots = 0, or choose an RL algorithm"
+            f'[rl.loop] samples_per_task = 1: algorithm = "{training.algorithm}" compares the episodes of a task: set '
+            "2 or more"
         )
     if training.context_parallel_size > 1 and training.nproc_per_node == 1:
         raise ConfigError(
@@ -83,11 +78,6 @@ def _check_evaluation(settings: RLSettings) -> None:
 def _check_sampling(settings: RLSettings) -> None:
     """What is reinforced was sampled from the policy itself; what is imitated may come from a search."""
     training, strategy = settings.training, make_strategy(settings)
-    if getattr(strategy, "greedy", False):
-        raise ConfigError(
-            f'[rl] rollout_strategy = "{settings.rollout_strategy}" answers greedily, so there is no probability to '
-            'reinforce: set [rl.training] algorithm = "sft" or "rejection-sampling", or choose another strategy'
-        )
     for where, name, value in _sampled_by(settings):
         if name == "temperature" and value != 1 and ENGINES[training.engine].temperatures == "1":
             engine = f'[rl.training] engine = "{training.engine}"'

@@ -74,7 +74,6 @@ async def open_parts(
             tokenizer=tokenizer,
             make_trainer=lambda chosen, adapter: make_trainer(model, chosen, settings, serving.model, adapter),
             state_file=directory / STATE,
-            engine=engines,
             evaluator=evaluator,
             **({"lessons": lessons} if lessons is not None else {}),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
@@ -34,7 +33,7 @@ class RecordedRunner:
         await self._runner.close()
 
     def _look(self, trajectory: Trajectory) -> None:
-        own = [node for node in trajectory.sampled() if not is_replayed(node)]
+        own = [*trajectory.sampled()]
         if any(node.tokens is not None and (node.tokens.logprobs or not self._logprobs) for node in own):
             self._proven = True
             return

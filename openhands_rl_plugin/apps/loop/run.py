@@ -26,7 +26,7 @@ from openhands_rl_plugin.contrib.studio.reports.listener import RunReport
 from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
-from openhands_rl_plugin.core.protocols import EpisodeRunner, Forkable, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     Adapter,
     EpisodeRequest,
@@ -126,9 +126,6 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         success=_criterion(job),
         probe_ids=canary,
         save_total_limit=loop.save_total_limit,
-        prefix_sampling=loop.prefix_sampling,
-        pivots=loop.pivots,
-        pivot_updates=loop.pivot_updates,
     )
 
 
@@ -171,7 +168,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     check_trainable(job.settings)
     if not job.tasks.suite.software:
         refuse_without_workspace(make_reward(job.settings.reward), f"{job.tasks.suite.name} has none")
-        await _greet(job.settings, job.tasks.held_out[0].task, forked=job.settings.loop.pivots > 0)
+        await _greet(job.settings, job.tasks.held_out[0].task)
     plan = loop_plan(job, probe_ids(job.model))
     _note_start(job)
     title, stages = job.title or job.tasks.suite.name, job.settings.loop.stages
@@ -370,12 +367,9 @@ def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
     )
 
 
-async def _greet(settings: RLSettings, task: Task, *, forked: bool) -> None:
-    """Open and close an episode, so that an unreachable environment, or one that cannot be forked where that is needed,
-    is an error before the run begins."""
+async def _greet(settings: RLSettings, task: Task) -> None:
+    """Open and close an episode, so that an unreachable environment is an error before the run begins."""
     environment = make_environment(settings)
-    if forked and not isinstance(environment, Forkable):
-        raise ConfigError(f"[rl.loop] pivots: {settings.env_name} cannot be forked, so no answers are compared: set 0")
     try:
         with boundary(FailureKind.ENVIRONMENT, f"{settings.env_name} at {settings.environment_url}"):
             await environment.reset(task)

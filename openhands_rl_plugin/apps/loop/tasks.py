@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.repair.rows import MORE
 from openhands_rl_plugin.core.errors import ConfigError
@@ -160,16 +159,6 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
         raise ConfigError(f"{option}: they stand beside demonstrations of {', '.join(REPAIRS)}; leave it at 0")
     if loop.demonstrations and tasks.suite.name == WEBSHOP and settings.react_format:
         raise ConfigError("--demonstrations: the script writes plain actions: set react_format = false in [rl]")
-    if loop.prefix_sampling != "none" and tasks.suite.software and host_of(settings) != "v0":
-        raise ConfigError(
-            '[rl.loop] prefix_sampling = "adaptive": sessions in a workspace are replayed in OpenHands V0 only: set '
-            '[rl] host = "v0", or "none"'
-        )
-    if loop.pivots and tasks.suite.software and host_of(settings) != "v0":
-        raise ConfigError(
-            "[rl.loop] pivots: sessions in a workspace are replayed and forked in OpenHands V0 only: set "
-            '[rl] host = "v0", or pivots = 0'
-        )
     both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {
         _what(tasks.suite, entry) for entry in tasks.held_out
     }

@@ -86,9 +86,7 @@ def stage_line(record: StageRecord) -> str:
         figures.append(
             f"{metrics['unscored']:.0f} without a reward (`openhands-rl score STORE --reward NAME` says why)"
         )
-    if "pivots" in metrics:
-        figures += _of_pivots(metrics)
-    elif "states" in metrics:
+    if "states" in metrics:
         figures.append(_of_proposals(metrics))
     elif metrics.get("episodes_used") == 0:
         causes = [f"{metrics[key]:.0f} {why}" for key, why in _UNUSED.items() if metrics.get(key)]
@@ -105,18 +103,6 @@ def _of_proposals(metrics: Mapping[str, float]) -> str:
         return "nothing learnt: no answer of the search was judged (`openhands-rl show STORE ID --tree` says why)"
     nothing = "" if metrics.get("samples") else ": nothing learnt"
     return f"answers differ in {metrics['states_differing']:.0f} of {metrics['states']:.0f} states{nothing}"
-
-
-def _of_pivots(metrics: Mapping[str, float]) -> list[str]:
-    """What was found among single decisions."""
-    names = ("pivots", "decisions", "wordings", "outcomes")
-    pivots, decisions, wordings, outcomes = (f"{metrics[name]:.0f}" for name in names)
-    told = [f"{pivots} pivots among {decisions} decisions", f"{wordings} wordings with {outcomes} outcomes"]
-    if metrics["answers_failed"]:
-        told.append(f"{metrics['answers_failed']:.0f} answers failed")
-    if metrics.get("episodes_used") == 0:
-        told.append("nothing learnt: all answers to a decision earn alike")
-    return told
 
 
 def episode_lines(trajectory: Trajectory) -> list[str]:

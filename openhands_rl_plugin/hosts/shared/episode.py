@@ -39,7 +39,6 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.environment_reply import EnvironmentReply
 from openhands_rl_plugin.hosts.shared.loop_storage import LoopBoundStorage
-from openhands_rl_plugin.rollout.alternatives import strategy_for
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.rollout.session import context_tokens, reached
 
@@ -82,7 +81,7 @@ class HostEpisode:
     ) -> None:
         self.request = request
         self.settings = settings
-        self.strategy = strategy_for(request, strategy)
+        self.strategy = strategy
         self.strategy_spec = strategy_spec
         self.base_model = base_model
         self.environment_mode = environment_mode

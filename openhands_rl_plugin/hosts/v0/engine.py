@@ -137,19 +137,6 @@ class ControllerEngine:
         )
         return await self.answers.gather(calls)
 
-    def read_again(self, answer: Message) -> None:
-        """Make a recorded answer executable, as if it had been sampled in this turn. Raises ``ModelError``."""
-        if self._read_actions is None:
-            return
-        choice = {"index": 0, "finish_reason": "stop", "message": to_wire(answer)}
-        response = ModelResponse(choices=[choice])
-        try:
-            if not self._llm.is_function_calling_active():
-                read_described_call(response, self._turn.tools)
-            self.answers.keep(answer, HostOutcome(actions=tuple(self._read_actions(response))))
-        except MALFORMED as error:
-            raise ModelError(f"OpenHands cannot parse the recorded answer: {describe(error)}") from error
-
     def _seeded(self, sampling: SamplingParams | None, messages: Sequence[Message]) -> SamplingParams:
         return self._episode.sampling_for(sampling, self._seeds.next(messages))
 

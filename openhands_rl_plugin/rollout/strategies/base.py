@@ -1,18 +1,20 @@
-"""The base of the search strategies: what the actions that were sampled are worth."""
+"""The base of the search strategies: the budgets' account, what sampled actions are worth, and the turn's report."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
-from openhands_rl_plugin.rollout.strategies.branching import BranchingStrategy
-from openhands_rl_plugin.rollout.strategies.budget import Least
+from openhands_rl_plugin.core.types import Failure
+from openhands_rl_plugin.rollout.strategies.annotations import note, notes
 from openhands_rl_plugin.rollout.strategies.forks import pays_rewards
-from openhands_rl_plugin.rollout.strategies.options import SearchOptions
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, Spending
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.together import together
 from openhands_rl_plugin.rollout.strategies.value import (
@@ -27,22 +29,36 @@ from openhands_rl_plugin.rollout.strategies.value import (
 _LOG = redacting_logger(__name__)
 
 
-class SearchStrategy(BranchingStrategy):
-    """A strategy that evaluates several actions before it decides. ``value`` estimates a state's return.
+class SearchStrategy(ABC):
+    """A strategy that samples several actions and evaluates them before it decides.
 
-    If the environment refuses a fork, a strategy and a value that need none do without for that turn.
+    ``value`` estimates a state's return. If the environment refuses a fork, a strategy and a value that need none do
+    without for that turn.
 
     Raises ``ConfigError`` for a budget that is too small for one move.
     """
 
     Parts: ClassVar = {"value": "values"}
+    name: ClassVar[str]
+    selects: ClassVar[bool] = True
+    """What is acted on was chosen from several samples of the policy, and so is no sample of it."""
     needs_forks: ClassVar[bool] = False
 
     def __init__(self, options: SearchOptions, value: ValueFunction | str | None) -> None:
         given = None if isinstance(value, str) else value
         self._value: ValueFunction = given or built_in(options.value, options.value_options)
         self._told = False
-        super().__init__(options, self.least_of_a_move(least_of(self._value)))
+        self._options = options
+        self._accounts: WeakKeyDictionary[EpisodeTree, Spending] = WeakKeyDictionary()
+        least = self.least_of_a_move(least_of(self._value))
+        for name, budget in (("turn_budget", options.turn_budget), ("episode_budget", options.episode_budget)):
+            for what, needed in least._asdict().items():
+                bound = getattr(budget, what)
+                if bound is not None and bound < needed:
+                    raise ConfigError(
+                        f"{name}.{what}: {bound} is too small for one move of {self.name}, which takes {needed}: "
+                        "raise it, or use fewer branches"
+                    )
 
     def least_of_a_move(self, judgement: Least) -> Least:
         """The fewest calls and steps of one turn's search, including those of each judgement."""
@@ -54,9 +70,36 @@ class SearchStrategy(BranchingStrategy):
         return self._options.open_worlds if self._needs_forks() else 0
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
-        """As in ``BranchingStrategy``; raises ``ConfigError`` when the search needs forks and there are none."""
+        """Search below ``tree.head`` and return the action to commit.
+
+        Raises ``ConfigError`` when the search needs forks and there are none, ``CaughtFailure`` when every branch died.
+        """
         self.check_world(world)
-        return await super().decide(tree, engine, world)
+        async with Search(tree, engine, world, self._options, self._account(tree)) as search:
+            chosen = await self._choose(search) if not search.exhausted() else None
+            if chosen is None:
+                chosen = await self._without_search(search)
+        report = {"strategy": self.name, "turn": search.turn.report(), "episode": search.episode.report()}
+        note(tree.nodes[chosen])["report"] = {**report, **search.log.report()}
+        return chosen
+
+    @abstractmethod
+    async def choose(self, search: Search) -> int | None:
+        """The best action that was found, ``None`` when the budget did not allow to evaluate any."""
+
+    def favourite(self, search: Search) -> int | None:
+        """The best of the actions that are known from earlier turns, without spending anything."""
+        nodes = search.tree.nodes
+        known = search.actions(search.root)
+        return max(known, key=lambda at: (nodes[at].visits, nodes[at].value or 0.0), default=None)
+
+    def _account(self, tree: EpisodeTree) -> Spending:
+        """The episode's, which continues from what the last turn reported where the episode is resumed."""
+        if tree not in self._accounts:
+            reports = [notes(tree.nodes[at]).get("report") for at in tree.path()]
+            last = next((each["episode"] for each in reversed(reports) if isinstance(each, dict)), {})
+            self._accounts[tree] = Spending.resumed(self._options.episode_budget, last)
+        return self._accounts[tree]
 
     def check_world(self, world: Forkable | None) -> None:
         """Raise ``ConfigError`` when the strategy cannot do without what is missing."""
@@ -110,8 +153,25 @@ class SearchStrategy(BranchingStrategy):
     def _needs_forks(self) -> bool:
         return self.needs_forks or self._value.needs_world or isinstance(self._value, NoValue)
 
+    async def _without_search(self, search: Search) -> int:
+        """What is known already, or one plain completion."""
+        known = self.favourite(search)
+        if known is not None:
+            return known
+        # The model refused the prompt behind an action, but the environment is alive: the episode can continue.
+        if search.log.dropped and not search.log.refused:
+            raise CaughtFailure(_all_dead(search))
+        return await search.plain()
+
 
 def count_return(node: DraftNode, value: float) -> None:
     """Add an observed return of an action to its mean."""
     node.visits += 1
     node.value = value if node.value is None else node.value + (value - node.value) / node.visits
+
+
+def _all_dead(search: Search) -> Failure:
+    last = search.log.last_failure
+    assert last is not None
+    message = f"all {search.log.dropped} branches of the search died; the last: {last.message}"
+    return Failure(kind=last.kind, message=message[:500], boundary="search")

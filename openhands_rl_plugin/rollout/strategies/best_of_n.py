@@ -10,10 +10,8 @@ from pydantic import Field
 
 from openhands_rl_plugin.rollout.strategies.annotations import notes, times_merged
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
-from openhands_rl_plugin.rollout.strategies.budget import Least
-from openhands_rl_plugin.rollout.strategies.options import SearchOptions, options_of
-from openhands_rl_plugin.rollout.strategies.search import Search
-from openhands_rl_plugin.rollout.strategies.seeds import KnowsItsEpisode, call_seed
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, options_of
+from openhands_rl_plugin.rollout.strategies.search import KnowsItsEpisode, Search, call_seed
 from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 
 

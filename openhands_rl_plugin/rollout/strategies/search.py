@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ModelError, boundary, describe
 from openhands_rl_plugin.core.messages import whole_observation
@@ -21,10 +22,46 @@ from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Failure, FailureKind, Message, Observation, SamplingParams
 from openhands_rl_plugin.rollout.strategies.annotations import action_key, ended, note, notes, times_merged
-from openhands_rl_plugin.rollout.strategies.budget import Spending, SpentError
 from openhands_rl_plugin.rollout.strategies.forks import ForkPool, fork_steps, in_step_time, most_forks, pays_rewards
-from openhands_rl_plugin.rollout.strategies.options import SearchLog, SearchOptions
-from openhands_rl_plugin.rollout.strategies.seeds import call_seed
+from openhands_rl_plugin.rollout.strategies.options import SearchLog, SearchOptions, Spending, SpentError
+
+# Larger than any number of answers to one call, whose seeds are consecutive.
+_SEED_STEP = 7_919
+_SEEDS = 2**31
+
+
+@runtime_checkable
+class KnowsItsEpisode(Protocol):
+    """An engine of one episode that says which seed the episode has. A capability, not a flag."""
+
+    @property
+    def episode_seed(self) -> int | None:
+        """The seed, ``None`` where the episode has none."""
+        ...
+
+
+def call_seed(seed: int, engine: LLMEngine, tree: EpisodeTree, parent: int | None, asking: int) -> int:
+    """The seed of a search with ``seed`` for its next call at ``parent``, where ``asking`` answers are under way.
+
+    Episodes of one task differ by their own seeds, or all samples of a group would be the same.
+    """
+    return (seed + _of_episode(engine) + _place(tree, parent, asking)) % _SEEDS
+
+
+def _of_episode(engine: LLMEngine) -> int:
+    known = engine.episode_seed if isinstance(engine, KnowsItsEpisode) else None
+    return 0 if known is None else zlib.crc32(str(known).encode())
+
+
+def _place(tree: EpisodeTree, parent: int | None, asking: int) -> int:
+    """A number of a call within its episode, by its place in the tree and its count there, not by time."""
+    said = 0
+    for at in tree.path(parent) if parent is not None else ():
+        if tree.nodes[at].sampled:
+            said = zlib.crc32(repr(action_key(tree.nodes[at].message)).encode("utf-8", "surrogatepass"), said)
+    below = [tree.nodes[at] for at in tree.children(parent)]
+    drawn = sum(1 + times_merged(notes(node)) for node in below if node.sampled)
+    return said + _SEED_STEP * (drawn + asking)
 
 
 class _Start(NamedTuple):
@@ -120,15 +157,10 @@ class Search:
             self._asking[parent] -= count
         return list(dict.fromkeys(self._add(parent, completion) for completion in completions))
 
-    async def plain(self, *, greedy: bool = False) -> int:
-        """One completion as without search; a budget does not stop it, because every turn needs an action.
-
-        ``greedy``: the likeliest one, without those parameters of the search that only say what may be drawn.
-        """
+    async def plain(self) -> int:
+        """One completion as without search; a budget does not stop it, because every turn needs an action."""
         self._enter_calls(1)
         sampling = self._sampling(self.root)
-        if greedy:
-            sampling = sampling.model_copy(update={"temperature": 0.0, "top_p": None, "top_k": None, "min_p": None})
         completion = (await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=sampling))[0]
         return self._add(self.root, completion)
 

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from openhands_rl_plugin.rollout.strategies.annotations import ended
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, count_return
-from openhands_rl_plugin.rollout.strategies.budget import Least
-from openhands_rl_plugin.rollout.strategies.options import SearchOptions, options_of
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, options_of
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.together import together
 from openhands_rl_plugin.rollout.strategies.value import ValueFunction

@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward
@@ -29,8 +29,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.scoring import JudgesWorkspace, RunsCommands
 from openhands_rl_plugin.rollout.strategies.annotations import ended, note, notes
-from openhands_rl_plugin.rollout.strategies.budget import Least, SpentError, StrictOptions
-from openhands_rl_plugin.rollout.strategies.options import checked
+from openhands_rl_plugin.rollout.strategies.options import Least, SpentError, StrictOptions, checked
 from openhands_rl_plugin.rollout.strategies.search import Search
 
 
@@ -322,3 +321,47 @@ def episode_so_far(search: Search, state: int, evidence: JsonObject) -> Trajecto
         evidence=evidence,
         times=Times(started=now, finished=now),
     )
+
+
+class VerifierValueOptions(StrictOptions):
+    """``scale`` is the value of a sure success. All other keys are those of the reward ``verifier``, such as
+    ``adapter`` and ``base_url``; ``verifier`` names another reward of that kind.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    verifier: str = "verifier"
+    scale: float = Field(default=1.0, gt=0)
+
+    @property
+    def verifier_options(self) -> JsonObject:
+        """What the reward is built from."""
+        return dict(self.model_extra or {})
+
+
+class VerifierValue:
+    """A verifier's score of the episode up to a state. It reads the conversation, so no fork is needed; states that are
+    judged together, as the candidates of a turn are, share the computation of their common prefix.
+    """
+
+    Options = VerifierValueOptions
+    Parts: ClassVar = {"verifier": "rewards"}
+    name = "verifier"
+    needs_world = False
+
+    def __init__(self, options: VerifierValueOptions | None = None, *, verifier: Reward) -> None:
+        self._scale = (options or VerifierValueOptions()).scale
+        self._verifier = verifier
+
+    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
+        """Judge once; ``None`` if it cannot be judged."""
+        score = await judged_in_time(search, self._verifier, _conversation(search, state))
+        return None if score is None else ValueEstimate(self._scale * score - earned(search, state))
+
+    async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
+        """Where the environment has paid something, that is what the end is worth; else as for any other state."""
+        return ValueEstimate(0.0) if earned(search, state) else await self.estimate(search, state)
+
+
+async def _conversation(search: Search, state: int) -> Trajectory:
+    return episode_so_far(search, state, {})

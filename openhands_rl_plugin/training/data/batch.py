@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from openhands_rl_plugin.core.acted import CONDENSATION, is_replayed, kind_of
+from openhands_rl_plugin.core.acted import CONDENSATION, kind_of
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Node, PolicyRef, Sample, Tokens, Trajectory
 from openhands_rl_plugin.training.data.eligibility import is_sampled_off_policy, temperature_of
@@ -45,13 +45,11 @@ def trained_nodes(
 ) -> tuple[int, ...]:
     """The answers that were acted on, in order; on paths that a rewritten history left, those with recorded tokens.
 
-    Those of a replayed prefix are none of them: another episode sampled them. With ``condensations`` also the
-    summaries that the episode's own policy wrote.
+    With ``condensations`` also the summaries that the episode's own policy wrote.
     """
     acted, path = trajectory.acted(), set(trajectory.path())
     if condensations:
         acted = tuple(sorted({*acted, *_condensations(trajectory, need_logprobs)}))
-    acted = tuple(at for at in acted if not is_replayed(trajectory.nodes[at]))
     if path.issuperset(acted):
         return acted
     recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
@@ -70,7 +68,7 @@ def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
     sampled = 0
     try:
         for index in trajectory.path():
-            if trajectory.nodes[index].sampled and not is_replayed(trajectory.nodes[index]):
+            if trajectory.nodes[index].sampled:
                 _check(trajectory.id, index, trajectory.nodes[index], need_logprobs)
                 sampled += 1
     except TrainingError:
@@ -88,7 +86,7 @@ def recorded_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> fro
         if node.parent is not None and node.parent not in whole:
             continue
         try:
-            if node.sampled and not is_replayed(node):
+            if node.sampled:
                 _check(trajectory.id, at, node, need_logprobs)
         except TrainingError:
             continue
@@ -246,8 +244,8 @@ def _segments(
     segment = _Segment()
     for index in trajectory.path(leaf):
         node = trajectory.nodes[index]
-        if not node.sampled or is_replayed(node):
-            continue  # the ids of a replayed answer are part of the prompt that the next one has
+        if not node.sampled:
+            continue
         _check(trajectory.id, index, node, need_logprobs)
         tokens = node.tokens
         assert tokens is not None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pydantic import Field
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, labels_of, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
@@ -361,8 +360,7 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
             ways[how] += 1
         else:
             excluded["shortened"] += short is not trajectory
-            own = sum(not is_replayed(short.nodes[at]) for at in short.acted())
-            left = len(trained_nodes(short, need_logprobs=needs_logprobs(settings))) < own
+            left = len(trained_nodes(short, need_logprobs=needs_logprobs(settings))) < len(short.acted())
             excluded["partial"] += left and short is trajectory
             kept.append((until_secret(regrouped(trajectory, kind)) if shortens else regrouped(trajectory, kind), value))
     return Episodes(

@@ -12,10 +12,9 @@ import json
 from collections.abc import Mapping
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
-from openhands_rl_plugin.core.records import prefix_of, prompt_of
+from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.types import SamplingParams, StopReason, Trajectory
 from openhands_rl_plugin.training.algorithms import Kind
 
@@ -42,8 +41,7 @@ def is_overlong(trajectory: Trajectory, settings: TrainingSettings) -> bool:
 
 def samplings(trajectory: Trajectory) -> tuple[str, ...]:
     """The distinct ways of sampling of the answers that were acted on, in order: not neutral parameters with values."""
-    own = (node.sampling for node in trajectory.sampled() if not is_replayed(node))
-    return tuple(sorted({_in_words(params) or "temperature 1" for params in own}))
+    return tuple(sorted({_in_words(node.sampling) or "temperature 1" for node in trajectory.sampled()}))
 
 
 def off_policy_sampling(trajectory: Trajectory) -> str:
@@ -88,7 +86,7 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
     """The episode, with a group id for all episodes of one task and one policy version, across runs.
 
     A baseline estimates the expected return of one policy on one task, and a preference pair must differ in quality,
-    not in the way of sampling. So episodes that are compared also have the same strategy, sampling, prompt and prefix;
+    not in the way of sampling. So episodes that are compared also have the same strategy, sampling and prompt;
     for SFT the best episodes of a task may have different ones.
     """
     key = [*asked_in_common(trajectory.task), trajectory.policy.served_name]
@@ -100,6 +98,4 @@ def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
             str(samplings(trajectory)),
             prompt_of(trajectory),
         ]
-        if (prefix := prefix_of(trajectory)) is not None:
-            key.append(prefix.in_words())
     return trajectory.model_copy(update={"group_id": "\0".join(key)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.algorithms import algorithm_of
@@ -25,11 +24,11 @@ def until_secret(trajectory: Trajectory) -> Trajectory:
     The same object when there is none, when the ids are missing for another reason, and when nothing comes before.
     """
     nodes, path = trajectory.nodes, trajectory.path()
-    own = (at for at in path if nodes[at].sampled and not is_replayed(nodes[at]))
+    own = (at for at in path if nodes[at].sampled)
     cut = next((at for at in own if nodes[at].tokens is None), None)
     if cut is None or not any(is_redacted(nodes[at].message) for at in path if at <= cut):
         return trajectory
     recorded = recorded_nodes(trajectory, need_logprobs=False)
-    before = [at for at in trajectory.acted() if at < cut and at in recorded and not is_replayed(nodes[at])]
+    before = [at for at in trajectory.acted() if at < cut and at in recorded]
     # A parent has a smaller index than its children, so that the tree of those before is whole.
     return trajectory.model_copy(update={"nodes": nodes[:cut], "head": before[-1]}) if before else trajectory

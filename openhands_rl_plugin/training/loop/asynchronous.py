@@ -73,7 +73,7 @@ class AsyncLoop(LoopStages):
         return self._state
 
     async def _reinforce(self) -> None:
-        player = GroupRunner(self._plan, self._patient, self._parts.storage, self._server, self._newest, self._prefixes)
+        player = GroupRunner(self._plan, self._patient, self._parts.storage, self._server, self._newest)
         await player.look()
         buffer = self._supply(player)
         try:
@@ -97,8 +97,6 @@ class AsyncLoop(LoopStages):
         chosen = time.time()
         where = TrajectoryFilter(ids=batch.trajectories)
         metrics = await self._judge(where, played)
-        groups = [player.plain_group(number) for number in batch.groups]
-        metrics |= await self._prefixed(player.run_id, groups, played)
         credit = await self._credit(where, played)
         metrics |= credit.baseline.as_floats() | self._of_proposals(played)
         adapter = None

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.retry import Backoff
-from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Task, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan
-from openhands_rl_plugin.rollout.prefix import has_differed, plain_start
 from openhands_rl_plugin.training.loop.plan import LoopPlan
-from openhands_rl_plugin.training.loop.prefixes import PrefixSampler
 from openhands_rl_plugin.training.loop.rollout_buffer import Group, ThroughputMeter
 from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
 
@@ -33,7 +31,6 @@ class GroupRunner:
         storage: TrajectoryStorage,
         server: OutageTolerantServer,
         newest: Callable[[], str],
-        prefixes: PrefixSampler,
     ) -> None:
         self.run_id = f"{plan.run_id}/rollouts"
         self.meter = ThroughputMeter(plan.concurrency)
@@ -42,7 +39,6 @@ class GroupRunner:
         self._storage = storage
         self._server = server
         self._newest = newest
-        self._prefixes = prefixes
         self._gate = asyncio.Semaphore(plan.concurrency)
         self._begun: frozenset[str] = frozenset()
 
@@ -53,39 +49,29 @@ class GroupRunner:
 
     async def play(self, number: int) -> Group:
         """The episodes of a group; stored ones are not rolled out again. Raises errors that must stop a run."""
-        requests = await self._requests(number)
+        requests = self._requests(number)
         stored: dict[str, Trajectory] = {}
-        for group_id in {requests[0].group_id, self.plain_group(number)} & self._begun:
+        if (group_id := requests[0].group_id) in self._begun:
             where = TrajectoryFilter(run_id=self.run_id, group_id=group_id)
-            stored |= {trajectory.id: trajectory async for trajectory, _ in self._storage.find(where)}
+            stored = {trajectory.id: trajectory async for trajectory, _ in self._storage.find(where)}
         episodes = (self._play_until_valid(request, stored) for request in requests)
         # A task group inside the loop's task group would nest the error in two exception groups.
         return Group(number, tuple(await _all(*(asyncio.ensure_future(each) for each in episodes))))
 
-    def plain_group(self, number: int) -> str:
-        """The id of a group without a prefix."""
-        return f"{self.run_id}/{number:06d}/{self._task(number).id}"
-
-    def _task(self, number: int) -> Task:
-        return self._plan.training[number % len(self._plan.training)]
-
-    async def _requests(self, number: int) -> tuple[EpisodeRequest, ...]:
-        task = self._task(number)
+    def _requests(self, number: int) -> tuple[EpisodeRequest, ...]:
+        task = self._plan.training[number % len(self._plan.training)]
         plan = RolloutPlan(
             run_id=f"{self.run_id}/{number:06d}",
             tasks=(task,),
             samples_per_task=self._plan.samples_per_task,
             sampling=self._plan.sampling,
             seed=self._plan.seed,
-            prefixes={task.id: await self._prefixes.choose(task, self.run_id, self.plain_group(number))},
         )
         return tuple(request.model_copy(update={"run_id": self.run_id}) for request in plan.requests())
 
     async def _play_until_valid(self, request: EpisodeRequest, stored: dict[str, Trajectory]) -> Trajectory:
         last, attempts = _last_stored(request, stored)
         # Retries are counted per process: an episode that failed in an earlier one is tried again.
-        if last is not None and has_differed(last):
-            return await self._play_until_valid(plain_start(request), stored)
         if last is not None and not _failed_for(last, FailureKind.INFRASTRUCTURE):
             return last
         failed = 0
@@ -95,8 +81,6 @@ class GroupRunner:
                 await _BACKOFF.wait(failed)
             outages = self._server.outages
             trajectory, asked = await self._play(request)
-            if has_differed(trajectory):
-                return await self._play_until_valid(plain_start(request), stored)
             excused = self._server.outages != outages
             # The server refuses a version that it has unloaded, or lost in a restart, as unknown.
             outdated = (excused or asked != self._newest()) and _failed_for(trajectory, FailureKind.MODEL)

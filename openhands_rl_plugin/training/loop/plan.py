@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, ValidationError
 
@@ -21,8 +21,7 @@ class LoopPlan(Frozen):
     ``success_at``: the least reward of a success; ``success``: the criterion on the return that takes its place.
     ``probe_ids``: the token ids on whose logprobs server and trainer must agree after each publication.
     ``base_held_out``: the number of held-out tasks that the policy is evaluated on before training (``None``: all).
-    ``save_total_limit``: the versions that are kept on disk where each is a whole model. ``prefix_sampling``: see
-    ``prefixes``. ``pivots``, ``pivot_updates``: see ``pivots``.
+    ``save_total_limit``: the versions that are kept on disk where each is a whole model.
     """
 
     run_id: str
@@ -45,9 +44,6 @@ class LoopPlan(Frozen):
     success: SuccessRule | None = None
     probe_ids: tuple[int, ...] = Field(min_length=2)
     save_total_limit: int = Field(default=3, ge=2)
-    prefix_sampling: Literal["none", "adaptive"] = "none"
-    pivots: int = Field(default=0, ge=0)
-    pivot_updates: int = Field(default=2, ge=1)
 
     def succeeded(self, trajectory: Trajectory, reward: float) -> bool:
         """Whether an episode with this reward is a success."""

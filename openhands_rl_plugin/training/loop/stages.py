@@ -11,7 +11,7 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.memory import forget_unused
-from openhands_rl_plugin.core.protocols import EpisodeRunner, LLMEngine, Reward, TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter, prefix_of
+from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.types import Adapter, Node, Probe, Sample, SamplingParams, Task, Trajectory
+from openhands_rl_plugin.core.types import Adapter, Probe, Sample, SamplingParams, Task, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.training.algorithms import algorithm_of
@@ -32,7 +32,6 @@ from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demo
 from openhands_rl_plugin.training.data.imitation import imitated
 from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, tell_notes
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
-from openhands_rl_plugin.training.loop.prefixes import PrefixSampler
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import TrainingSettings
@@ -92,7 +91,7 @@ class LoopParts:
     those on held-out tasks, where they are played in another way.
 
     ``reward`` is used for evaluation and reports; ``objective`` is maximised by training. ``lessons``: what the warm
-    start imitates, made of the demonstrations that succeeded. ``engine``: of a served model, for pivots.
+    start imitates, made of the demonstrations that succeeded.
     """
 
     runner: EpisodeRunner
@@ -106,7 +105,6 @@ class LoopParts:
     make_trainer: Callable[[TrainingSettings, Adapter | None], PolicyTrainer]
     state_file: Path
     lessons: Lessons = _as_they_are
-    engine: Callable[[str], LLMEngine] | None = None
     evaluator: EpisodeRunner | None = None
 
 
@@ -119,7 +117,6 @@ class LoopStages:
         self._listener = listener or LoopListener()
         self._state = LoopState.load(parts.state_file)
         self._trainer: PolicyTrainer | None = None
-        self._prefixes = PrefixSampler(plan, parts.storage, parts.reward, parts.objective)
 
     async def _stage(self, name: str, play: Callable[[str], Awaitable[StageRecord]]) -> None:
         if (known := self._state.record(name)) is not None:
@@ -212,7 +209,6 @@ class LoopStages:
         samples_per_task: int,
         sampling: SamplingParams,
         runner: EpisodeRunner | None = None,
-        prefixes: Mapping[str, tuple[Node, ...]] | None = None,
     ) -> tuple[Trajectory, ...]:
         plan = RolloutPlan(
             run_id=self._run_id(stage),
@@ -222,7 +218,6 @@ class LoopStages:
             sampling=sampling,
             seed=self._plan.seed,
             concurrency=self._plan.concurrency,
-            prefixes=dict(prefixes or {}),
         )
         finished, total = 0, len(tasks) * samples_per_task
 
@@ -238,14 +233,6 @@ class LoopStages:
     async def _judge(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> dict[str, float]:
         rewards = await self._rewards(self._parts.reward, where, played)
         return success_metrics(played, rewards, self._plan.succeeded)
-
-    async def _prefixed(self, run_id: str, group_ids: Sequence[str], played: Sequence[Trajectory]) -> dict[str, float]:
-        """How many episodes began with a prefix, and how many of these groups had a plain start in its place."""
-        if self._plan.prefix_sampling == "none":
-            return {}
-        begun = sum(prefix_of(trajectory) is not None for trajectory in played)
-        differed = await self._prefixes.differed(run_id, group_ids)
-        return {"episodes_prefixed": float(begun), "prefixes_differed": float(differed)}
 
     async def _rewards(
         self, reward: Reward, where: TrajectoryFilter, played: Sequence[Trajectory]

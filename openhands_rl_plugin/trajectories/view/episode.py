@@ -12,9 +12,7 @@ from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import (
     STANDARD_PROMPT,
     Label,
-    PrefixNote,
     TrajectoryFilter,
-    prefix_of,
     prompt_of,
     sub_agent_of,
     sub_agents_run,
@@ -103,7 +101,7 @@ class Episode(Frozen):
     """An episode, its scores, its labels and its turns: every node of the tree, in the order of their making.
 
     ``sub_agents``: the episodes begun in it that the same store has, which are judged by themselves. ``prompt``: what
-    ``[rl.workspace] prompt`` gave the agent. ``prefix``: what it replayed before the policy went on.
+    ``[rl.workspace] prompt`` gave the agent.
     """
 
     id: str
@@ -121,7 +119,6 @@ class Episode(Frozen):
     totals: Totals
     usage: Usage
     sub_agents: tuple[SubAgent, ...] = ()
-    prefix: PrefixNote | None = None
 
     @property
     def acted(self) -> tuple[Turn, ...]:
@@ -174,7 +171,6 @@ def view_of(trajectory: Trajectory, scores: Sequence[Score] = (), labels: Sequen
         task=trajectory.task,
         strategy=trajectory.strategy.name,
         prompt=prompt_of(trajectory),
-        prefix=prefix_of(trajectory),
         policy=trajectory.policy,
         stop=trajectory.stop,
         failure=trajectory.failure,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 
-from openhands_rl_plugin.core.acted import is_replayed
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.types import Node, Score, Trajectory
@@ -40,7 +39,7 @@ def _gaps(trajectory: Trajectory) -> Iterator[str]:
     for index, node in enumerate(trajectory.nodes):
         if node.parent in with_secret or is_redacted(node.message):
             with_secret.add(index)
-        if node.sampled and not is_replayed(node):
+        if node.sampled:
             yield from _of_answer(node, index in with_secret)
     unrecorded = trajectory.evidence.get("unrecorded")
     for path, count in unrecorded.items() if isinstance(unrecorded, dict) else ():

@@ -86,31 +86,15 @@ def test_other_sampling_is_refused_in_one_line(sections: dict[str, Any], says: s
 
 
 def test_imitation_takes_whatever_was_played() -> None:
-    hot = {"sampling": {"temperature": 2.0, "min_p": 0.2}, "rollout_strategy": "NextBest"}
+    hot = {"sampling": {"temperature": 2.0, "min_p": 0.2}, "rollout_strategy": "BestOfN"}
     check_trainable(settings(training={"algorithm": "rejection-sampling"}, loop={"samples_per_task": 1}, **hot))
-
-
-@pytest.mark.parametrize("tree", ["path", "branches", "proposals"])
-def test_greedy_answers_are_not_reinforced_whatever_the_options_of_the_strategy_are(tree: str) -> None:
-    training, plain = {"algorithm": "grpo", "tree": tree}, {"sampling": {}, "temperature": 1.0}
-    for options in ({}, plain):
-        with pytest.raises(ConfigError, match=r'"NextBest" answers greedily, .* algorithm = "sft"'):
-            check_trainable(settings(training=training, rollout_strategy="NextBest", strategy=options))
 
 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
         ({"training": {"algorithm": "dpo"}}, '"dpo" learns from pairs, which a loop does not make'),
-        (
-            {"training": {"algorithm": "sft"}, "loop": {"pivots": 4}},
-            r"imitates episodes, .* set \[rl.loop\] pivots = 0",
-        ),
         ({"loop": {"samples_per_task": 1}}, 'samples_per_task = 1: algorithm = "grpo" compares the episodes of a task'),
-        (
-            {"training": {"algorithm": "reinforce++"}, "loop": {"samples_per_task": 1, "pivots": 4}},
-            "samples_per_task = 1: pivots compare so many answers of a state: set 2 or more",
-        ),
         (
             {"loop": {"evaluation_strategy": "test_sampling_of_a_loop:Choosy"}},
             r"\[rl.loop\] evaluation_strategy, which has no options: .*taste",

@@ -26,15 +26,3 @@ def test_of_a_search_it_says_how_many_states_teach() -> None:
     assert line(samples=20.0, last_loss=0.5).endswith("success 0.100, loss 0.500, answers differ in 3 of 8 states")
     assert line(states_differing=0.0).endswith("answers differ in 0 of 8 states: nothing learnt")
     assert "nothing learnt: no answer of the search was judged" in line(states=0.0, states_differing=0.0)
-
-
-def test_an_update_on_decisions_says_what_was_found() -> None:
-    found = {"pivots": 2.0, "decisions": 8.0, "wordings": 20.0, "outcomes": 9.0, "answers_failed": 0.0}
-
-    def line(**more: float) -> str:
-        metrics = {**found, **more}
-        return stage_line(StageRecord(name="pivots-000-0", adapter=None, metrics=metrics, started=0.0, finished=1.0))
-
-    assert line(episodes_used=12.0).endswith("2 pivots among 8 decisions, 20 wordings with 9 outcomes")
-    assert line(answers_failed=3.0).endswith(", 3 answers failed")
-    assert line(episodes_used=0.0).endswith("nothing learnt: all answers to a decision earn alike")

@@ -10,14 +10,11 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.apps.loop.run import LoopJob, open_demonstrator
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
-from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.contrib.repair.backend import RepairBackend
 from openhands_rl_plugin.contrib.repair.oracle import ORACLE
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.records import prefix_of
 from openhands_rl_plugin.core.types import EpisodeRequest
-from openhands_rl_plugin.rollout.prefix import begun_with, can_begin_others, prefix_nodes
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SETTINGS = RLSettings(
@@ -80,29 +77,6 @@ def demonstrations(directory: Path, *, native: bool, first: int = 4) -> LoopJob:
         backend=RepairBackend(),
         native_tool_calling=native,
     )
-
-
-@needs_bubblewrap
-@pytest.mark.slow
-@pytest.mark.skipif("v0" not in installed_hosts(), reason="sessions in a workspace are replayed in OpenHands V0 only")
-async def test_a_repair_goes_on_from_a_replayed_prefix(tmp_path: Path):
-    """Every cut of a demonstration: what its tests print is the same but for the times."""
-    storage = FileTrajectoryStorage(tmp_path / "trajectories")
-    job = demonstrations(tmp_path, native=False, first=1)
-    [entry] = job.tasks.demonstrations
-    plain = EpisodeRequest(task=entry.task, run_id="demo", group_id="g", served_model="m")
-    async with open_demonstrator(job, storage) as oracle:
-        assert oracle is not None
-        source = await oracle.run(plain)
-        turns = len(source.acted())
-        cuts = [begun_with(plain, prefix_nodes(source, cut, good=True)) for cut in range(1, turns)]
-        episodes = await asyncio.gather(*map(oracle.run, cuts))
-    await storage.close()
-    assert turns > 3 and can_begin_others(source)
-    for cut, episode in enumerate(episodes, 1):
-        assert episode.failure is None, episode.failure
-        assert (note := prefix_of(episode)) is not None and note.turns == cut and len(episode.acted()) == turns
-        assert isinstance(report := episode.evidence["test_result"], dict) and report["report"]["resolved"]
 
 
 @needs_bubblewrap

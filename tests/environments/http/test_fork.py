@@ -17,8 +17,8 @@ from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, PolicyRe
 from openhands_rl_plugin.environments.http.client import WebEnvClient
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
-from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.options import SearchBudget
 from openhands_rl_plugin.rollout.strategies.value import NoValue
 from openhands_rl_plugin.testing import ScriptedEngine
 

@@ -123,24 +123,6 @@ async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel):
     assert leftovers() == before, "no fork leaves files behind"
 
 
-async def test_the_next_best_answer_follows_what_was_repeated_and_what_could_not_be_read(server: ScriptedModel):
-    """Each way of sampling reaches the server, whatever the settings say."""
-    right = "echo right > answer.txt"
-
-    def sure(body: dict[str, Any]) -> dict[str, Any]:
-        hot, id = body["temperature"] > 0, f"call{body['seed']}"
-        if depth(body) == 0:
-            return bash(right, id) if hot else says(None, call("execute_bash", "not json", id))
-        return finish(id) if hot else bash(right, id)
-
-    trajectory = await play(server, "sure", sure, rollout_strategy="NextBest", sampling={"temperature": 0.7})
-    assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
-    assert "+right" in trajectory.evidence["git_patch"] and len(trajectory.acted()) == 2
-    asked = [(body["temperature"], body["min_p"]) for body in server.requests["sure"]]
-    greedy, hot = (0.0, 0.0), (1.0, 0.0)
-    assert asked == [greedy, greedy, *[hot] * 4, greedy, *[hot] * 4]
-
-
 async def test_a_command_in_the_forks_says_what_is_right(server: ScriptedModel):
     """The project's tests as the value: each candidate is executed in a fork, and judged by the command there."""
     tests = "test ! -e answer.txt || grep -qx right answer.txt && touch ran"

@@ -144,29 +144,6 @@ async def test_best_of_n_samples_side_by_side_and_acts_on_one(server: ScriptedMo
     assert counted is not None and counted.prompt_tokens == episode.usage.prompt_tokens
 
 
-async def test_the_next_best_answer_follows_what_was_repeated(server: ScriptedModel, workspace: Path) -> None:
-    """Each way of sampling reaches the server, whatever the LLM and the settings say."""
-    name = "sure"
-
-    def policy(body: dict) -> dict:
-        done = any(message["role"] == "tool" for message in body["messages"])
-        return finish() if done and body["temperature"] > 0 else think("of nothing", f"call-{body['seed']}")
-
-    server.policies[name] = policy
-    store = workspace.parent / "store"
-    hot_options = {"temperature": 2.0, "sampling": {"min_p": 0.1}}
-    rl = {"rollout_strategy": "NextBest", "sampling": {"temperature": 0.7}, "strategy": hot_options}
-    conversation = converse(make_agent(make_llm(server, name), store, rl=rl), workspace)
-    conversation.send_message("Think.")
-    conversation.run()
-    conversation.close()
-    [episode] = await stored(store)
-    assert episode.stop is StopReason.TERMINATED and len(episode.acted()) == 2
-    greedy, hot = (0.0, 0.0), (2.0, 0.1)
-    asked = [(body["temperature"], body["min_p"]) for body in server.requests[name]]
-    assert asked == [greedy, greedy, *[hot] * 4]
-
-
 async def test_candidates_side_by_side_are_logged_and_counted_like_single_ones(
     server: ScriptedModel, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,7 @@ from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Completion, Message, Tokens
-from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.uct import Arm, best_arm, priors, width
+from openhands_rl_plugin.rollout.strategies.mcts import Arm, MCTSOptions, MCTSStrategy, best_arm, priors, width
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, check_strategy
 
 pytestmark = pytest.mark.contract

@@ -15,8 +15,8 @@ from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import Message, Observation, Score, Trajectory
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
-from openhands_rl_plugin.rollout.strategies.budget import SearchBudget
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.options import SearchBudget
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import (
@@ -25,8 +25,9 @@ from openhands_rl_plugin.rollout.strategies.value import (
     RewardValue,
     ValueEstimate,
     ValueFunction,
+    VerifierValue,
+    VerifierValueOptions,
 )
-from openhands_rl_plugin.rollout.strategies.value_verifier import VerifierValue, VerifierValueOptions
 from openhands_rl_plugin.testing import ScriptedEngine
 
 Make = Callable[[ValueFunction], Strategy]

@@ -19,7 +19,6 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
-from openhands_rl_plugin.rollout.strategies.next_best import NextBestStrategy
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.value import ValueEstimate
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
@@ -59,7 +58,7 @@ def searching(world: ShopWorld, parts: LoopParts, make: Callable[[], Strategy], 
 async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluated(
     world: ShopWorld, tmp_path: Path, kind: str
 ) -> None:
-    parts = searching(world, world.parts(tmp_path), lambda: NextBestStrategy(n=2), "NextBest")
+    parts = searching(world, world.parts(tmp_path), lambda: BestOfNStrategy(n=2, value=Wordiness()), "BestOfN")
     plan = make_plan(
         f"expert-{kind}", reinforcement=TrainingSettings.model_validate({"algorithm": "rejection-sampling", **LORA})
     )
@@ -73,7 +72,7 @@ async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluat
         stage = found.run_id.split("/")[1].split("-")[0]
         strategies.setdefault(stage, set()).add(found.strategy.name)
     assert strategies["evaluate"] == {"StandardReAct"} and strategies["demonstrate"] == {"oracle"}
-    assert strategies["iteration" if kind == "sync" else "rollouts"] == {"NextBest"}
+    assert strategies["iteration" if kind == "sync" else "rollouts"] == {"BestOfN"}
     await closed(parts)
 
 
