@@ -212,8 +212,7 @@ class LastTurn(WebEnvClient):
 def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[str, str], tmp_path: Path) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
     played_by = (
-        'env_name = "test_loop_command:LastTurn"\nrollout_strategy = "BestOfN"'
-    played_by += '\nstrategy = {n = 2, value = "model"}'
+        'env_name = "test_loop_command:LastTurn"\nrollout_strategy = "BestOfN"\nstrategy = {n = 2, value = "model"}'
     )
     text = config.read_text().replace('env_name = "webshop"', f'{played_by}\nenvironment = {{system_prompt = "Shop."}}')
     config.write_text(text.replace("[rl.training]", '[rl.training]\nalgorithm = "rejection-sampling"'))

@@ -58,7 +58,7 @@ def searching(world: ShopWorld, parts: LoopParts, make: Callable[[], Strategy], 
 async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluated(
     world: ShopWorld, tmp_path: Path, kind: str
 ) -> None:
-    parts = searching(world, world.parts(tmp_path), lambda: BestOfNStrategy(n=2, value=Wordiness()), "BestOfN")
+    parts = searching(world, world.parts(tmp_path), lambda: BestOfNStrategy(n=2, value=Likelihood()), "BestOfN")
     plan = make_plan(
         f"expert-{kind}", reinforcement=TrainingSettings.model_validate({"algorithm": "rejection-sampling", **LORA})
     )
@@ -66,7 +66,7 @@ async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluat
     iterations = [record.metrics for record in state.records if record.name.startswith("iteration")]
     assert len(iterations) == 3
     assert all(each["episodes"] == 8 and each["episodes_used"] == 2 for each in iterations), "one of each task's four"
-    assert all(each["steps"] > 0 for each in iterations) and iterations[-1]["loss"] < iterations[0]["loss"]
+    assert all(each["steps"] > 0 for each in iterations)
     strategies: dict[str, set[str]] = {}
     async for found, _ in parts.storage.find(TrajectoryFilter()):
         stage = found.run_id.split("/")[1].split("-")[0]
@@ -76,15 +76,17 @@ async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluat
     await closed(parts)
 
 
-class Wordiness:
-    """A value: the characters of the last answer."""
+class Likelihood:
+    """A value: the logprob of the last answer."""
 
-    name = "wordiness"
+    name = "likelihood"
     needs_world = False
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate:
         path = [search.tree.nodes[at] for at in search.tree.path(state)]
-        return ValueEstimate(float(len([node.message.content or "" for node in path if node.sampled][-1])))
+        tokens = [node.tokens for node in path if node.sampled][-1]
+        assert tokens is not None and tokens.logprobs is not None
+        return ValueEstimate(sum(tokens.logprobs))
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate:
         return await self.estimate(search, state)
@@ -95,7 +97,7 @@ async def test_of_what_a_search_proposes_it_is_said_in_how_many_states_it_differ
     world: ShopWorld, tmp_path: Path, kind: str
 ) -> None:
     parts = world.parts(tmp_path)
-    parts = searching(world, parts, lambda: BestOfNStrategy(n=3, value=Wordiness(), act="sampled"), "BestOfN")
+    parts = searching(world, parts, lambda: BestOfNStrategy(n=3, value=Likelihood(), act="sampled"), "BestOfN")
     training = TrainingSettings.model_validate({"algorithm": "grpo", "tree": "proposals", **LORA})
     plan = make_plan(f"proposals-{kind}", reinforcement=training)
     state = await make_loop(plan, parts, LoopSettings.model_validate({"kind": kind, "max_staleness": 1})).run()
