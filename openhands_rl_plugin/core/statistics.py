@@ -36,19 +36,6 @@ def wilson(successes: int, n: int) -> Estimate:
     return Estimate(mean=p, low=max(0.0, centre - half), high=min(1.0, centre + half), n=n)
 
 
-def fisher_greater(count: int, n: int, count_before: int, n_before: int) -> float:
-    """The chance of ``count`` of ``n`` or more, if it were as frequent as ``count_before`` of ``n_before``.
-
-    Fisher's exact test, one-sided (Fisher 1935): the tail of the hypergeometric distribution given the total. 1.0 where
-    either is empty. Raises ``ValueError`` for a count that is not in [0, n].
-    """
-    if not (0 <= count <= n and 0 <= count_before <= n_before):
-        raise ValueError(f"{count} of {n} and {count_before} of {n_before} are no counts")
-    total = count + count_before
-    ways = sum(math.comb(n, k) * math.comb(n_before, total - k) for k in range(count, min(n, total) + 1))
-    return ways / math.comb(n + n_before, total)
-
-
 def sign_greater(more: int, fewer: int) -> float:
     """The chance that ``more`` or more of ``more + fewer`` pairs differ in one direction, if either is as likely.
 

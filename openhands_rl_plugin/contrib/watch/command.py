@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.run import LoopJob
     from openhands_rl_plugin.contrib.watch.journal import Entry
     from openhands_rl_plugin.contrib.watch.service import Watch
-    from openhands_rl_plugin.contrib.watch.settings import WatchSettings
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
@@ -106,11 +105,9 @@ def _pause(args: argparse.Namespace, folder: Path) -> str:
 async def _rollback(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStore, folder: Path) -> str:
     from openhands_rl_plugin.contrib.watch.journal import Journal
     from openhands_rl_plugin.contrib.watch.rollback import roll_back
-    from openhands_rl_plugin.contrib.watch.sharing import RoutingFile
 
     async with _publisher(settings, adapters) as publisher:
-        name, routing = settings.serving.adapter, RoutingFile.of(settings)
-        return (await roll_back(Journal(folder), adapters, publisher, name, args.to, routing)).said
+        return (await roll_back(Journal(folder), adapters, publisher, settings.serving.adapter, args.to)).said
 
 
 def _publisher(settings: RLSettings, adapters: AdapterStore) -> AdapterPublisher:
@@ -176,15 +173,8 @@ def _plan(settings: RLSettings, folder: Path, tasks: int) -> list[str]:
         f"  a candidate: after {watch.min_episodes} new judged episodes, where at least {watch.min_used} can be used",
         f"  measured on: {tasks} tasks of {watch.suite}, {watch.attempts} attempts each; a loss of {watch.margin:g} in "
         "success is allowed",
-        f"  then: {_then(watch)}",
         f"  journal: {folder}",
     ]
-
-
-def _then(watch: WatchSettings) -> str:
-    if not watch.routing:
-        return "all sessions at once; [rl.watch] routing gives it a share of them first"
-    return f"a share of {watch.share:g} of the new sessions by {watch.routing}, until {watch.share_sessions} have ended"
 
 
 @contextmanager

@@ -38,8 +38,6 @@ class WatchStep(StrEnum):
     """A version was played on the held-out suite."""
     PASSED = "passed"
     """The candidate passed a gate."""
-    SHARED = "shared"
-    """The candidate gets a share of the new sessions from now on."""
     HELD = "held"
     """A gate held the candidate back: the round ends, and what was in use stays."""
     ADMITTED = "admitted"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep
-from openhands_rl_plugin.contrib.watch.sharing import RoutingFile
 from openhands_rl_plugin.contrib.watch.state import State, state_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Adapter
@@ -19,11 +18,8 @@ async def roll_back(
     publisher: AdapterPublisher,
     name: str,
     wanted: str | None,
-    routing: RoutingFile = RoutingFile(None),  # noqa: B008
 ) -> Entry:
     """Use an earlier version of ``name`` again: ``wanted`` (a number, a name or ``base``), or the one before.
-
-    New sessions go there, by the ``routing`` file, and none goes to a candidate any more.
 
     Nothing is learnt any more from the episodes of the versions that are left. Raises ``ConfigError``, ``PublishError``
     and ``StorageError``; then what was in use still is.
@@ -32,9 +28,8 @@ async def roll_back(
         state, current = state_of(journal.read()), adapters.current(name)
         target = _target(state, adapters, name, current, wanted)
         if target is not None:
-            await routing.publish(publisher, target)
+            await publisher.publish(target)
         else:
-            await routing.follow(publisher, None)
             adapters.point_at_base(name)
         left = _left(state, current, target)
         said = f"{target.name if target else 'the base model'} is in use again"

@@ -10,14 +10,13 @@ from functools import partial
 from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.contrib.watch.budgets import check_budget, remove_older, remove_training, training_folder
 from openhands_rl_plugin.contrib.watch.candidate import train_candidate
-from openhands_rl_plugin.contrib.watch.gates import CANARY, HELD_OUT, SAFETY, SHARE, Verdict, held_out_gate, safety_gate
+from openhands_rl_plugin.contrib.watch.gates import CANARY, HELD_OUT, SAFETY, Verdict, held_out_gate, safety_gate
 from openhands_rl_plugin.contrib.watch.gathering import Material, candidates, chain, dataset_of, material, training_for
 from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep
 from openhands_rl_plugin.contrib.watch.judging import EpisodeJudge, Judged
 from openhands_rl_plugin.contrib.watch.measuring import Unmeasured, digest_of, play_suite
 from openhands_rl_plugin.contrib.watch.pausing import is_paused
 from openhands_rl_plugin.contrib.watch.replaying import replay, replayable
-from openhands_rl_plugin.contrib.watch.sharing import RoutingFile, Trial
 from openhands_rl_plugin.contrib.watch.state import Round, State, state_of
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
@@ -34,7 +33,6 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, JsonObject, Task
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.gateway.traffic import Routing
 from openhands_rl_plugin.training.algorithms import algorithm_of
 
 log = redacting_logger(__name__)
@@ -74,16 +72,12 @@ class Watch:
         self._journal = Journal(job.directory)
         self._measured = {(entry.task.environment, entry.task.id) for entry in job.tasks.held_out}
         self._judge = EpisodeJudge(job.settings, storage)
-        self._routing = RoutingFile.of(job.settings)
-        self._trial = Trial(job.settings, storage, f"{job.run_id}/")
         self._say = say
         self._fruitless: int | None = None
         """What was judged when there was nothing to train on; the same again is not read again."""
 
     def check(self) -> None:
-        """Freeze the held-out suite, or raise ``ConfigError`` where it is another than before, or the routing file of
-        something else."""
-        self._routing.check()
+        """Freeze the held-out suite, or raise ``ConfigError`` where it is another than before."""
         digest, state = digest_of(self._job.tasks), state_of(self._journal.read())
         if not state.suite:
             count = len(self._job.tasks.held_out)
@@ -96,20 +90,14 @@ class Watch:
             )
 
     async def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Look at the store every ``interval`` seconds until ``stopped``; trouble is noted and waited out.
-
-        When it ends, no new session goes to a candidate any more, because nobody would look at them.
-        """
-        try:
-            while not stopped():
-                try:
-                    await self.look()
-                except StorageError as error:
-                    log.warning("%s", error)  # the journal itself takes no line: the disk is full, or away
-                tries = state_of(self._journal.read()).tries
-                await asyncio.sleep(min(_LONGEST_WAIT, self._settings.watch.interval * 2 ** min(tries, 10)))
-        finally:
-            self._routing.withdraw()
+        """Look at the store every ``interval`` seconds until ``stopped``; trouble is noted and waited out."""
+        while not stopped():
+            try:
+                await self.look()
+            except StorageError as error:
+                log.warning("%s", error)  # the journal itself takes no line: the disk is full, or away
+            tries = state_of(self._journal.read()).tries
+            await asyncio.sleep(min(_LONGEST_WAIT, self._settings.watch.interval * 2 ** min(tries, 10)))
 
     async def look(self) -> bool:
         """Do all that can be done now; whether nothing went wrong. Raises ``StorageError`` of the journal itself."""
@@ -123,13 +111,10 @@ class Watch:
             except RLError as error:
                 self._could_not(state, error)
                 return False
-        self._routing.withdraw()  # a pause: nobody looks at the candidate's sessions
         return True
 
     async def _advance(self, state: State) -> bool:
         """One step; false where there is nothing to do now."""
-        if state.round is None or state.round.shared is None:
-            await self._follow(state)
         if (current := state.round) is None:
             return await self._begin(state)
         if not current.candidate:
@@ -144,8 +129,6 @@ class Watch:
             return await self._decide(current, candidate, self._held_out(state, candidate))
         if SAFETY not in current.passed:
             return await self._decide(current, candidate, self._safety(state, candidate))
-        if SHARE not in current.passed and self._routing.path is not None:
-            return await self._share(current, candidate)
         return await self._admit(current, candidate)
 
     async def _begin(self, state: State) -> bool:
@@ -297,7 +280,6 @@ class Watch:
                 WatchStep.PASSED, verdict.said, round=current.number, adapter=candidate.name, figures=verdict.figures
             )
             return True
-        self._routing.withdraw()
         try:
             await self._publisher.retire(candidate.name)
         except PublishError as error:
@@ -310,35 +292,10 @@ class Watch:
             if not self._goes_on(current):
                 return True
             if self._in_use() != candidate.name:
-                await self._routing.publish(self._publisher, candidate)
+                await self._publisher.publish(candidate)
             said = f"{candidate.name} is in use"
             self._note(WatchStep.ADMITTED, said, round=current.number, adapter=candidate.name)
         return True
-
-    async def _share(self, current: Round, candidate: Adapter) -> bool:
-        """Judge the sessions that the candidate got; false while it has to get more."""
-        share = self._settings.watch.share
-        if current.shared is None:
-            said = f"{candidate.name} gets a share of {share:g} of the new sessions"
-            self._note(WatchStep.SHARED, said, round=current.number, adapter=candidate.name, figures={"share": share})
-            return True
-        verdict = await self._trial.verdict(candidate.name, self._in_use(), current.shared)
-        if verdict is not None:
-            return await self._decide(current, candidate, verdict)
-        served, used = await self._served(candidate.name), self._adapters.current(self._name)
-        stable = await self._publisher.served_model(used) if used is not None else None
-        with self._journal.alone():
-            if self._goes_on(current):
-                self._routing.write(Routing(stable=stable, candidate=served, share=share))
-        return False
-
-    async def _follow(self, state: State) -> None:
-        """No candidate has a share: every new session is on the version in use."""
-        if self._routing.path is None:
-            return
-        with self._journal.alone():
-            if state_of(self._journal.read()).round == state.round:
-                await self._routing.follow(self._publisher, self._adapters.current(self._name))
 
     def _goes_on(self, current: Round) -> bool:
         """Whether nobody rolled back meanwhile."""

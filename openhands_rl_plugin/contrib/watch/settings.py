@@ -40,17 +40,6 @@ class WatchSettings(Settings):
         ge=0,
         description="tasks of an environment that are played again, for attempts to compare; 0: none",
     )
-    routing: str = Field(
-        default="",
-        description="file of `gateway --routing`: a candidate gets a share of the sessions first; empty: no share",
-    )
-    share: float = Field(default=0.1, gt=0, le=0.5, description="that share of the new sessions")
-    share_sessions: int = Field(
-        default=50, ge=1, description="ended sessions of the candidate, and of the version in use, that it is judged on"
-    )
-    share_hours: float = Field(
-        default=0.0, ge=0, description="hours after which a candidate with fewer sessions is held back; 0: it waits"
-    )
     certainty: float = Field(
         default=0.9,
         gt=0.5,

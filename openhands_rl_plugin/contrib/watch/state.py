@@ -13,8 +13,7 @@ from openhands_rl_plugin.core.types import JsonValue
 @dataclass(frozen=True)
 class Round:
     """A candidate on its way. ``episodes``: id -> value that it is trained on. ``latest``: the newest version number
-    when it began. ``candidate``: its versioned name, once it is trained; ``passed``: the gates that it has passed.
-    ``shared``: since when (Unix seconds) it gets a share of the sessions."""
+    when it began. ``candidate``: its versioned name, once it is trained; ``passed``: the gates that it has passed."""
 
     number: int
     algorithm: str
@@ -24,7 +23,6 @@ class Round:
     began: float
     candidate: str = ""
     passed: tuple[str, ...] = ()
-    shared: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,6 @@ def _after(state: State, entry: Entry) -> State:
             return replace(state, round=replace(current, candidate=entry.adapter))
         case WatchStep.PASSED if current is not None:
             return replace(state, round=replace(current, passed=(*current.passed, str(entry.figures["gate"]))))
-        case WatchStep.SHARED if current is not None:
-            return replace(state, round=replace(current, shared=entry.at))
         case WatchStep.HELD:
             return replace(state, round=None, dropped=state.dropped | ({entry.adapter} if entry.adapter else set()))
         case WatchStep.ADMITTED:

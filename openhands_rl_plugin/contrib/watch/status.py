@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
-from openhands_rl_plugin.contrib.watch.gates import CANARY, HELD_OUT, SAFETY, SHARE
+from openhands_rl_plugin.contrib.watch.gates import CANARY, HELD_OUT, SAFETY
 from openhands_rl_plugin.contrib.watch.journal import Entry, Journal
 from openhands_rl_plugin.contrib.watch.pausing import is_paused
 from openhands_rl_plugin.contrib.watch.state import Round, state_of
@@ -16,8 +15,8 @@ _LAST = 8
 
 
 class RoundStatus(Frozen):
-    """A candidate on its way. ``candidate``: empty until it is trained. ``began``: Unix seconds. ``shared``: since when
-    (Unix seconds) it gets a share of the sessions, ``None`` before. ``stage``: what is done now."""
+    """A candidate on its way. ``candidate``: empty until it is trained. ``began``: Unix seconds. ``stage``: what is
+    done now."""
 
     number: int
     algorithm: str
@@ -26,7 +25,6 @@ class RoundStatus(Frozen):
     passed: tuple[str, ...]
     episodes: int
     began: float
-    shared: float | None
     stage: str
 
     @classmethod
@@ -40,7 +38,6 @@ class RoundStatus(Frozen):
             passed=current.passed,
             episodes=len(current.episodes),
             began=current.began,
-            shared=current.shared,
             stage=_stage_of(current),
         )
 
@@ -48,11 +45,6 @@ class RoundStatus(Frozen):
 def _stage_of(current: Round) -> str:
     if not current.candidate:
         return "training"
-    if SHARE in current.passed:
-        return "coming into use"
-    if current.shared is not None:
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(current.shared))
-        return f"it gets a share of the new sessions since {since}"
     return next(
         (f"{gate} gate" for gate in (CANARY, HELD_OUT, SAFETY) if gate not in current.passed), "coming into use"
     )

@@ -56,12 +56,6 @@ class GatewayConfig(BaseModel):
         default=(), description="another model name for the adapter's current version; may be repeated"
     )
     pin_sessions: bool = Field(default=False, description="a session stays on the adapter version it started with")
-    routing: Path | None = Field(
-        default=None,
-        description='file {"stable": "NAME-vN", "candidate": "NAME-vM", "share": 0.1}, read again when it changes: '
-        "the version that new sessions begin with (null: the model as requested); each session stays on its own. With "
-        "--adapter only requests for its names",
-    )
     idle_minutes: float = Field(default=60.0, gt=0, description="minutes without requests after which a session ends")
     max_sessions: int = Field(
         default=256, ge=1, description="sessions held in memory; others are reloaded from the storage"

@@ -37,7 +37,6 @@ from openhands_rl_plugin.models.gateway.responses import UpstreamResponse, field
 from openhands_rl_plugin.models.gateway.routing import AdapterRoute
 from openhands_rl_plugin.models.gateway.session_names import OPENING, SessionName
 from openhands_rl_plugin.models.gateway.sessions import Session
-from openhands_rl_plugin.models.gateway.traffic import TrafficSplit
 from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
 
 _LOG = redacting_logger(__name__)
@@ -94,7 +93,6 @@ class Recorder:
             self._route = AdapterRoute(
                 config.adapters_path, config.adapter, base_model=config.base_model, aliases=config.alias
             )
-        self._traffic = TrafficSplit(config.routing) if config.routing is not None else None
         self.counts = Counts()
 
     def session_of(self, response: str) -> str:
@@ -129,13 +127,10 @@ class Recorder:
         wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
-                while True:
-                    model = self._model(session, call.model)
-                    attempt = self._extensions.attempt(model, wanted)
-                    exchange = _Exchange(protocol, session, call, attempt, time.perf_counter())
-                    reply = await self._reply(exchange, model, headers, query=query, live=live)
-                    if not self._has_other(session, call.model, model, reply):
-                        return reply
+                model = self._model(session, call.model)
+                attempt = self._extensions.attempt(model, wanted)
+                exchange = _Exchange(protocol, session, call, attempt, time.perf_counter())
+                return await self._reply(exchange, model, headers, query=query, live=live)
         except StorageError as error:
             # The client must not continue from an answer that is not stored; it can retry.
             _LOG.error("a response could not be stored: %s", error)
@@ -259,25 +254,12 @@ class Recorder:
                 self._sessions_of.popitem(last=False)
 
     def _model(self, session: Session, asked: str) -> str:
-        if self._traffic is not None and (self._route is None or self._route.knows(asked)):
-            if not session.decided:
-                session.version, session.decided = self._traffic.begin(session.key.name), True
-            if session.version is not None:
-                return session.version
         if self._route is None or not self._route.knows(asked):
             return asked
         if not self._pins:
             return self._route.current()
         session.pinned = session.pinned or self._route.current()
         return session.pinned
-
-    def _has_other(self, session: Session, asked: str, model: str, reply: Reply) -> bool:
-        """Whether the model server lacks ``model``, and the session goes on with another one."""
-        if self._traffic is None or reply.status != 404 or model.encode() not in reply.body:
-            return False
-        if session.version == model:
-            session.version = self._traffic.instead_of(model)
-        return self._model(session, asked) != model
 
 
 def unexpected(caught: CaughtFailure) -> Reply:

@@ -9,16 +9,6 @@ from openhands_rl_plugin.core.errors import StorageError, describe
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 
 LATEST = "latest"
-FileState = tuple[int, int, int]
-
-
-def file_state(path: Path) -> FileState | None:
-    """What changes when a file is written or replaced; ``None`` without one. Raises ``OSError``."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 class AdapterRoute:
@@ -33,7 +23,7 @@ class AdapterRoute:
         self._pointer = self._store.root / f"{adapter}.current.json"
         self._base_model = base_model
         self._names = frozenset((LATEST, adapter, *aliases))
-        self._state: FileState | None = None
+        self._state: tuple[int, int, int] | None = None
         self._current = base_model
 
     def knows(self, model: str) -> bool:
@@ -49,8 +39,12 @@ class AdapterRoute:
             self._state = state
         return self._current
 
-    def _pointer_state(self) -> FileState | None:
+    def _pointer_state(self) -> tuple[int, int, int] | None:
+        """What changes when the file is written or replaced; ``None`` without one."""
         try:
-            return file_state(self._pointer)
+            found = os.stat(self._pointer)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             raise StorageError(f"{self._pointer} cannot be read: {describe(error)}") from error
+        return found.st_mtime_ns, found.st_ino, found.st_size

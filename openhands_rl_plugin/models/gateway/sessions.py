@@ -12,24 +12,18 @@ from collections import Counter, OrderedDict
 
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
-from openhands_rl_plugin.core.types import JsonObject, PolicyRef, StopReason
+from openhands_rl_plugin.core.types import JsonObject, StopReason
 from openhands_rl_plugin.models.gateway.deduplication import PendingCalls
 from openhands_rl_plugin.models.gateway.session_episode import ENVIRONMENT, SessionEpisode, SessionKey
-from openhands_rl_plugin.models.gateway.traffic import began_with
 
 
 class Session:
     """A session in memory. ``last_used`` is a Unix time in seconds; ``pinned`` is a model name or empty.
 
-    ``decided``: whether its version is known; ``version``: which one, ``None`` for the model as requested.
-    ``began``: the weights that it began with when it was ended only because nobody asked or the gateway stopped.
-
     ``unrecorded``: its requests for completions that could not be recorded, by path.
     """
 
-    def __init__(
-        self, key: SessionKey, episode: SessionEpisode, last_used: float, began: PolicyRef | None = None
-    ) -> None:
+    def __init__(self, key: SessionKey, episode: SessionEpisode, last_used: float) -> None:
         self.key = key
         self.episode = episode
         self.last_used = last_used
@@ -37,9 +31,6 @@ class Session:
         self.unrecorded: Counter[str] = Counter()
         first = episode.policy
         self.pinned = first.served_name if first is not None else ""
-        began = first or began
-        self.decided = began is not None
-        self.version = began_with(began) if began is not None else None
 
 
 class TooManySessions(Exception):
@@ -137,10 +128,9 @@ class SessionPool:
         return [*self._active, *self._evicted]
 
     async def _load(self, name: str) -> Session:
-        key, began = SessionKey(self._run_id, name), None
+        key = SessionKey(self._run_id, name)
         while (found := await self._summary(key)) is not None and found.stop is not StopReason.UNFINISHED:
             # After an end that the client told, the name is that of another session.
-            began = found.policy if found.stop is StopReason.NO_ACTION else None
             key = SessionKey(self._run_id, name, key.part + 1)
         episode, last_used = SessionEpisode(self._storage, key, self._base_model), time.time()
         if found is not None:
@@ -148,7 +138,7 @@ class SessionPool:
             async for stored, _ in self._storage.find(where):
                 episode = SessionEpisode.continued(self._storage, key, self._base_model, stored)
                 last_used = stored.times.finished
-        session = self._active[name] = Session(key, episode, last_used, began)
+        session = self._active[name] = Session(key, episode, last_used)
         self._evicted.pop(name, None)
         return session
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import DAMAGE
 from watched import Killed, current, journal_of, look, play, watching, watching_folder, write_config
 
-from evaluation.performance.watch.damage import DAMAGE
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.watch.gates import CANARY
 from openhands_rl_plugin.contrib.watch.journal import WatchStep

@@ -1,1 +1,0 @@
-"""Benchmarks of learning in use: what its gates let through (``gates``)."""
