@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.core.messages import whole_observation
-from openhands_rl_plugin.core.protocols import Environment, Forkable
+from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable, info_of
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import JsonObject, Limits, Message, Observation, Task
 
@@ -30,19 +30,9 @@ class ClippedWorld:
         self._limits = limits
 
     @property
-    def fork_steps(self) -> int:
-        """As its environment says."""
-        return getattr(self._environment, "fork_steps", 0)
-
-    @property
-    def pays_rewards(self) -> bool:
-        """As its environment says."""
-        return getattr(self._environment, "pays_rewards", True)
-
-    @property
-    def most_forks(self) -> int | None:
-        """As its environment says."""
-        return getattr(self._environment, "most_forks", None)
+    def info(self) -> EnvInfo:
+        """The environment's own."""
+        return info_of(self._environment)
 
     async def fork(self) -> Environment:
         """A copy of the episode as it stands. Raises what its environment raises."""
@@ -70,9 +60,9 @@ class _ClippedFork:
 
 class _ForkableClippedFork(_ClippedFork):
     @property
-    def fork_steps(self) -> int:
-        """As its environment says."""
-        return getattr(self.environment, "fork_steps", 0)
+    def info(self) -> EnvInfo:
+        """The environment's own."""
+        return info_of(self.environment)
 
     async def fork(self) -> Environment:
         assert isinstance(self.environment, Forkable)

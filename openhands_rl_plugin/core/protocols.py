@@ -9,7 +9,8 @@ Each seam shows one use, with the small implementations of ``openhands_rl_plugin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.records import (
@@ -93,8 +94,36 @@ class StreamingEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EnvInfo:
+    """What an environment can do, beside the methods that all have.
+
+    ``emits_rewards``: its steps can have rewards; if not, only a judgement gives the value of an ended episode.
+    ``fork_steps``: how many steps its next fork replays; 0 where a fork is a copy. ``max_forks``: how many forks its
+    server has room for; ``None`` where there is no known bound. ``step_timeout``: the seconds that a fork needs for an
+    action to end as in the live environment; ``None`` where steps have no limits of their own. ``tools``: the functions
+    that the model may call, in OpenAI's form; none where its actions are text.
+    """
+
+    emits_rewards: bool = True
+    fork_steps: int = 0
+    max_forks: int | None = None
+    step_timeout: Callable[[Message], float] | None = None
+    tools: tuple[JsonObject, ...] = ()
+
+
+def info_of(environment: object) -> EnvInfo:
+    """The attribute or property ``info`` of an environment, which may change in an episode; the defaults without it."""
+    return getattr(environment, "info", None) or EnvInfo()
+
+
 class Environment(Protocol):
     """One episode of one task. Single use: reset once, close once.
+
+    It may have more: ``info`` (see ``EnvInfo``); ``reserve(forks)``, called before ``reset`` with the number of forks
+    that the strategy holds at a time, for a server with room for a limited number of episodes; and ``cut_short()``,
+    awaited where a limit ends the episode, for an environment that gives its reward at the end: it returns an
+    observation without messages, whose reward is the last action's, or ``None``.
 
     Examples:
         >>> async def episode(environment: Environment) -> float:
@@ -171,21 +200,6 @@ class Forkable(Protocol):
             InfrastructureError: there is no room for one more.
             BadEnvironmentError: this episode cannot be copied.
         """
-        ...
-
-
-@runtime_checkable
-class OffersTools(Protocol):
-    """An environment whose actions are tool calls, which the model server is given.
-
-    Examples:
-        >>> isinstance(GridEnvironment(), OffersTools)
-        False
-    """
-
-    @property
-    def offered_tools(self) -> Sequence[JsonObject]:
-        """The tools in OpenAI's form. Asked before ``reset`` and after it: a task or a server may bring its own."""
         ...
 
 

@@ -46,7 +46,7 @@ class CommandReward:
 
     @property
     def workspace_command(self) -> WorkspaceCommand:
-        """As in ``JudgesWorkspace``."""
+        """What to run."""
         return self.options
 
     async def __call__(self, trajectory: Trajectory) -> Score:

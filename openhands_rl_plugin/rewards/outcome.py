@@ -28,7 +28,7 @@ class _OfReturn(ABC):
         return self._score(trajectory, total, {"steps": steps})
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-        """As in ``RecordedJudge``: where no step was paid, the newest judgement is the return."""
+        """Where no step was paid, the newest judgement is the return."""
         told = told_return(trajectory, scores)
         if told is None or told.reward is None or any(score.reward_version == self.version for score in scores):
             return None

@@ -34,7 +34,7 @@ class RecordedReward:
         return score
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-        """As in ``RecordedJudge``."""
+        """The score that follows from ``scores``, oldest first; ``None`` where the reward has to judge itself."""
         newest = newest_outcome(scores)
         judge, reward = (newest.reward_version, newest.reward) if newest else ("return", trajectory.known_return)
         if reward is None or trajectory.failure is not None:

@@ -7,29 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward
-from openhands_rl_plugin.core.records import CommandEvidence, Label, WorkspaceCommand
+from openhands_rl_plugin.core.records import Label, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, Frozen, Score, Trajectory
-
-
-@runtime_checkable
-class BatchReward(Protocol):
-    """A reward that is quicker with many episodes at a time. A capability, not a flag."""
-
-    async def judge_all(self, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
-        """One outcome an episode, in order."""
-        ...
-
-
-@runtime_checkable
-class RecordedJudge(Protocol):
-    """A reward that may follow from what others said of the episode. A capability, not a flag.
-
-    What follows is read each time and never stored, so that a later verdict counts.
-    """
-
-    def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-        """The score that follows from ``scores`` (oldest first); ``None`` where the reward has to judge itself."""
-        ...
 
 
 @runtime_checkable
@@ -45,33 +24,20 @@ class JudgesLabels(Protocol):
         ...
 
 
-@runtime_checkable
-class JudgesWorkspace(Protocol):
-    """A reward that needs the result of a command in the episode's workspace. A capability, not a flag.
+def workspace_command(reward: Reward) -> WorkspaceCommand | None:
+    """The command whose result a reward needs, where it has one.
 
-    The host runs the command when the episode ends and puts a ``CommandEvidence`` into the evidence, as ``CHECKED``.
+    The host runs it in the workspace when the episode ends, and puts a ``CommandEvidence`` into the evidence, as
+    ``CHECKED``.
     """
-
-    @property
-    def workspace_command(self) -> WorkspaceCommand:
-        """What to run."""
-        ...
-
-
-@runtime_checkable
-class RunsCommands(Protocol):
-    """An environment with a workspace, in which a command can be run beside the agent's. A capability, not a flag."""
-
-    async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """Run it over the workspace as it stands, in a fresh sandbox."""
-        ...
+    return getattr(reward, "workspace_command", None)
 
 
 def refuse_without_workspace(reward: Reward, where: str) -> None:
     """Raise ``ConfigError`` for a reward that needs a workspace ``where`` there is none."""
-    if isinstance(reward, JudgesWorkspace):
+    if (asked := workspace_command(reward)) is not None:
         raise ConfigError(
-            f"[rl.reward]: `{reward.workspace_command.command}` judges a workspace at the end of an episode, and "
+            f"[rl.reward]: `{asked.command}` judges a workspace at the end of an episode, and "
             f"{where}: choose another reward, such as return or recorded"
         )
 
@@ -98,9 +64,14 @@ class ScoreReport(Frozen):
 
 
 def known_score(reward: Reward, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-    """What is known of an episode without judging it: from the record, else the newest score of this version."""
-    if isinstance(reward, RecordedJudge) and (told := reward.from_record(trajectory, scores)) is not None:
-        return told
+    """What is known of an episode without judging it: from the record, else the newest score of this version.
+
+    A reward that may follow from the scores of others has ``from_record``. What follows is read each time and never
+    stored, so that a later verdict counts.
+    """
+    from_record = getattr(reward, "from_record", None)
+    if from_record is not None and (known := from_record(trajectory, scores)) is not None:
+        return known
     return next((score for score in reversed(scores) if score.reward_version == reward.version), None)
 
 
@@ -116,7 +87,7 @@ async def judge(reward: Reward, trajectory: Trajectory) -> Score | Failure:
 
 
 async def judge_all(reward: Reward, trajectories: Sequence[Trajectory]) -> list[Score | Failure]:
-    """One judgement of each, in order; together where the reward can."""
-    if isinstance(reward, BatchReward):
-        return await reward.judge_all(trajectories)
+    """One judgement of each, in order; together where the reward can (``judge_all``)."""
+    if (together := getattr(reward, "judge_all", None)) is not None:
+        return await together(trajectories)
     return [await judge(reward, trajectory) for trajectory in trajectories]

@@ -13,8 +13,8 @@ from openhands_rl_plugin.core.protocols import (
     Environment,
     Forkable,
     LLMEngine,
-    OffersTools,
     Strategy,
+    info_of,
 )
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
@@ -33,7 +33,6 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.capabilities import ReservesForks, reward_when_cut
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, JournalledEngine
 
 _Begin = Callable[[Task, Limits], Awaitable[None]]
@@ -156,8 +155,7 @@ class AgentSession:
         await self._keep()
 
     def _offered(self) -> tuple[JsonObject, ...]:
-        environment = self._environment
-        return self._given_tools or (tuple(environment.offered_tools) if isinstance(environment, OffersTools) else ())
+        return self._given_tools or info_of(self._environment).tools
 
     async def _replay(self, task: Task, limits: Limits) -> None:
         """Replay the actions, then execute the committed answer, which may not have been executed."""
@@ -197,7 +195,7 @@ class AgentSession:
         """Ask for the reward of an episode that a limit cut, where it is paid at the end only."""
         if self.tree.terminated or self.tree.truncated or not self.tree.turns:
             return
-        if (reward := await reward_when_cut(self._environment, answered=self.tree.answered)) is not None:
+        if self.tree.answered and (reward := await truncation_reward(self._environment)) is not None:
             self.tree.pay(reward)
             await self._keep()
 
@@ -206,8 +204,7 @@ class AgentSession:
         await self._keep()
 
     async def _reset(self, task: Task, limits: Limits) -> Observation:
-        if isinstance(self._environment, ReservesForks):
-            self._environment.reserve(getattr(self._strategy, "forks", 0))
+        reserve_forks(self._environment, getattr(self._strategy, "forks", 0))
         with boundary(FailureKind.ENVIRONMENT, "environment.reset"):
             return clip(await self._environment.reset(task), limits)
 
@@ -223,6 +220,21 @@ class AgentSession:
         # A failed close leaks a server-side episode but does not affect the finished one.
         with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
             await self._environment.close()
+
+
+def reserve_forks(environment: Environment, forks: int) -> None:
+    """Let the next ``reset`` find room for ``forks`` forks as well, where the environment's server has bounds."""
+    if (reserve := getattr(environment, "reserve", None)) is not None:
+        reserve(forks)
+
+
+async def truncation_reward(environment: Environment) -> float | None:
+    """The reward that the last action gets where a limit ends the episode after it. Raises ``CaughtFailure``."""
+    if (cut_short := getattr(environment, "cut_short", None)) is None:
+        return None
+    with boundary(FailureKind.ENVIRONMENT, "environment.cut_short"):
+        observation: Observation | None = await cut_short()
+    return None if observation is None else observation.reward
 
 
 class _DivergedError(Exception):

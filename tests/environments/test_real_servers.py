@@ -216,7 +216,7 @@ async def test_openenv_s_own_echo_offers_its_tools_by_mcp():
             player = openenv(url, react_format=react, place_timeout=20)
             opening = await player.reset(task(environment="openenv/echo"))
             described = "echo_message - Echo back" in (opening.messages[0].content or "")
-            assert (described, len(player.offered_tools)) == ((True, 0) if react else (False, 2))
+            assert (described, len(player.info.tools)) == ((True, 0) if react else (False, 2))
             spoken = json.dumps({"message": "two\nlines"})
             text_call = f'Action:\n```json\n{{"name": "echo_message",\n "arguments": {spoken}}}\n```'
             native = (ToolCall(id="n1", name="echo_message", arguments=spoken),)
@@ -250,7 +250,7 @@ async def test_openenv_s_one_place_is_waited_for_and_a_search_is_refused():
         searcher = openenv(url)
         searcher.reserve(4)
         await searcher.reset(task())
-        assert searcher.most_forks == 2
+        assert searcher.info.max_forks == 2
         twins = [await searcher.fork() for _ in range(2)]
         assert [json.loads(text(await twin.step(said("RIGHT"))))["at"] for twin in twins] == [1, 1]
         await twins.pop().close()

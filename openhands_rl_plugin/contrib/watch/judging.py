@@ -59,7 +59,7 @@ class KnownReward:
         raise GraderError(UNJUDGED)
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-        """As in ``RecordedJudge``."""
+        """As in ``known_score``."""
         if trajectory.failure is not None or trajectory.id not in self._known:
             return None
         return Score(trajectory_id=trajectory.id, reward=self._known[trajectory.id], reward_version=self.version)

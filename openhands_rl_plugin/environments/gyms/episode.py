@@ -26,6 +26,7 @@ from openhands_rl_plugin.core.errors import (
     boundary,
     describe,
 )
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.gyms.off_loop import off_loop
 from openhands_rl_plugin.environments.http.client import RefusedActionError
@@ -144,9 +145,9 @@ class GymEpisode(ABC):
         return {}
 
     @property
-    def fork_steps(self) -> int:
-        """The number of actions that a fork replays; 0 for a copy."""
-        return 0 if self._by_copy() else sum(action is not None for action, _ in self._steps)
+    def info(self) -> EnvInfo:
+        """How many actions a fork replays; none for a copy."""
+        return EnvInfo(fork_steps=0 if self._by_copy() else sum(action is not None for action, _ in self._steps))
 
     async def reset(self, task: Task) -> Observation:
         """Open the episode of ``task``. Raises ``BadEnvironmentError`` where the library has no such environment."""

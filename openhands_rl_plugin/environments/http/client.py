@@ -12,6 +12,7 @@ import httpx
 from pydantic import Field, JsonValue, field_validator
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.answers import EpisodeStep as EpisodeStep
@@ -99,9 +100,10 @@ class BaseEnvClient(ABC):
         self._server_forks = False
 
     @property
-    def fork_steps(self) -> int:
-        """The number of actions that a fork replays; 0 where the server copies episodes, or might and was not tried."""
-        return 0 if self._server_forks else sum(step.action is not None for step in self.steps)
+    def info(self) -> EnvInfo:
+        """A fork replays the actions; not where the server copies episodes, or might and was not tried."""
+        acted = sum(step.action is not None for step in self.steps)
+        return EnvInfo(fork_steps=0 if self._server_forks else acted)
 
     @abstractmethod
     async def open_episode(self, task: Task) -> ServerAnswer:

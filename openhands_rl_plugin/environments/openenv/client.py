@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field, JsonValue
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
 from openhands_rl_plugin.environments.http.calls import ServerTools, replies
 from openhands_rl_plugin.environments.http.client import (
@@ -72,14 +74,12 @@ class OpenEnvClient(BaseEnvClient):
         self._is_fork = False
 
     @property
-    def offered_tools(self) -> tuple[JsonObject, ...]:
-        """The tools of the environment, after ``reset``; none where ``react_format`` describes them in the prompt."""
-        return self._tools.offered if self._tools is not None and not self.options.react_format else ()
-
-    @property
-    def most_forks(self) -> int | None:
-        """Forks that the server has room for; ``None``: not known."""
-        return None if self._places is None else self._places.most
+    def info(self) -> EnvInfo:
+        """The forks that the server has room for, and, after ``reset``, the tools, unless ``react_format`` describes
+        them in the prompt."""
+        tools = self._tools.offered if self._tools is not None and not self.options.react_format else ()
+        most = None if self._places is None else self._places.most
+        return replace(super().info, max_forks=most, tools=tools)
 
     def reserve(self, forks: int) -> None:
         """Let ``reset`` take the places of up to ``forks`` forks, too."""

@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.environments.tools.base import FinalTool as FinalTool
 from openhands_rl_plugin.environments.tools.base import FunctionTool as FunctionTool
@@ -92,9 +93,9 @@ class ToolEnvironment:
         self._errors: Counter[str] = Counter()
 
     @property
-    def offered_tools(self) -> tuple[JsonObject, ...]:
-        """The tools in the requests to the model server."""
-        return self._dialect.offered(self._schemas)
+    def info(self) -> EnvInfo:
+        """With the tools in the requests to the model server."""
+        return EnvInfo(tools=self._dialect.offered(self._schemas))
 
     @property
     def speaks(self) -> bool:

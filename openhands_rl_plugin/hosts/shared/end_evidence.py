@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, Workspace
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.sessions import EpisodeRuntime, OwesReward
-from openhands_rl_plugin.rollout.scoring import JudgesWorkspace
+from openhands_rl_plugin.rollout import scoring
 
 
 @runtime_checkable
@@ -28,8 +28,7 @@ def workspace_command(settings: RewardSettings) -> WorkspaceCommand | None:
     # Other rewards are not made: a verifier would load its model.
     if not hasattr(registry.load("rewards", settings.name), "workspace_command"):
         return None
-    reward = make_reward(settings)
-    return reward.workspace_command if isinstance(reward, JudgesWorkspace) else None
+    return scoring.workspace_command(make_reward(settings))
 
 
 def end_evidence(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.core.clipping import clip
-from openhands_rl_plugin.core.protocols import Environment, Forkable
+from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable, info_of
 from openhands_rl_plugin.core.types import JsonObject, Limits, Message, Observation, Task
 from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
 
@@ -17,19 +17,9 @@ class EnvironmentWorld:
         self._branches = OpenForks()
 
     @property
-    def fork_steps(self) -> int:
+    def info(self) -> EnvInfo:
         """The environment's own."""
-        return getattr(self._environment, "fork_steps", 0)
-
-    @property
-    def pays_rewards(self) -> bool:
-        """The environment's own."""
-        return getattr(self._environment, "pays_rewards", True)
-
-    @property
-    def most_forks(self) -> int | None:
-        """The environment's own."""
-        return getattr(self._environment, "most_forks", None)
+        return info_of(self._environment)
 
     async def fork(self) -> Environment:
         """A fork of the live episode. Raises what its environment raises."""
@@ -87,9 +77,9 @@ class ForkableEnvironmentBranch(EnvironmentBranch):
     """A fork that can be forked again."""
 
     @property
-    def fork_steps(self) -> int:
+    def info(self) -> EnvInfo:
         """The environment's own."""
-        return getattr(self.environment, "fork_steps", 0)
+        return info_of(self.environment)
 
     async def fork(self) -> Environment:
         """A fork of this fork."""

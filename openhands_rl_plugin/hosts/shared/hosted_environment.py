@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
-from openhands_rl_plugin.core.protocols import Environment, Forkable, OffersTools
+from openhands_rl_plugin.core.protocols import Environment, Forkable, info_of
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Observation, Task
 from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
 from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.rollout.capabilities import ReservesForks, reward_when_cut
+from openhands_rl_plugin.rollout.session import reserve_forks, truncation_reward
 
 
 class HostedEnvironment:
@@ -19,12 +19,11 @@ class HostedEnvironment:
     def __init__(self, environment: Environment, task: Task, *, forks: int = 0) -> None:
         """``forks``: how many the strategy holds at a time."""
         self._environment = environment
-        if isinstance(environment, ReservesForks):
-            environment.reserve(forks)
+        reserve_forks(environment, forks)
         self._task = task
         self._opened = False
         self._closed = False
-        self._acted = self._answered = False
+        self._answered = False
         self._owed: float | None = None
         self.evidence: JsonObject | None = None
         self.failure: Failure | None = None
@@ -82,14 +81,14 @@ class HostedEnvironment:
         return owed
 
     async def _cut(self) -> None:
-        if self._acted:
-            self._owed = await reward_when_cut(self._environment, answered=self._answered)
+        if self._answered:
+            self._owed = await truncation_reward(self._environment)
 
     async def _execute(self, tool: str, arguments: Mapping[str, object]) -> Observation:
         if tool == RESET_TOOL:
             answer = await self._environment.reset(self._task)
             self._opened = True
-            if isinstance(self._environment, OffersTools) and self._environment.offered_tools:
+            if info_of(self._environment).tools:
                 raise BadEnvironmentError(
                     "OpenHands' controller passes the text of an answer only, and this environment wants its tools "
                     "called: set react_format = true in [rl] (tools of your own: template in [rl.environment])"
@@ -98,7 +97,7 @@ class HostedEnvironment:
         content = arguments.get("content")
         if not isinstance(content, str):
             raise BadEnvironmentError(f"{STEP_TOOL} needs the policy's answer as text in 'content'")
-        self._acted, self._answered = True, False
+        self._answered = False
         answer = await self._environment.step(Message(role="assistant", content=content))
         self._answered = True
         return answer

@@ -47,6 +47,7 @@ from openhands.events.serialization.event import event_from_dict, event_to_dict
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ModelError, describe
 from openhands_rl_plugin.core.messages import WireMessage, to_message
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task
 from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
@@ -118,8 +119,6 @@ class Position:
 class WorkspaceWorld:
     """The live session at one decision. It can only be forked: its workspace and events are never changed here."""
 
-    pays_rewards = False
-
     def __init__(self, runtime: ForkableRuntime, position: Position, engine: ControllerEngine, write: Write) -> None:
         self.engine = engine
         self.write = write
@@ -128,7 +127,12 @@ class WorkspaceWorld:
         self._branches = OpenForks()
         self._stop = threading.Event()
 
-    def step_seconds(self, action: Message) -> float:
+    @property
+    def info(self) -> EnvInfo:
+        """Its steps have no rewards, and time limits of their own."""
+        return EnvInfo(emits_rewards=False, step_timeout=self._step_seconds)
+
+    def _step_seconds(self, action: Message) -> float:
         """Seconds for the answer's commands: more than their own limits, so that a branch reports timeouts, too."""
         default = self._runtime.config.sandbox.timeout
         commands = [done for done in self.engine.answers.of(action).actions if isinstance(done, CmdRunAction)]
@@ -192,7 +196,7 @@ class WorkspaceBranch:
         return await background().blocking(self._runtime.changes)
 
     async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """As in ``RunsCommands``."""
+        """Run a command over the workspace as it stands, in a fresh sandbox."""
         return await background().blocking(partial(self._runtime.check, asked))
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.transcript import last_answer
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
-from openhands_rl_plugin.rollout.scoring import JudgesWorkspace
+from openhands_rl_plugin.rollout.scoring import workspace_command
 
 ANSWER, LABEL, TESTED = "answer", "label", "test_result"
 # What a shell exits with when it cannot execute or find a command.
@@ -42,8 +42,8 @@ class Gathering:
             found[ANSWER] = said
         if (label := trajectory.task.data.get(LABEL)) is not None:
             found[LABEL] = label
-        if isinstance(reward, JudgesWorkspace):
-            found[CHECKED] = self._run(reward.workspace_command).model_dump(mode="json")
+        if (asked := workspace_command(reward)) is not None:
+            found[CHECKED] = self._run(asked).model_dump(mode="json")
         if self._tests:
             ran = self._run(WorkspaceCommand(command=self._tests))
             if ran.exit_code is None or ran.exit_code in _NOT_RUN:

@@ -8,12 +8,11 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
-from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, info_of
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Failure
 from openhands_rl_plugin.rollout.strategies.annotations import note, notes
-from openhands_rl_plugin.rollout.strategies.forks import pays_rewards
 from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, Spending
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.together import together
@@ -113,7 +112,7 @@ class SearchStrategy(ABC):
                 f"{self.name} with value = 'none' compares the rewards of steps in forks, and this environment cannot "
                 'fork: set value = "model" or "verifier", or act without a search (StandardReAct)'
             )
-        if not pays_rewards(world) and isinstance(self._value, NoValue | RolloutValue):
+        if not info_of(world).emits_rewards and isinstance(self._value, NoValue | RolloutValue):
             raise ConfigError(
                 f"{self.name} with value = {self._value.name!r} adds up the rewards of steps, "
                 'and a workspace pays none: set value = "model", "verifier" or "reward" in [rl.strategy]'

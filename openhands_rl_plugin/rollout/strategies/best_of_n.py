@@ -11,7 +11,7 @@ from pydantic import Field
 from openhands_rl_plugin.rollout.strategies.annotations import notes, times_merged
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, options_of
-from openhands_rl_plugin.rollout.strategies.search import KnowsItsEpisode, Search, call_seed
+from openhands_rl_plugin.rollout.strategies.search import Search, call_seed, episode_seed
 from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 
 
@@ -53,7 +53,7 @@ class BestOfNStrategy(SearchStrategy):
     def _source(self, search: Search) -> random.Random:
         """Repeatable where the calls are: by the search's seed or the episode's."""
         seed = self.options.seed
-        if seed is None and isinstance(search.engine, KnowsItsEpisode) and search.engine.episode_seed is not None:
+        if seed is None and episode_seed(search.engine) is not None:
             seed = 0  # the episode's is added
         return random.Random(None if seed is None else call_seed(seed, search.engine, search.tree, search.root, 0))
 

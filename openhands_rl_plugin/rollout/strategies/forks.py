@@ -1,4 +1,4 @@
-"""The pool of forks that a search holds, by state, and the capabilities of environments that concern forks."""
+"""The pool of forks that a search holds, by state, and the time that a step in one has."""
 
 from __future__ import annotations
 
@@ -6,74 +6,19 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
-from openhands_rl_plugin.core.protocols import Environment
+from openhands_rl_plugin.core.protocols import Environment, info_of
 from openhands_rl_plugin.core.types import FailureKind, Message
-
-
-@runtime_checkable
-class SaysWhetherItPays(Protocol):
-    """An environment that says whether its steps can have rewards. Without this protocol they can."""
-
-    @property
-    def pays_rewards(self) -> bool:
-        """If false, only a judgement gives the value of an ended episode."""
-        ...
-
-
-@runtime_checkable
-class SaysWhatForksCost(Protocol):
-    """An environment whose forks may have to replay the actions. Without this protocol it copies."""
-
-    @property
-    def fork_steps(self) -> int:
-        """Steps that the next fork replays to reach the state of this one."""
-        ...
-
-
-@runtime_checkable
-class SaysHowLongStepsMayTake(Protocol):
-    """An environment whose steps have time limits of their own."""
-
-    def step_seconds(self, action: Message) -> float:
-        """Seconds that a fork needs for ``action`` to end as in the live environment."""
-        ...
-
-
-@runtime_checkable
-class SaysHowManyForks(Protocol):
-    """An environment that knows how many forks its server has room for. Without this protocol there is no bound."""
-
-    @property
-    def most_forks(self) -> int | None:
-        """``None``: not known."""
-        ...
-
-
-def most_forks(world: object, wanted: int) -> int:
-    """The forks to hold at a time, of those that are ``wanted``."""
-    most = world.most_forks if isinstance(world, SaysHowManyForks) else None
-    return wanted if most is None else max(1, min(most, wanted))
-
-
-def pays_rewards(world: object) -> bool:
-    """Whether steps in ``world`` can earn anything."""
-    return world.pays_rewards if isinstance(world, SaysWhetherItPays) else True
-
-
-def fork_steps(world: object) -> int:
-    """The steps that a fork of ``world`` takes."""
-    return world.fork_steps if isinstance(world, SaysWhatForksCost) else 0
 
 
 @asynccontextmanager
 async def in_step_time(world: object, step_timeout: float, actions: Iterable[Message]) -> AsyncIterator[None]:
     """Bounds a copy of ``world`` and these steps in it to ``step_timeout`` seconds, or to what the world says that the
     steps may take where that is more. Raises ``BadEnvironmentError`` when the time is over."""
-    own = sum(map(world.step_seconds, actions)) if isinstance(world, SaysHowLongStepsMayTake) else 0.0
+    seconds = info_of(world).step_timeout
+    own = sum(map(seconds, actions)) if seconds is not None else 0.0
     limit = asyncio.timeout(max(step_timeout, own))
     try:
         async with limit:

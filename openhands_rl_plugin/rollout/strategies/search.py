@@ -14,15 +14,15 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ModelError, boundary, describe
 from openhands_rl_plugin.core.messages import whole_observation
-from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine
+from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, info_of
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Failure, FailureKind, Message, Observation, SamplingParams
 from openhands_rl_plugin.rollout.strategies.annotations import action_key, ended, note, notes, times_merged
-from openhands_rl_plugin.rollout.strategies.forks import ForkPool, fork_steps, in_step_time, most_forks, pays_rewards
+from openhands_rl_plugin.rollout.strategies.forks import ForkPool, in_step_time
 from openhands_rl_plugin.rollout.strategies.options import SearchLog, SearchOptions, Spending, SpentError
 
 # Larger than any number of answers to one call, whose seeds are consecutive.
@@ -30,14 +30,9 @@ _SEED_STEP = 7_919
 _SEEDS = 2**31
 
 
-@runtime_checkable
-class KnowsItsEpisode(Protocol):
-    """An engine of one episode that says which seed the episode has. A capability, not a flag."""
-
-    @property
-    def episode_seed(self) -> int | None:
-        """The seed, ``None`` where the episode has none."""
-        ...
+def episode_seed(engine: LLMEngine) -> int | None:
+    """The seed of an engine of one episode, where it has one."""
+    return getattr(engine, "episode_seed", None)
 
 
 def call_seed(seed: int, engine: LLMEngine, tree: EpisodeTree, parent: int | None, asking: int) -> int:
@@ -49,7 +44,7 @@ def call_seed(seed: int, engine: LLMEngine, tree: EpisodeTree, parent: int | Non
 
 
 def _of_episode(engine: LLMEngine) -> int:
-    known = engine.episode_seed if isinstance(engine, KnowsItsEpisode) else None
+    known = episode_seed(engine)
     return 0 if known is None else zlib.crc32(str(known).encode())
 
 
@@ -92,7 +87,9 @@ class Search:
         self.episode = episode
         self.log = SearchLog()
         self.root = tree.head
-        self._worlds = ForkPool(most_forks(world, options.open_worlds), options.step_timeout)
+        room = info_of(world).max_forks
+        most = options.open_worlds if room is None else max(1, min(room, options.open_worlds))
+        self._worlds = ForkPool(most, options.step_timeout)
         self._asking: Counter[int | None] = Counter()
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -111,7 +108,7 @@ class Search:
     @property
     def pays(self) -> bool:
         """Whether the world's steps can earn rewards."""
-        return pays_rewards(self.world)
+        return info_of(self.world).emits_rewards
 
     def exhausted(self) -> bool:
         """Whether a budget or the limit of the tree's size is reached; the log says which."""
@@ -293,7 +290,7 @@ class Search:
         kept = self._worlds.get(state)
         origin, way = (kept, []) if isinstance(kept, Forkable) else (self.world, self._actions_to(state))
         try:
-            self._enter_steps(steps + len(way) + fork_steps(origin))
+            self._enter_steps(steps + len(way) + info_of(origin).fork_steps)
         except SpentError:
             self._worlds.leave()
             raise
@@ -309,7 +306,7 @@ class Search:
         if start.ready is not None:
             return start.ready
         assert start.origin is not None
-        known = fork_steps(start.origin)
+        known = info_of(start.origin).fork_steps
         try:
             with nullcontext() if start.way else self._worlds.copied(start.state):
                 environment = await start.origin.fork()
@@ -317,7 +314,7 @@ class Search:
             self._worlds.leave()
             raise
         # A server reports that it cannot copy only on the first request.
-        self._count_steps(max(0, fork_steps(start.origin) - known))
+        self._count_steps(max(0, info_of(start.origin).fork_steps - known))
         try:
             await self._replay(environment, start.way)
         except BaseException:

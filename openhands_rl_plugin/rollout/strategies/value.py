@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Coroutine
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field
 
@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.scoring import JudgesWorkspace, RunsCommands
+from openhands_rl_plugin.rollout.scoring import workspace_command
 from openhands_rl_plugin.rollout.strategies.annotations import ended, note, notes
 from openhands_rl_plugin.rollout.strategies.options import Least, SpentError, StrictOptions, checked
 from openhands_rl_plugin.rollout.strategies.search import Search
@@ -41,7 +41,11 @@ class ValueEstimate(NamedTuple):
 
 
 class ValueFunction(Protocol):
-    """Estimates the return from a state on. ``needs_world``: only where the environment can fork."""
+    """Estimates the return from a state on. ``needs_world``: only where the environment can fork.
+
+    It may have more: ``least``, what one judgement takes; and ``estimate_end``, with the arguments and the result of
+    ``estimate``, for a state in which the episode has ended: without it such a state is worth its rewards.
+    """
 
     name: str
     needs_world: bool
@@ -51,28 +55,9 @@ class ValueFunction(Protocol):
         ...
 
 
-@runtime_checkable
-class SaysWhatItTakes(Protocol):
-    """A value with a minimum cost of one judgement. Without this protocol the cost is nothing."""
-
-    @property
-    def least(self) -> Least:
-        """The fewest calls and steps; a state at which nothing is left to do may take none."""
-        ...
-
-
 def least_of(value: ValueFunction) -> Least:
-    """The minimum cost of one judgement."""
-    return value.least if isinstance(value, SaysWhatItTakes) else Least()
-
-
-@runtime_checkable
-class JudgesEnds(Protocol):
-    """A value that also judges an ended episode, where rewards do not. A capability, not a flag."""
-
-    async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
-        """As ``ValueFunction.estimate``, for a state in which the episode has ended."""
-        ...
+    """The fewest calls and steps of one judgement; a state at which nothing is left to do may take none."""
+    return getattr(value, "least", Least())
 
 
 async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
@@ -93,7 +78,7 @@ async def _estimated(value: ValueFunction, search: Search, action: int, state: i
         return await _value_of_end(value, search, action, state)
     if search.world is not None and search.pays and not search.goes_on(state):
         # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
-        return await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else ValueEstimate(0.0)
+        return await _estimated_end(value, search, state)
     return await value.estimate(search, state)
 
 
@@ -103,11 +88,16 @@ async def _value_of_end(value: ValueFunction, search: Search, action: int, state
     known = notes(node).get("worth_of_end")
     if isinstance(known, float):
         return ValueEstimate(known)
-    estimate = await value.estimate_end(search, state) if isinstance(value, JudgesEnds) else ValueEstimate(0.0)
+    estimate = await _estimated_end(value, search, state)
     await search.give_up(state)
-    if estimate is not None and math.isfinite(estimate.value) and isinstance(value, JudgesEnds):
+    if estimate is not None and math.isfinite(estimate.value) and hasattr(value, "estimate_end"):
         note(node)["worth_of_end"] = estimate.value
     return estimate
+
+
+async def _estimated_end(value: ValueFunction, search: Search, state: int) -> ValueEstimate | None:
+    judge = getattr(value, "estimate_end", None)
+    return ValueEstimate(0.0) if judge is None else await judge(search, state)
 
 
 class NoValueOptions(StrictOptions):
@@ -248,7 +238,7 @@ class RewardValue:
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
         """As for any other state, but finished."""
-        asked = self._reward.workspace_command if isinstance(self._reward, JudgesWorkspace) else None
+        asked = workspace_command(self._reward)
         score = await judged_in_time(search, self._reward, _so_far(search, state, asked))
         return None if score is None else ValueEstimate(score - earned(search, state))
 
@@ -294,13 +284,13 @@ async def _so_far(search: Search, state: int, asked: WorkspaceCommand | None) ->
     async with search.world_at(state) as world:
         evidence = await world.evidence()
         if asked is not None:
-            if not isinstance(world, RunsCommands):
+            if (check := getattr(world, "check", None)) is None:
                 raise ConfigError(
                     f"value 'reward': `{asked.command}` judges a workspace, and this environment has none: choose "
                     "another reward"
                 )
             # After the evidence: what it writes is no part of the patch.
-            evidence = {**evidence, CHECKED: (await world.check(asked)).model_dump(mode="json")}
+            evidence = {**evidence, CHECKED: (await check(asked)).model_dump(mode="json")}
         return episode_so_far(search, state, evidence)
 
 

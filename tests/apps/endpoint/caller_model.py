@@ -50,7 +50,7 @@ async def write_caller(path: Path) -> Path:
     torch.manual_seed(0)
     environment = ToolEnvironment(tools=tools())
     messages = [*(await environment.reset(Task(id="add", environment="tools", data={"messages": WIRE}))).messages]
-    parts: list[tuple[str, bool]] = [(_prompt(messages, environment.offered_tools), False)]
+    parts: list[tuple[str, bool]] = [(_prompt(messages, environment.info.tools), False)]
     for calls in TURNS:
         # As the template writes it, so that each turn extends the one before and one sequence teaches all of them.
         written = (f'{{"name": "{name}", "arguments": {given}}}' for name, given in calls)
@@ -59,7 +59,7 @@ async def write_caller(path: Path) -> Path:
         made = tuple(ToolCall(id=name, name=name, arguments=given) for name, given in calls)
         action = Message(role="assistant", tool_calls=made)
         messages += [action, *(await environment.step(action)).messages]
-        prompt, known = _prompt(messages, environment.offered_tools), "".join(text for text, _ in parts)
+        prompt, known = _prompt(messages, environment.info.tools), "".join(text for text, _ in parts)
         assert prompt.startswith(known)
         parts.append((prompt[len(known) :], False))
     tokenizer = _tokenizer([text for text, _ in parts])

@@ -143,7 +143,7 @@ async def test_native_calls_and_what_is_wrong_with_them():
         player = client(seen.url, react_format=False)
         opening = await player.reset(task(row()))
         assert [message.content for message in opening.messages] == ["Be brief.", "Paris?"], "the row speaks for itself"
-        [offered] = player.offered_tools
+        [offered] = player.info.tools
         assert offered["function"]["name"] == "get_weather"  # pyright: ignore
         two = await player.step(called(("get_weather", "{}"), ("get_weather", "{no"), content="Let me see."))
         assert [(each.role, each.tool_call_id) for each in two.messages] == [("tool", "own0"), ("tool", "own1")]

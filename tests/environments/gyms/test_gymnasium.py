@@ -92,7 +92,7 @@ async def test_slippery_ice_follows_the_seed_and_a_copy_slips_as_the_original():
         player = lake(arguments={"is_slippery": True})
         await play(player, task(idx=idx), ["up"])
         twin = await player.fork()
-        assert player.fork_steps == 0
+        assert player.info.fork_steps == 0
         ahead = [text(await twin.step(said("up"))) for _ in range(2)]
         assert [text(await player.step(said("up"))) for _ in range(2)] == ahead
 
@@ -210,7 +210,7 @@ async def test_a_step_that_hangs_ends_typed_and_leaves_the_others_alone():
 async def test_a_replay_that_diverges_is_refused_and_so_is_a_fork_that_is_switched_off():
     player = odd("clock")
     await play(player, task("gymnasium/Odd-v0"), ["go"])
-    assert player.fork_steps == 1
+    assert player.info.fork_steps == 1
     with pytest.raises(BadEnvironmentError, match="answered the same actions differently"):
         await player.fork()
     player = odd("ok", fork="none")

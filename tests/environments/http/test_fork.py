@@ -89,11 +89,11 @@ async def test_a_copy_says_how_many_steps_it_takes(forks: bool):
         await client.reset(task(7))
         await client.step(react("one"))
         await client.step(said("nothing to act on in here"))
-        assert client.fork_steps == 0, "not known before the server was asked"
+        assert client.info.fork_steps == 0, "not known before the server was asked"
         twin = await client.fork()
-        assert (client.fork_steps, twin.fork_steps) == ((0, 0) if forks else (1, 1))
+        assert (client.info.fork_steps, twin.info.fork_steps) == ((0, 0) if forks else (1, 1))
         await twin.step(react("two"))
-        assert twin.fork_steps == (0 if forks else 2)
+        assert twin.info.fork_steps == (0 if forks else 2)
         for each in (client, twin):
             await each.close()
 

@@ -266,7 +266,7 @@ async def test_the_tools_of_an_mcp_environment_are_asked_for_offered_and_called(
         player = client(server.url)
         opening = await player.reset(task())
         system = opening.messages[0].content or ""
-        assert "run - Run it." in system and '"properties": {"code": {}}' in system and player.offered_tools == ()
+        assert "run - Run it." in system and '"properties": {"code": {}}' in system and player.info.tools == ()
         call = json.dumps({"name": "run", "arguments": {"code": CODE}}, indent=1)
         assert text(await player.step(said(call))) == f"ran {CODE}"
         assert text(await player.step(said(f"\n```json\n{call}\n```"))) == f"ran {CODE}"

@@ -361,7 +361,7 @@ async def test_tools_in_the_text_are_shown_as_the_family_itself_shows_them() -> 
     asked = (Message(role="system", content="Be good."), Message(role="user", content="How many?"))
     template = make_template("qwen3")
     assert template.render(opening) == template.render(asked, [tool.openai_tool() for tool in given])
-    assert environment.offered_tools == ()
+    assert environment.info.tools == ()
     result = await environment.step(
         said('<tool_call>{"name": "odd", "arguments": {"text": "</tool_call>"}}</tool_call>')
     )

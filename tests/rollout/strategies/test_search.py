@@ -21,7 +21,7 @@ from search_worlds import (
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
-from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.protocols import EnvInfo, Strategy
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -169,8 +169,9 @@ class PatientWorld(FragileWorld):
 
     own = 5.0
 
-    def step_seconds(self, action: Said) -> float:
-        return self.own
+    @property
+    def info(self) -> EnvInfo:
+        return EnvInfo(step_timeout=lambda action: self.own)
 
 
 @EVERY

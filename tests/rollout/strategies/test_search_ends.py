@@ -11,7 +11,7 @@ from search_worlds import TASK, opened
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.protocols import EnvInfo, Strategy
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -56,7 +56,7 @@ EVERY = pytest.mark.parametrize(
 class Desk:
     """A workspace in small: ``finish`` ends, ``fix`` puts things right and ``spoil`` undoes that."""
 
-    pays_rewards = False
+    info = EnvInfo(emits_rewards=False)
     price = 0.0
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Desk:
 class Shop(Desk):
     """The same, which pays for the end."""
 
-    pays_rewards = True
+    info = EnvInfo()
     price = 0.4
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import JsonValue
 
 from openhands_rl_plugin.contrib.environments.nemo_gym.rows import PARAMETERS, GymRow
 from openhands_rl_plugin.core.errors import BadEnvironmentError
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.environments.http.calls import CalledAction, arguments_of, replies
 from openhands_rl_plugin.environments.http.client import (
@@ -67,9 +69,10 @@ class NeMoGymClient(BaseEnvClient):
         self._verified_as: ServerAnswer | None = None
 
     @property
-    def offered_tools(self) -> tuple[JsonObject, ...]:
-        """The row's tools, after ``reset``; none where ``react_format`` describes them in the prompt."""
-        return self._row.tools.offered if self._row is not None and not self.options.react_format else ()
+    def info(self) -> EnvInfo:
+        """With the row's tools, after ``reset``; none where ``react_format`` describes them in the prompt."""
+        tools = self._row.tools.offered if self._row is not None and not self.options.react_format else ()
+        return replace(super().info, tools=tools)
 
     def make_transport(self) -> JsonTransport:
         """A transport with cookies; a copy of the episode gets its own."""

@@ -15,6 +15,7 @@ from openhands_rl_plugin.contrib.environments.verifiers.process import (
 )
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.messages import to_message, to_wire
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.environments.http.client import episode_index
 from openhands_rl_plugin.environments.tools.dialects import Dialect, NativeDialect, TextDialect
@@ -84,9 +85,9 @@ class VerifiersEnvironment:
         self._open = False  # its process plays it
 
     @property
-    def offered_tools(self) -> tuple[JsonObject, ...]:
-        """The taskset's tools, known after ``reset``; none where they are called in the text."""
-        return self._dialect.offered(self._tools)
+    def info(self) -> EnvInfo:
+        """With the taskset's tools, known after ``reset``; none where they are called in the text."""
+        return EnvInfo(tools=self._dialect.offered(self._tools))
 
     async def reset(self, task: Task) -> Observation:
         """Start the episode; the observation is verifiers' first request to the model."""

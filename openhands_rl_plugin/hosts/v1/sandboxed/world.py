@@ -36,6 +36,7 @@ from pydantic import PrivateAttr
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
@@ -57,8 +58,6 @@ _SLACK = 30.0
 class ConversationWorld:
     """A ``SessionWorld``: the live conversation at one decision. Neither its events nor its files are changed here."""
 
-    pays_rewards = False
-
     def __init__(
         self,
         conversation: LocalConversation,
@@ -76,7 +75,12 @@ class ConversationWorld:
         self._branches = OpenForks()
         self._stop = threading.Event()
 
-    def step_seconds(self, action: Message) -> float:
+    @property
+    def info(self) -> EnvInfo:
+        """Its steps have no rewards, and time limits of their own."""
+        return EnvInfo(emits_rewards=False, step_timeout=self._step_seconds)
+
+    def _step_seconds(self, action: Message) -> float:
         """Seconds for the answer's commands: more than their own limits, so that a branch reports timeouts, too."""
         calls = [call for call in self.calls_of(action) if call.name not in _EXECUTED - _ON_THE_COPY]
         limits = [_limit_of(call.arguments) for call in calls]
@@ -175,7 +179,7 @@ class ConversationBranch:
         return await background().blocking(self._workspace.changes)
 
     async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """As in ``RunsCommands``."""
+        """Run a command over the workspace as it stands, in a fresh sandbox."""
         return await background().blocking(partial(self._workspace.check, asked))
 
     async def close(self) -> None:
