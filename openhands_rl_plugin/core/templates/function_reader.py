@@ -9,9 +9,9 @@ from pydantic import JsonValue
 
 from openhands_rl_plugin.core.templates.answers import Block, Blocks, Tag
 from openhands_rl_plugin.core.templates.function_values import Newlines, read_value
-from openhands_rl_plugin.core.templates.loose_json import NotJson, decode_object, dumps, skip_space
 from openhands_rl_plugin.core.templates.parsed import Problem, ProblemKind, Span
 from openhands_rl_plugin.core.templates.signatures import UNKNOWN, signatures
+from openhands_rl_plugin.core.templates.strict_json import NotJson, decode_object, dumps, skip_space
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
 _TAG = re.compile(
@@ -183,11 +183,7 @@ class _Call:
             decoded = decode_object(text, begin, self._reader.start(self._index + 1))
         except NotJson as error:
             raise _Broken(error.kind, f"its body is not JSON: {error.reason}", self._index + 1) from None
-        arguments = text[begin : decoded.end]
-        if decoded.repairs:
-            arguments = dumps({key: member.value for key, member in decoded.members.items()})
-            self._notes.append((ProblemKind.BAD_JSON, "; ".join(sorted(decoded.repairs))))
-        return arguments, decoded.end, self._reader.index_at(self._index + 1, decoded.end)
+        return text[begin : decoded.end], decoded.end, self._reader.index_at(self._index + 1, decoded.end)
 
     def _parameters(self) -> tuple[str, int, int]:
         reader = self._reader

@@ -11,8 +11,7 @@
 
 A value is exactly what stands between its tags. Only if it begins *and* ends with a line break is one of each taken
 off, because a value of several lines is written with a break after the opening and before the closing tag. Parameters
-that the tool declares with other types than ``string`` are JSON; Python's ``True``, ``False``, ``None`` and single
-quotes are read too.
+that the tool declares with other types than ``string`` are JSON.
 
 Whatever that form would not give back exactly is written as ``<json>`` + JSON + ``</json>`` between the tags, with
 ``\\u003c`` for ``<``: a string that holds the form's own tags, a value that is not of the declared type, or one that is

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.templates.loose_json import NotJson, decode, dumps, is_unicode
 from openhands_rl_plugin.core.templates.signatures import Parameter, fits
+from openhands_rl_plugin.core.templates.strict_json import NotJson, decode, dumps, is_unicode
 
 JSON_OPEN = "<json>"
 JSON_CLOSE = "</json>"
@@ -62,7 +62,7 @@ def _typed(stripped: str, text: str, types: frozenset[str]) -> JsonValue:
     if _INTEGER.fullmatch(stripped) and fits(0, types):
         return int(stripped)
     try:
-        value = decode(stripped).value
+        value = decode(stripped)
     except NotJson:
         return text
     return text if isinstance(value, str) else value

@@ -6,8 +6,8 @@ import json
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.templates.loose_json import (
-    Decoded,
+from openhands_rl_plugin.core.templates.parsed import ProblemKind
+from openhands_rl_plugin.core.templates.strict_json import (
     DecodedObject,
     Member,
     NotJson,
@@ -16,7 +16,6 @@ from openhands_rl_plugin.core.templates.loose_json import (
     dumps,
     is_unicode,
 )
-from openhands_rl_plugin.core.templates.parsed import ProblemKind
 from openhands_rl_plugin.core.types import ToolCall
 
 _BESIDE = {"name", "arguments", "id", "type", "index"}
@@ -46,22 +45,20 @@ def call_of(text: str, decoded: DecodedObject, notes: Notes) -> ToolCall:
     name = members.get("name", _ABSENT).value
     if not isinstance(name, str) or not name or not is_unicode(name):
         raise BadCall(ProblemKind.BAD_SHAPE, f"it has no name; {_NEED}")
-    if decoded.repairs:
-        notes.append((ProblemKind.BAD_JSON, "; ".join(sorted(decoded.repairs))))
     key = "parameters" if "parameters" in members and "arguments" not in members else "arguments"
     extra = sorted(set(members) - _BESIDE - {key})
     if extra and key not in members:
         raise BadCall(ProblemKind.BAD_SHAPE, f"{extra[0]!r} stands beside the name, not in the arguments; {_NEED}")
     if extra:
         notes.append((ProblemKind.BAD_SHAPE, f"what stands beside the arguments was left out: {', '.join(extra)}"))
-    return ToolCall(name=name, arguments=_arguments(text, decoded, members.get(key), notes))
+    return ToolCall(name=name, arguments=_arguments(text, members.get(key), notes))
 
 
-def _arguments(text: str, decoded: DecodedObject, member: Member | None, notes: Notes) -> str:
-    """The arguments' own text where that is strict JSON, else JSON of the same value."""
+def _arguments(text: str, member: Member | None, notes: Notes) -> str:
+    """The arguments' own text."""
     value = None if member is None else member.value
     if isinstance(value, dict) and member is not None:
-        return dumps(value) if decoded.repairs else text[member.start : member.end]
+        return text[member.start : member.end]
     if isinstance(value, str):
         return _unwrapped(value, notes)
     if value is None:
@@ -80,12 +77,12 @@ def _unwrapped(value: str, notes: Notes) -> str:
         if not inner.strip():
             return "{}"
         try:
-            found: Decoded = decode(inner)
+            found = decode(inner)
         except NotJson as error:
             raise BadCall(error.kind, f"its arguments are a string that is not JSON: {error.reason}; {_NEED}") from None
-        if isinstance(found.value, dict):
-            return dumps(found.value) if found.repairs or not is_unicode(inner) else inner.strip()
-        inner = found.value
+        if isinstance(found, dict):
+            return inner.strip() if is_unicode(inner) else dumps(found)
+        inner = found
     raise BadCall(ProblemKind.BAD_SHAPE, f"its arguments are a string, not an object; {_NEED}")
 
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from openhands_rl_plugin.core.templates.answers import Block, Blocks, Tag, scan
 from openhands_rl_plugin.core.templates.json_calls import BadCall, Notes, call_of
-from openhands_rl_plugin.core.templates.loose_json import NotJson, decode_object, skip_space
 from openhands_rl_plugin.core.templates.parsed import ParsedAnswer, Problem, ProblemKind, Span
 from openhands_rl_plugin.core.templates.signatures import check
+from openhands_rl_plugin.core.templates.strict_json import NotJson, decode_object, skip_space
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
 OPEN = "<tool_call>"

@@ -128,13 +128,6 @@ def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> No
     assert exact(by_sdk.arguments) == exact(by_1_6.arguments) == exact(arguments)
 
 
-def test_python_spellings_are_read() -> None:
-    for text, kind, value in [("True", "boolean", True), ("None", "null", None), ("{'a': [1, False]}", "object", None)]:
-        read = read_value(text, parameter({"type": kind}), Newlines.WRAPPED)
-        assert read == ({"a": [1, False]} if kind == "object" else value)
-    assert read_value("True", parameter({"type": "string"}), Newlines.WRAPPED) == "True"
-
-
 def test_what_is_not_plain_is_written_as_json() -> None:
     integer, number = parameter({"type": "integer"}), parameter({"type": "number"})
     assert write_value("a</parameter>", UNDECLARED) == '<json>"a\\u003c/parameter>"</json>'
