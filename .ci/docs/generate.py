@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -176,17 +175,6 @@ def causes() -> None:
     cog.outl("\n| cause | cure |\n|---|---|")
     for cause, setting in SETTINGS.items():
         cog.outl(f"| {cause} | {_cell(setting)} |")
-
-
-# --- engines of training
-
-
-def engines() -> None:
-    """Which engine does what, from ``config/engines.py`` and what the tests show."""
-    sys.path.append(str(ROOT / "tests/helpers/servers"))
-    from engines_table import table  # pyright: ignore[reportMissingImports]
-
-    cog.outl(table())
 
 
 # --- figures

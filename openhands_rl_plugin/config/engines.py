@@ -1,4 +1,4 @@
-"""What each ``[rl.training] engine`` can do: settings are refused by it, and the table of the engines is made of it."""
+"""What each ``[rl.training] engine`` can do: settings are refused by it,."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-Temperatures = Literal["of each answer", "one for a call", "1"]
+Temperatures = Literal["of each answer", "1"]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -16,7 +16,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Only:
-    """The values of a key that an engine can have, where ``algorithm`` is trained, or any if that is empty.
+    """The values of a key that an engine can have.
 
     ``why``: what follows the engine's name, with what to set. Sequences are compared without their order.
     """
@@ -24,12 +24,9 @@ class Only:
     key: str
     values: tuple[object, ...]
     why: str
-    algorithm: str = ""
 
     def holds(self, values: Mapping[str, object]) -> bool:
         """Whether these settings are within it."""
-        if self.algorithm not in ("", values["algorithm"]):
-            return True
         return _unordered(values[self.key]) in map(_unordered, self.values)
 
 
@@ -45,8 +42,6 @@ class Engine:
     requires: str = ""
     title: str = ""
     lacks: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    """Algorithms that it does not have."""
     only: tuple[Only, ...] = ()
     temperatures: Temperatures = "of each answer"
     here: bool = True
@@ -72,23 +67,6 @@ _OURS_ALONE = (
 
 ENGINES: Mapping[str, Engine] = {
     "local": Engine(),
-    "trl": Engine(
-        # Versions whose ``_compute_loss`` and ``_prepare_inputs`` are known; 1.18 changes what can be swapped.
-        requires="trl>=1.16,<1.18",
-        title="TRL",
-        # TRL's own terms are not weighted as a batch of ours is.
-        lacks=_OURS_ALONE,
-        without=("dpo",),
-        only=(
-            Only(
-                "cispo_low",
-                (1.0,),
-                'clips the weights of algorithm = "cispo" from above only: set cispo_low = 1.0',
-                algorithm="cispo",
-            ),
-        ),
-        temperatures="one for a call",
-    ),
     "tinker": Engine(
         # Versions whose protocol is known: older ones send JSON, which SkyRL 0.4 refuses.
         requires="tinker>=0.25,<0.39",
@@ -117,9 +95,6 @@ def refused_by_engine(name: str, training: BaseModel) -> str:
     for key in engine.lacks:
         if values[key] != (default := fields[key].default):
             return f'engine = "{name}" has no {_setting(key, values)}: set {toml_value(default)}, or engine = "local"'
-    if values["algorithm"] in engine.without:
-        said = _setting("algorithm", values)
-        return f'engine = "{name}" has no {said}: choose one of the others, or set engine = "local"'
     return next((f'engine = "{name}" {each.why}' for each in engine.only if not each.holds(values)), "")
 
 

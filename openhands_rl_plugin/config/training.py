@@ -72,10 +72,9 @@ class TrainingSettings(Settings):
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
     renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
 
-    engine: Literal["local", "tinker", "trl"] = Field(
+    engine: Literal["local", "tinker"] = Field(
         default="local",
-        description="what trains: local: this machine; trl: TRL's GRPOTrainer on it; tinker: the Tinker API, see "
-        "[rl.tinker]",
+        description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]",
     )
     algorithm: AlgorithmName = Field(
         default="reinforce++-baseline",

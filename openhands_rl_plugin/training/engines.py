@@ -24,10 +24,6 @@ def make_trainer(
         from openhands_rl_plugin.contrib.trainers.tinker.trainer import TinkerTrainer
 
         return TinkerTrainer(training, settings.tinker, base_model, adapter=adapter)
-    if training.engine == "trl":
-        from openhands_rl_plugin.training.trl.trainer import TRLTrainer
-
-        return TRLTrainer(model, training, base_model, adapter=adapter)
     if training.nproc_per_node > 1:
         return LaunchedTrainer(model, training, adapter=adapter)
     return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)

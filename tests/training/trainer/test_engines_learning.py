@@ -1,12 +1,11 @@
 """From one SFT adapter in the shop: the first update by each engine is the local trainer's, and rewards go up by all.
 
-.ci/peers trl, .ci/peers tinker
+.ci/peers tinker
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines_table import FIRST_UPDATE, RISE
+from engines_shown import FIRST_UPDATE, RISE
 from safetensors.torch import load_file
 from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, SHOP, dialogue_of, encoded, write_shopper
 from shopping_loop import MODEL, ShopWorld, make_plan
@@ -57,12 +56,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShopWorld]:
 
 
 @contextmanager
-def maker(world: ShopWorld, folder: Path, engines: tuple[str, ...]) -> Iterator[TrainerOf]:
+def maker(world: ShopWorld, folder: Path) -> Iterator[TrainerOf]:
     """Makes trainers of the engine that the settings name; Tinker's is SkyRL's own server."""
-    tinker = TinkerSettings()
-    if "tinker" not in engines:
-        yield _maker(world, tinker)
-        return
     pytest.importorskip("tinker", reason="the client is not installed: .ci/peers tinker")
     with skyrl_server(world.model, folder) as url:
         yield _maker(world, TinkerSettings(base_url=url, model=str(world.model), reduction="sequence-mean"))
@@ -126,15 +121,11 @@ async def learnt(
         await parts.storage.close()
 
 
-@pytest.mark.parametrize("engines", [("local", "trl"), ("tinker", "local", "trl")], ids=["trl", "tinker"])
-def test_the_first_update_is_the_local_one_and_rewards_go_up(
-    engines: tuple[str, ...], world: ShopWorld, tmp_path: Path
-) -> None:
+def test_the_first_update_is_the_local_one_and_rewards_go_up(world: ShopWorld, tmp_path: Path) -> None:
     """The first engine makes the SFT adapter, as the Tinker API takes none from elsewhere."""
-    if importlib.util.find_spec("trl") is None:
-        pytest.skip("TRL is not installed: .ci/peers trl")
+    engines = ("tinker", "local")
     store, updates = AdapterStore(tmp_path / "adapters"), dict[str, torch.Tensor]()
-    with maker(world, tmp_path / "server", engines) as make:
+    with maker(world, tmp_path / "server") as make:
         start = fine_tuned(world, make(settings_of(engines[0], "sft"), None), store)
         before = load_file(Path(start.path) / "adapter_model.safetensors")
         for engine in engines:

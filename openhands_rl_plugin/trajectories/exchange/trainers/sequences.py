@@ -62,16 +62,6 @@ def answers(sample: Sample) -> list[tuple[int, int]]:
     return runs
 
 
-def one_advantage(samples: Sequence[Sample]) -> float:
-    """That of all segments of an episode. Raises ``ExchangeError`` where they differ."""
-    found = {sample.advantage for sample in samples}
-    if len(found) != 1:
-        raise ExchangeError(
-            f"{len(samples)} segments of one episode have {len(found)} advantages; they need a common one"
-        )
-    return found.pop()
-
-
 def version_of(policy: PolicyRef | None) -> int:
     """The version of an adapter; 0 for a base model."""
     return 0 if policy is None or policy.version is None else policy.version

@@ -14,7 +14,7 @@ from subprocess import run
 
 import pytest
 import torch
-from engines_table import SHOWN
+from engines_shown import SHOWN
 from made_samples import learn, make_samples, segmented
 from safetensors.torch import load_file
 from tinker_server import PYTHON, skyrl_server

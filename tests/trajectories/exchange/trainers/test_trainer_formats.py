@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -95,14 +94,6 @@ def test_tinker_has_an_advantage_for_each_token(sample: Sample, scale: float):
 
 
 @given(SEGMENTS)
-def test_trl(sent: list[Sample]):
-    rows = trl.queued_rows(sent, group_id=4, messages=[{"role": "user"}, {"role": "assistant"}, {"role": "tool"}])
-    assert {(row["advantage"], row["group_id"], row["model_version"]) for row in rows} == {(0.5, 4, 3)}
-    assert (len(rows[0]["prompt"]), len(rows[0]["completion"])) == (1, 2)
-    assert same(trl.samples_of_queued(as_json(rows), "base"), sent, "advantage", "policy")
-
-
-@given(SEGMENTS)
 def test_skyrl(sent: list[Sample]):
     columns = skyrl.generator_columns([played(*sent), played(ONE)], ["a", "b"], step_wise=True)
     assert columns["rewards"] == [*[0.0] * (len(sent) - 1), 1.0, 1.0]
@@ -172,7 +163,7 @@ def test_segments_that_do_not_extend_stay_apart():
 )
 def test_what_would_be_trained_wrongly_is_refused(change: dict[str, object], said: str):
     with pytest.raises(ExchangeError, match=said):
-        trl.queued_rows([ONE.model_copy(update=change)], group_id=0)
+        trl.generated_columns([played(ONE.model_copy(update=change))])
 
 
 def test_what_a_format_cannot_carry_is_refused():
@@ -193,8 +184,6 @@ def test_what_a_format_cannot_carry_is_refused():
         verl.agent_loop_rows(played(ONE), longest_prompt=9, longest_response=3)
     with pytest.raises(ExchangeError, match="OpenRLHF takes one"):
         openrlhf.observed_tokens([ONE, ONE])
-    with pytest.raises(ExchangeError, match="2 advantages"):
-        trl.queued_rows([ONE, ONE.model_copy(update={"advantage": 1.0})], group_id=0)
     with pytest.raises(ExchangeError, match="above 0"):
         openenv.training_turns([ONE.model_copy(update={"logprobs": (0.0, 0.0, 0.5, 0.0, 0.0, 0.0)})])
 
@@ -208,15 +197,3 @@ def test_a_rollout_function_of_trl():
         "env_mask": [[1, 1, 0, 1]],
         "rollout_reward": [1.0],
     }
-
-
-@pytest.mark.slow
-def test_trl_takes_the_rows():
-    numpy = pytest.importorskip("numpy")
-    worker = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker")
-    (row,) = trl.queued_rows([ONE], group_id=4)
-    own = {field.name for field in fields(worker.RolloutSample)}
-    assert own - row.keys() == {"enqueued_at"} and not row.keys() - own
-    arrays = {name: numpy.asarray(row[name], dtype) for name, dtype in trl.ARRAYS.items()}
-    sample = worker.RolloutSample(**{**row, **arrays})
-    assert sample.input_ids.tolist() == [*ONE.input_ids] and sample.completion_mask.sum() == 3

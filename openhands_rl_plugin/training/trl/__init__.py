@@ -1,1 +1,0 @@
-"""Training by TRL's GRPOTrainer, on rows of ours: ``trainer`` first."""
