@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib.metadata import distributions
+from typing import Any, Literal
 
 import stores
 from golden import run_script
@@ -12,12 +13,19 @@ from golden import run_script
 
 @dataclass(frozen=True)
 class Artefact:
-    """``tolerance``: relative, for numbers with a fraction. ``needs``: a module without which it is not made."""
+    """``tolerance``: relative, for numbers with a fraction. ``host``: the environment in which it is made."""
 
     make: Callable[[], Any]
     tolerance: float = 0.0
-    needs: str = ""
+    host: Literal["v0", "v1"] = "v0"
     slow: bool = False
+    sandboxed: bool = False
+
+
+def has_host(host: str) -> bool:
+    """OpenHands V0 brings the SDK of V1 along."""
+    found = {each.metadata["Name"] for each in distributions()}
+    return "openhands-ai" in found if host == "v0" else "openhands-sdk" in found and "openhands-ai" not in found
 
 
 INPUTS: dict[str, Callable[[], Any]] = {
@@ -26,7 +34,8 @@ INPUTS: dict[str, Callable[[], Any]] = {
     "mongodb_documents": stores.make_mongodb_documents,
 }
 ARTEFACTS = {
-    "gradients": Artefact(lambda: run_script("gradients.py"), tolerance=1e-6, needs="torch"),
+    "gradients": Artefact(lambda: run_script("gradients.py"), tolerance=1e-6),
     "sqlite": Artefact(stores.read_sqlite),
-    "mongodb": Artefact(stores.read_mongodb, needs="pymongo"),
+    "mongodb": Artefact(stores.read_mongodb),
+    "v0_sessions": Artefact(lambda: run_script("sessions.py", "v0"), sandboxed=True),
 }

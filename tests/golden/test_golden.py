@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
-from artefacts import ARTEFACTS, Artefact
+from artefacts import ARTEFACTS, Artefact, has_host
 from golden import differences, path_of, read
+from needs import missing_bubblewrap
 
 pytestmark = pytest.mark.contract
 
@@ -19,8 +18,10 @@ pytestmark = pytest.mark.contract
     ],
 )
 def test_today_is_as_the_golden_file(name: str, artefact: Artefact) -> None:
-    if artefact.needs and find_spec(artefact.needs) is None:
-        pytest.skip(f"needs {artefact.needs}")
+    if not has_host(artefact.host):
+        pytest.skip(f"needs OpenHands {artefact.host.upper()}")
+    if artefact.sandboxed and (missing := missing_bubblewrap()):
+        pytest.skip(missing)
     found = differences(name, read(name), artefact.make(), artefact.tolerance)
     assert not found, "\n".join(found[:40])
 

@@ -1,0 +1,173 @@
+"""Recorded sessions with a scripted model server: what was asked of the model, and the trajectory, node by node.
+
+``sessions.py v0`` needs OpenHands V0 and bubblewrap, and is a process of its own, as OpenHands keeps state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from scripted_model import EMPTY, Policy, ScriptedModel, call, refusal, says, serve, stopped
+
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
+from openhands_rl_plugin.hosts.shared.options import HostOptions
+
+BASH, EDIT = "execute_bash", "str_replace_editor"
+FULL = refusal(400, "This model's maximum context length is 100 tokens. However, your messages resulted in 200 tokens.")
+METADATA = ("kind", "history_rewritten", "replayed_as", "missing")
+_RANDOM = re.compile(r"127\.0\.0\.1:\d+|/tmp/[\w./-]+|\b20\d\d-\d\d-\d\d\b")
+
+Answer = dict[str, Any]
+
+
+def bash(command: str, id: str = "c", **more: Any) -> Answer:
+    return says(None, call(BASH, {"command": command, "security_risk": "LOW", **more}, id))
+
+
+def finish(id: str = "f") -> Answer:
+    return says(None, call("finish", {"message": "done"}, id))
+
+
+def scripted(*answers: Answer) -> Callable[[], Policy]:
+    """A fresh policy that gives these answers in order, and then finishes."""
+
+    def make() -> Policy:
+        left = iter(answers)
+        return lambda body: next(left, finish("extra"))
+
+    return make
+
+
+def condensing() -> Policy:
+    numbers = iter(range(1000))
+
+    def policy(body: dict[str, Any]) -> Answer:
+        number = next(numbers)
+        if not body.get("tools"):
+            return says(f"summary {number}")
+        return says(f"turn {number}", call("think", {"thought": f"hm {number}"}, f"call-{number}"))
+
+    return policy
+
+
+def refusing_token_ids() -> Policy:
+    refused = refusal(400, "Unknown field return_token_ids")
+    return lambda body: (
+        refused if "return_token_ids" in body else bash("echo 1", "a") if len(body["messages"]) < 4 else finish()
+    )
+
+
+FUNCTION = "<function=execute_bash>\n<parameter=command>{}</parameter>\n<parameter=security_risk>LOW</parameter>\n"
+TEXT = (
+    stopped("Looking.\n" + FUNCTION.format("echo one")),
+    says("<function=no_such_tool>\n<parameter=x>1</parameter>\n"),
+    says("\n\n" + FUNCTION.format("\necho two\n") + "</function>"),
+    says("  It is done, I think. \n"),
+    stopped("<function=finish>\n<parameter=message>Done.</parameter>\n"),
+)
+MANY = tuple(bash(f"echo {n}", f"c{n}") for n in range(9))
+CONDENSER = {"condenser": {"type": "llm", "max_size": 10, "keep_first": 3}}
+CREATE = {"command": "create", "path": "/workspace/b.txt", "file_text": "x\n", "security_risk": "LOW"}
+
+V0: dict[str, dict[str, Any]] = {
+    "plain": {
+        "make": scripted(
+            bash("echo hi > a.txt", "a"), bash("cat a.txt; pwd", "b"), says(None, call(EDIT, CREATE, "c")), finish()
+        )
+    },
+    "several calls in one answer": {
+        "make": scripted(
+            says(
+                "I look.",
+                *bash("echo 1", "a")["tool_calls"],
+                call("think", {"thought": "hm"}, "b"),
+                *bash("echo 2", "c")["tool_calls"],
+            ),
+            finish(),
+        )
+    },
+    "malformed, empty, unknown tool": {
+        "make": scripted(
+            bash("echo 1", "a"),
+            says(None, call(BASH, '{"command": "broken', "b")),
+            says(None, call("nope", {"a": 1}, "c")),
+            says(None, call(BASH, {"command": 7}, "d")),
+            EMPTY,
+            bash("echo 2", "e"),
+            finish(),
+        )
+    },
+    "text without a call": {"make": scripted(says("Let me think."), bash("echo 2", "e"), says(""), finish())},
+    "text tool calls": {"make": scripted(*TEXT), "options": {"native_tool_calling": False}},
+    "condenser": {"make": condensing, "options": CONDENSER, "limits": {"max_turns": 12}},
+    "limit of turns": {"make": scripted(*MANY), "limits": {"max_turns": 3}},
+    "limit of the prompt": {
+        "make": scripted(*(bash("seq 1 400", f"c{n}") for n in range(9))),
+        "limits": {"max_turns": 9, "max_prompt_length": 14000},
+    },
+    "context window full": {"make": scripted(*MANY[:2], *[FULL] * 20)},
+    "first prompt too long": {"make": scripted(*[FULL] * 20)},
+    "errors at the first call": {"make": scripted(refusal(500, "boom"), bash("echo 1", "a"), finish())},
+    "refuses token ids": {"make": refusing_token_ids},
+    "same call id twice": {
+        "make": scripted(bash("echo 1", "x"), bash("echo 2", "x"), bash("echo 1", "x"), finish()),
+    },
+    "no token ids asked": {"make": scripted(bash("echo 1", "a"), finish()), "options": {"token_ids": False}},
+    "long and slow": {
+        "make": scripted(bash("seq 1 9000", "a"), bash("sleep 30", "b", timeout=1), bash("exit 3", "c"), finish())
+    },
+    "server error, then fine": {
+        "make": scripted(bash("echo 1", "a"), refusal(500, "boom"), refusal(429, "busy"), bash("echo 2", "b"), finish())
+    },
+    "server refuses": {"make": scripted(bash("echo 1", "a"), refusal(403, "no"))},
+    "server gone for good": {"make": scripted(bash("echo 1", "a"), *[refusal(503, "down")] * 40)},
+}
+
+
+def normal(value: Any) -> Any:
+    """Without what is another one in each run: ports, temporary files and the date."""
+    return json.loads(_RANDOM.sub("RANDOM", json.dumps(value)))
+
+
+def view(trajectory: Trajectory) -> Any:
+    """What is recorded, but for times and the recorder's notes on the response; the server's token ids as text."""
+    made = trajectory.model_dump(mode="json", exclude={"times", "schema_version"})
+    for node in made["nodes"]:
+        node["metadata"] = {name: node["metadata"][name] for name in METADATA if name in node["metadata"]}
+        for name in ("prompt_ids", "sampled_ids") if node["tokens"] else ():
+            node["tokens"][name] = "".join(map(chr, node["tokens"][name]))
+    return made | {"acted": trajectory.acted()}
+
+
+async def played(runner_of: Any, server: ScriptedModel, model: str, scenario: dict[str, Any]) -> Any:
+    server.policies[model] = scenario["make"]()
+    serving = ServingSettings(base_url=server.url, model=model, request_timeout=20.0)
+    settings = RLSettings(serving=serving, max_turns=10, max_obs_length=4096)
+    runner = runner_of(settings, HostOptions(environment_mode=False, **scenario.get("options", {})))
+    limits = Limits(**{"max_turns": 10, "max_obs_length": 4096, **scenario.get("limits", {})})
+    task = Task(id="t", environment="workspace", instruction="Do it.", limits=limits)
+    try:
+        found = await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g", seed=11))
+    finally:
+        await runner.close()
+    return normal({"trajectory": view(found), "requests": server.requests[model]})
+
+
+async def play_v0() -> Any:
+    from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+
+    with serve() as server:
+        return {
+            name: await played(ControllerRunner, server, f"policy{at}-v000003", scenario)
+            for at, (name, scenario) in enumerate(V0.items())
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run({"v0": play_v0}[sys.argv[1]]())))
