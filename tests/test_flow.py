@@ -13,8 +13,8 @@ from report_data import data_of
 from shopper_model import GOAL, INSTRUCTION, SHOP, write_shopper
 from transformers import AutoTokenizer
 
+from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings, TrainingSettings
-from openhands_rl_plugin.contrib.studio.reports.listener import RunReport
 from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.records import TrajectoryFilter

@@ -28,12 +28,12 @@ def _cell(text: str) -> str:
 
 def cli() -> None:
     """A section for each command, with its options and examples."""
-    from openhands_rl_plugin.cli import COMMANDS, parser_of
+    from openhands_rl_plugin.cli import commands, parser_of
 
-    for name in COMMANDS:
+    for name, text in commands().items():
         parents = parser_of(name)
-        (commands,) = (each for each in parents._actions if isinstance(each, argparse._SubParsersAction))
-        _command(f"openhands-rl {name}", commands.choices[name], COMMANDS[name], 2)
+        (below,) = (each for each in parents._actions if isinstance(each, argparse._SubParsersAction))
+        _command(f"openhands-rl {name}", below.choices[name], text, 2)
 
 
 def _command(name: str, parser: argparse.ArgumentParser, text: str, level: int) -> None:

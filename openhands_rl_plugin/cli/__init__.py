@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from openhands_rl_plugin.cli.options.ending import ENDING, PATIENCE
 from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.core.errors import DEBUG, RLError, describe
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, describe
 
 COMMANDS: Mapping[str, str] = {
     "adapters": "list the versions of an adapter, publish one, or roll back",
@@ -24,43 +25,34 @@ COMMANDS: Mapping[str, str] = {
     "chat": "talk to a served policy in the terminal, with tools",
     "compare": "compare two evaluations over the same tasks, with a p-value",
     "config": "check a configuration file and print the effective settings",
-    "demo": "train a small model to shop inside OpenHands: roll out, train, reload, evaluate",
     "doctor": "check the installation, or find out why turns do not extend each other",
-    "env": "serve an environment over HTTP (/reset and /step, and AgentGym's /create ... /close)",
     "evaluate": "roll out an agent over a suite of tasks, grade the episodes, report the results",
     "export": "write stored trajectories in a format that other tools read",
     "gateway": "record what an agent and a model server exchange; only the agent's base_url changes",
     "grade": "grade patches on SWE-bench, SWE-Gym or your own instances",
-    "improve": "make a gym of your own git repository, train the model in it, say what it earned",
     "import": "store trajectories that other tools recorded",
     "label": "judge stored episodes one after another in the terminal",
     "list": "list stored episodes",
     "loop": "roll out, train and publish in turn, over an environment or a suite of tasks",
     "report": "report evaluations: pass@1, pass@k, best@k, failures, tokens, cost",
     "rollout": "play one episode against an endpoint, for a trainer: reward, token ids, logprobs",
-    "rollouts": "rollouts as a service: tasks over HTTP, a queue that survives kill -9, worker processes",
     "run": "let the agent work on a task in a folder, or run another agent's command, and record it",
     "score": "score stored episodes with a reward, a verifier, what people labelled, or by hand",
     "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",
     "show": "show a stored episode: its messages, with rewards, versions and token counts",
     "stats": "statistics of stored episodes: success, reward, turns, tokens, failures",
-    "studio": "see stored episodes, runs, evaluations and adapters in the browser, and label them",
     "tasks": "make tasks from real packages, check their quality, list them",
     "train": "train an adapter on stored episodes",
-    "watch": "learn in use: judge what comes in, train candidates, let them in through gates, take them back",
 }
-"""Command -> what it does. Its module (``module_of``) has ``add_arguments(parser)`` and ``run(args)``, which gives the
+"""Command -> what it does. Other packages add theirs by the entry points ``openhands_rl_plugin.commands``, which name
+modules whose docstrings say what they do after a colon.
+
+A command's module has ``add_arguments(parser)`` and ``run(args)``, which gives the
 exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` (how to go on after a signal),
 ``PATIENCE`` (seconds to clean up in then) and ``OWN_INTERRUPT`` (Ctrl-C does not end it).
 """
 
 _MODULES = {
-    "demo": "contrib.demo.command",
-    "env": "contrib.webshop.command",
-    "improve": "contrib.improve.command",
-    "rollouts": "contrib.rollouts.command",
-    "studio": "contrib.studio.command",
-    "watch": "contrib.watch.command",
     "import": "cli.import_",
     "label": "cli.judging.label",
     "list": "cli.list_",
@@ -133,34 +125,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     ENDING.begin()
     name = next((word for word in words if not word.startswith("-")), None)
-    if name is not None and name not in COMMANDS and not {"-h", "--help", "--version"} & set(words):
+    known = name in COMMANDS or (name is not None and name in registry.names("commands"))
+    if name is not None and not known and not {"-h", "--help", "--version"} & set(words):
         return _fail(f"error: {_unknown(name)}", WRONG_USAGE)
     try:
-        command = import_module(module_of(name)) if name and name in COMMANDS else None
+        command = module_of(name) if name and known else None
         args = _parser(name, command).parse_args(words)
         args.words = words
     except KeyboardInterrupt:
         return _ended()
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else FAILED
+    except ConfigError as error:
+        return _fail(f"error: {error}", FAILED)
     assert command is not None, "the parser requires a command"
     return _run(command, args)
 
 
 def _unknown(name: str) -> str:
-    nearest = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    nearest = get_close_matches(name, [*COMMANDS, *registry.names("commands")], n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return f"unknown command {name!r}; {hint}`openhands-rl --help` lists the commands"
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of one command, which is imported."""
-    return _parser(command, import_module(module_of(command)))
+    return _parser(command, module_of(command))
 
 
-def module_of(command: str) -> str:
-    """The module of a command."""
-    return f"openhands_rl_plugin.{_MODULES.get(command, f'cli.{command}')}"
+def module_of(command: str) -> ModuleType:
+    """The module of a command, imported. Raises ``ConfigError``."""
+    if command in COMMANDS:
+        return import_module(f"openhands_rl_plugin.{_MODULES.get(command, f'cli.{command}')}")
+    return registry.find("commands", command)
+
+
+def commands() -> dict[str, str]:
+    """All commands, sorted, with what they do. A command of another package that cannot be imported says so."""
+    found = dict(COMMANDS)
+    for name in registry.names("commands"):
+        try:
+            text = registry.find("commands", name).__doc__ or ""
+            found[name] = text.partition(": ")[2].partition("\n")[0].rstrip(".")
+        except ConfigError as error:
+            found[name] = f"not installed ({error})"
+    return dict(sorted(found.items()))
 
 
 def _run(command: ModuleType, args: argparse.Namespace) -> int:
@@ -190,9 +199,10 @@ def _parser(name: str | None, command: ModuleType | None) -> argparse.ArgumentPa
     """All commands; only the one that is run, ``name``, has its arguments."""
     parser = _Parser(prog="openhands-rl", description="Reinforcement learning for OpenHands agents.", epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=version("openhands_rl_plugin"))
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for each, text in COMMANDS.items():
-        subparser = commands.add_parser(each, help=text, description=text, epilog=getattr(command, "EPILOG", None))
+    listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    known = commands() if name is None or name not in COMMANDS else COMMANDS
+    for each, text in known.items():
+        subparser = listed.add_parser(each, help=text, description=text, epilog=getattr(command, "EPILOG", None))
         if each == name and command is not None:
             command.add_arguments(subparser)
     return parser

@@ -83,7 +83,7 @@ async def _drift(args: argparse.Namespace) -> int:
 
 
 def _decoder(folder: Path) -> Decode:
-    from openhands_rl_plugin.contrib.studio.token_text import load_tokenizer
+    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
-    tokenizer = load_tokenizer(folder)
-    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    tokenizer = load_tokenizer(str(folder))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

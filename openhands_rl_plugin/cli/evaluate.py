@@ -152,7 +152,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
     from openhands_rl_plugin.config.success import success_rule
     from openhands_rl_plugin.config.toml import load_settings
     from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, stated_bounds
-    from openhands_rl_plugin.evals.runs.suites import WEBSHOP, find_suite
+    from openhands_rl_plugin.evals.runs.suites import find_suite
 
     settings = load_settings(args.config) if args.config is not None else RLSettings()
     suite = find_suite(args.suite, args.split).of_environment(settings.env_name)
@@ -161,7 +161,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
     if answer is not None and "max_output_tokens" not in model.model_fields_set:
         model = model.model_copy(update={"max_output_tokens": answer})
     given = {name: value for name, value in given_fields(args, EvaluationPlan).items() if value is not None}
-    environment = WEBSHOP if suite.name == WEBSHOP else settings.env_name
+    environment = suite.environment(settings)
     host = host_of(settings)
     chosen = {
         "agent": agent_named(args.agent, host),

@@ -26,9 +26,9 @@ from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
+    from openhands_rl_plugin.apps.loop.progress import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource
-    from openhands_rl_plugin.contrib.demo.progress import ProgressListener
     from openhands_rl_plugin.core.types import Adapter, JsonObject
 
 RESUME = "finished stages are kept, and the same command continues"
@@ -123,7 +123,7 @@ def _source(args: argparse.Namespace) -> TaskSource:
 
 def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> int:
     from openhands_rl_plugin.apps.loop.claim import claim, forget
-    from openhands_rl_plugin.contrib.demo.progress import ProgressListener
+    from openhands_rl_plugin.apps.loop.progress import ProgressListener
 
     directory = args.run_dir.absolute()
     if args.fresh:
@@ -172,15 +172,16 @@ def _served(
     args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
 ) -> Iterator[tuple[RLSettings, Path]]:
     """The settings with all addresses, and the weights of the base model. Servers that are not named are started."""
-    from openhands_rl_plugin.contrib.demo.child import free_port, running_command
-    from openhands_rl_plugin.evals.runs.suites import WEBSHOP
+    from openhands_rl_plugin.cli.options.running import free_port, running_command
+    from openhands_rl_plugin.evals.runs.own_suites import own_suite
 
     with ExitStack() as opened:
-        if tasks.suite.name == WEBSHOP:
-            log = directory / "logs" / "webshop.log"
-            shop = opened.enter_context(running_command(["env", "webshop"], free_port(), log))
-            options = settings.environment if settings.env_name == WEBSHOP else {}
-            there = {"env_name": WEBSHOP, "env_server_base": shop, "environment": options}
+        own, name = own_suite(tasks.suite.name), tasks.suite.name
+        if own is not None and own.server:
+            log = directory / "logs" / f"{name}.log"
+            url = opened.enter_context(running_command(own.server, free_port(), log))
+            options = settings.environment if settings.env_name == name else {}
+            there = {"env_name": name, "env_server_base": url, "environment": options}
             settings = settings.model_copy(update=there)
         yield opened.enter_context(served_policy(settings, args.model, directory))
 
@@ -221,7 +222,7 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
 
 
 def _report(result: LoopResult, listener: ProgressListener) -> None:
-    from openhands_rl_plugin.contrib.demo.progress import final_table
+    from openhands_rl_plugin.apps.loop.progress import final_table
 
     listener.console.print(final_table(result.state, "tasks"))
     for change in result.changes:

@@ -70,10 +70,11 @@ def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], compariso
     else:
         print_report(runs, comparison)
     if args.out is not None:
-        from openhands_rl_plugin.contrib.studio.reports.evaluation import write_evaluation_report
+        from openhands_rl_plugin.apps.loop.reporting import report_writer
 
         write_json_report(args.out, groups, comparison)
-        write_evaluation_report(args.out, runs, comparison)
+        if (writer := report_writer()) is not None:
+            writer.write_evaluation_report(args.out, runs, comparison)
 
 
 def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:

@@ -19,7 +19,6 @@ EPILOG = """examples:
   openhands-rl tasks make tinydb==4.8.0..4.9.0 --out tasks.jsonl      (also the changes between the two)
   openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (also fixes in its history)
   openhands-rl tasks make swe-local --out swe_local.jsonl             (the packages of swe-local again)
-  openhands-rl tasks make repair --out repair.jsonl                   (the published small repair tasks again)
   openhands-rl tasks check tasks.jsonl --repeats 3
   openhands-rl tasks check tasks.jsonl --results report.json --pass-rate 0.05 0.95
   openhands-rl tasks list swe-local --split heldout
@@ -48,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cache(check)
     shown = what.add_parser("list", help="the tasks of a file, or of swe-local")
     shown.add_argument("file", metavar="FILE", nargs="?", default="swe-local", help=what_file)
-    shown.add_argument("--split", choices=("train", "heldout", "more"), help="only these; more: of repair")
+    shown.add_argument("--split", metavar="NAME", help="only these: train, heldout, or more (of repair-1, -2, -3)")
 
 
 def _add_make(make: argparse.ArgumentParser) -> None:
-    source = "name==version, name==old..new, an archive, a git repository (@commit), a plan (.toml), swe-local, repair"
+    source = "name==version, name==old..new, an archive, a git repository (@commit), a plan (.toml), swe-local"
     make.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
     make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     make.add_argument(
@@ -112,7 +111,6 @@ class _Watcher:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.contrib.repair.making import RepairPlan, make_repair
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.suite import make_suite
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
@@ -120,7 +118,7 @@ def _make(args: argparse.Namespace) -> int:
     plan = _plan(args)
     with progress_bar("making") as bar:
         places = args.out, args.cache or default_cache(), _Watcher(bar)
-        made = make_repair(plan, *places) if isinstance(plan, RepairPlan) else make_suite(plan, *places)
+        made = make_suite(plan, *places)
     print(f"{args.out}: {made.tasks} tasks of {made.packages} packages")
     for problem in made.problems:
         print(f"  {problem}")
@@ -129,11 +127,8 @@ def _make(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> TaskPlan:
     """The plan that the sources and options give. Raises ``ConfigError``."""
-    from openhands_rl_plugin.contrib.repair.making import RepairPlan
     from openhands_rl_plugin.core.validation import unknown_name
     from openhands_rl_plugin.evals.tasks.sources.packages import (
-        REPAIR,
-        REPAIR_PLAN,
         SUITE,
         SUITE_PLAN,
         TaskPlan,
@@ -142,10 +137,8 @@ def _plan(args: argparse.Namespace) -> TaskPlan:
         suite_file,
     )
 
-    own = {SUITE: suite_file(SUITE_PLAN), REPAIR: suite_file(REPAIR_PLAN)}
-    files = [own.get(each, Path(each)) for each in args.sources]
-    kinds = [RepairPlan if each == REPAIR else TaskPlan for each in args.sources]
-    plans = [read_plan(file, kind) for file, kind in zip(files, kinds, strict=True) if file.suffix == ".toml"]
+    files = [suite_file(SUITE_PLAN) if each == SUITE else Path(each) for each in args.sources]
+    plans = [read_plan(file) for file in files if file.suffix == ".toml"]
     if plans and len(args.sources) > 1:
         raise ConfigError("give one plan, or sources, not both: a plan has settings of its own")
     plan = plans[0] if plans else TaskPlan(packages=tuple(parse_source(each) for each in args.sources))
@@ -158,7 +151,7 @@ def _plan(args: argparse.Namespace) -> TaskPlan:
         if wrong := [name for name in args.only if name not in known]:
             raise ConfigError(f"--only: {unknown_name('package', wrong[0], known)}")
         changes["packages"] = tuple(known[name] for name in args.only)
-    return type(plan).model_validate({**dict(plan), **changes})
+    return TaskPlan.model_validate({**dict(plan), **changes})
 
 
 async def _check(args: argparse.Namespace) -> int:
@@ -193,20 +186,18 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.contrib.repair.other_bugs import more_instances
-    from openhands_rl_plugin.contrib.repair.rows import MORE, plainly_named
+    from openhands_rl_plugin.evals.runs.own_suites import own_suite
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.lineage import read_lineage
-    from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR, tasks_file
+    from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
     from openhands_rl_plugin.evals.tasks.task_table import table_of
     from openhands_rl_plugin.trajectories.view.terminal import console
 
-    path = tasks_file(args.file)
-    if args.split == MORE:
-        if args.file != REPAIR:
-            raise ConfigError(f"--split {MORE}: only {REPAIR} has it; omit --split")
-        instances = [plainly_named(each) for each in more_instances(3)]
+    path, own = tasks_file(args.file), own_suite(args.file)
+    lineage = read_lineage(path)
+    if own is not None and own.further and args.split == own.further:
+        lineage, instances = None, [entry.instance for entry in own.tasks(own.further) if entry.instance is not None]
     else:
         instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
-    console().print(table_of(instances, None if args.split == MORE else read_lineage(path)))
+    console().print(table_of(instances, lineage))
     return 0

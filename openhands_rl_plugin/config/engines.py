@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from openhands_rl_plugin.config import registry
+
 Temperatures = Literal["of each answer", "1"]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -52,7 +54,7 @@ class Engine:
         return self.requires.partition(">")[0]
 
 
-_OURS_ALONE = (
+OURS_ALONE = (
     "method",
     "lora_variant",
     "adapt_experts",
@@ -65,33 +67,21 @@ _OURS_ALONE = (
     "context_parallel_size",
 )
 
-ENGINES: Mapping[str, Engine] = {
-    "local": Engine(),
-    "tinker": Engine(
-        # Versions whose protocol is known: older ones send JSON, which SkyRL 0.4 refuses.
-        requires="tinker>=0.25,<0.39",
-        title="the client of the Tinker API",
-        # The service answers with logprobs and nothing else.
-        lacks=(*_OURS_ALONE, "gradient_checkpointing", "dtype", "keep_token_notes"),
-        only=(
-            # The service's own; a request cannot change it (thinkingmachines.ai/blog/lora, SkyRL's ``api.py``).
-            Only("lora_alpha", (32,), 'trains with lora_alpha = 32 only: set that, or engine = "local"'),
-            Only(
-                "target_modules",
-                (ATTENTION, MLP, (*ATTENTION, *MLP)),
-                f"adapts all of {', '.join(ATTENTION)}, all of {', '.join(MLP)}, or both: set target_modules to that, "
-                'or engine = "local"',
-            ),
-        ),
-        temperatures="1",
-        here=False,
-    ),
-}
+LOCAL = "local"
+
+
+def engine_named(name: str) -> Engine:
+    """What the engine of that name can do. Raises ``ConfigError``.
+
+    Other packages add engines with the entry points ``openhands_rl_plugin.training_engines``. They name modules with
+    ``LIMITS``, an ``Engine``, and ``make_trainer(training, settings, base_model, adapter)``.
+    """
+    return Engine() if name == LOCAL else registry.find("training_engines", name).LIMITS
 
 
 def refused_by_engine(name: str, training: BaseModel) -> str:
     """What of ``[rl.training]`` the engine cannot do, and what to set, in one line; empty where it can do all."""
-    engine, values, fields = ENGINES[name], training.model_dump(), type(training).model_fields
+    engine, values, fields = engine_named(name), training.model_dump(), type(training).model_fields
     for key in engine.lacks:
         if values[key] != (default := fields[key].default):
             return f'engine = "{name}" has no {_setting(key, values)}: set {toml_value(default)}, or engine = "local"'

@@ -78,7 +78,7 @@ class LoopSettings(Settings):
     evaluation_temperature: float = Field(
         default=-1.0, ge=-1, le=2, description="of the held-out episodes; 0: greedy, -1: that of [rl.sampling]"
     )
-    evaluation_strategy: Annotated[str, registry.registered("strategies", besides="")] = Field(
+    evaluation_strategy: Annotated[str, registry.registered("strategies", besides=("",))] = Field(
         default="", description="rollout_strategy of the held-out episodes, without options; empty: as in training"
     )
     save_total_limit: int = Field(

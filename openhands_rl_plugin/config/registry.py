@@ -20,7 +20,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, cre
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.validation import problems, unknown_name
 
-Kind = Literal["strategies", "environments", "engines", "storages", "rewards", "values"]
+Kind = Literal[
+    "strategies",
+    "environments",
+    "engines",
+    "storages",
+    "rewards",
+    "values",
+    "commands",
+    "suites",
+    "demonstrators",
+    "training_engines",
+    "formats",
+    "sections",
+    "reports",
+]
+"""Groups of entry points, below ``openhands_rl_plugin.``."""
 
 BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "strategies": {
@@ -32,12 +47,8 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
         "gymnasium": "openhands_rl_plugin.environments.gyms.gymnasium:GymnasiumEnvironment",
-        "nemo-gym": "openhands_rl_plugin.contrib.environments.nemo_gym.client:NeMoGymClient",
         "openenv": "openhands_rl_plugin.environments.openenv.client:OpenEnvClient",
-        "skyrl-gym": "openhands_rl_plugin.contrib.environments.skyrl_gym:SkyRLGymEnvironment",
-        "textarena": "openhands_rl_plugin.contrib.environments.textarena:TextArenaEnvironment",
         "tools": "openhands_rl_plugin.environments.tools.environment:ToolEnvironment",
-        "verifiers": "openhands_rl_plugin.contrib.environments.verifiers.environment:VerifiersEnvironment",
         "web": "openhands_rl_plugin.environments.http.client:WebEnvClient",
         "webshop": "openhands_rl_plugin.environments.http.client:WebEnvClient",
     },
@@ -74,15 +85,15 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 
 def names(kind: Kind) -> tuple[str, ...]:
     """All known names of a kind. Imports nothing."""
-    return tuple(sorted({*BUILTINS[kind], *_guests(kind)}))
+    return tuple(sorted({*BUILTINS.get(kind, {}), *_guests(kind)}))
 
 
-def registered(kind: Kind, *, besides: str | None = None) -> AfterValidator:
-    """Of a setting that names a plugin; ``besides`` is a word that it may say instead."""
+def registered(kind: Kind, *, besides: tuple[str, ...] = ()) -> AfterValidator:
+    """Of a setting that names a plugin, or one of ``besides``."""
 
     def checked(value: str) -> str:
         try:
-            if value != besides:
+            if value not in besides:
                 check(kind, value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
@@ -102,18 +113,24 @@ def load(kind: Kind, name: str) -> type[Any]:
     For an environment, the part before a slash decides, as in ``agentgym/babyai``; an environment without a class of
     its own is a server of the simple ``/reset`` and ``/step`` protocol.
     """
+    found = find(kind, name)
+    if not isinstance(found, type):
+        raise ConfigError(f"{singular(kind)} {name!r}: {_target(kind, name)} is not a class")
+    return found
+
+
+def find(kind: Kind, name: str) -> Any:
+    """The object or the module that the entry point ``name`` names. Raises ``ConfigError``, as ``load`` does."""
     target = _target(kind, name)
     module, _, attribute = target.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{singular(kind)} {name!r} cannot be loaded from {target}: {describe(error)}; install the package that "
             "has it, set PYTHONPATH to its folder, or correct the name"
         ) from error
-    if not isinstance(found, type):
-        raise ConfigError(f"{singular(kind)} {name!r}: {target} is not a class")
-    return found
 
 
 def check_options(kind: Kind, name: str, options: Mapping[str, object] | None = None) -> BaseModel:
@@ -167,7 +184,7 @@ def _parts(plugin: type[Any], options: BaseModel) -> dict[str, tuple[Kind, str, 
 
 
 def _target(kind: Kind, name: str) -> str:
-    found = BUILTINS[kind].get(name) or _guests(kind).get(name)
+    found = BUILTINS.get(kind, {}).get(name) or _guests(kind).get(name)
     if found is not None:
         return found
     if _TARGET.match(name):
@@ -198,4 +215,4 @@ def _options_of_constructor(plugin: type[Any]) -> type[BaseModel]:
 
 def singular(kind: Kind) -> str:
     """``"strategies"`` -> ``"strategy"``."""
-    return {"strategies": "strategy"}.get(kind, kind.removesuffix("s"))
+    return {"strategies": "strategy"}.get(kind, kind.removesuffix("s").replace("_", " "))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import Field, FiniteFloat, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, ValidationInfo, model_validator
 from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
@@ -24,11 +24,9 @@ from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
 from openhands_rl_plugin.config.verifier import VerifierSettings as VerifierSettings
 from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
-from openhands_rl_plugin.contrib.trainers.tinker.settings import TinkerSettings
-from openhands_rl_plugin.contrib.watch.settings import WatchSettings as WatchSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject, Limits, SamplingParams
-from openhands_rl_plugin.core.validation import Location, problems
+from openhands_rl_plugin.core.validation import Location, instead, problems
 
 Locate = Callable[[Location], str]
 """Gives the section that a setting was read from."""
@@ -138,7 +136,13 @@ class RewardSettings(Settings):
 
 
 class RLSettings(Settings):
-    """The ``[rl]`` section. ``strategy`` and ``environment`` hold the options of the named plugins."""
+    """The ``[rl]`` section. ``strategy`` and ``environment`` hold the options of the named plugins.
+
+    Other packages add sections with the entry points ``openhands_rl_plugin.sections``, which name subclasses of
+    ``Settings``; ``section`` gives them.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     max_turns: int = Field(default=10, ge=1, description="completions per episode")
     max_prompt_length: int = Field(
@@ -162,7 +166,7 @@ class RLSettings(Settings):
     storage_backend: Annotated[str, registry.registered("storages")] = Field(
         default="file", description="name of the trajectory storage"
     )
-    engine: Annotated[str, registry.registered("engines", besides=AUTO)] = Field(
+    engine: Annotated[str, registry.registered("engines", besides=(AUTO,))] = Field(
         default=AUTO, description="source of completions without OpenHands; auto: as the model needs it"
     )
     max_workers: int = Field(default=10, ge=1, le=4096, description="concurrent episodes")
@@ -182,11 +186,9 @@ class RLSettings(Settings):
     sampling: SamplingSettings = SamplingSettings()
     reward: RewardSettings = RewardSettings()
     training: TrainingSettings = TrainingSettings()
-    tinker: TinkerSettings = TinkerSettings()
     verifier: VerifierSettings = VerifierSettings()
     loop: LoopSettings = LoopSettings()
     serving: ServingSettings = ServingSettings()
-    watch: WatchSettings = WatchSettings()
     workspace: WorkspaceSettings = WorkspaceSettings()
 
     @model_validator(mode="wrap")
@@ -196,13 +198,19 @@ class RLSettings(Settings):
         if lines := [*_secrets(data, locate)]:
             raise ConfigError("\n".join(lines))
         try:
+            data, lines = _with_sections(data, cls, locate)
             settings = handler(data)
         except ValidationError as error:
-            lines = [f"{locate(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
+            lines += [f"{locate(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
             raise ConfigError("\n".join(lines)) from error
-        if lines := [*_wrong_options(settings, locate), *_unservable(settings, locate)]:
+        if lines := [*lines, *_wrong_options(settings, locate), *_unservable(settings, locate)]:
             raise ConfigError("\n".join(lines))
         return settings
+
+    def section[S: Settings](self, name: str, kind: type[S]) -> S:
+        """The section ``[rl.NAME]`` of another package; its defaults where the file has none."""
+        found = (self.model_extra or {}).get(name)
+        return found if isinstance(found, kind) else kind()
 
     @property
     def environment_url(self) -> str:
@@ -228,6 +236,25 @@ class RLSettings(Settings):
 def section_of(location: Location) -> str:
     """``("training", "seed")`` -> ``"[rl.training]"``."""
     return f"[{'.'.join(('rl', *location[:-1]))}]"
+
+
+def _with_sections(data: Any, model: type[BaseModel], locate: Locate) -> tuple[Any, list[str]]:
+    """The data with the sections of other packages validated, and a line for each wrong key in them."""
+    found, lines = dict(data) if isinstance(data, Mapping) else data, list[str]()
+    others = [each for each in found if each not in model.model_fields] if isinstance(data, Mapping) else []
+    for name in [each for each in others if not isinstance(found[each], Settings)]:
+        if name not in registry.names("sections"):
+            known = [*model.model_fields, *registry.names("sections")]
+            lines.append(f"{locate((name,))} {name}: unknown key;{instead(name, known)}")
+            del found[name]
+            continue
+        kind: type[Settings] = registry.load("sections", name)
+        try:
+            found[name] = kind.model_validate(found[name])
+        except ValidationError as error:
+            lines += [f"{locate((name, *at))} {at[-1] if at else ''}: {what}" for at, what in problems(error, kind)]
+            del found[name]
+    return found, lines
 
 
 def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from openhands_rl_plugin.config.engines import refused_by_engine, toml_value
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.engines import LOCAL, refused_by_engine, toml_value
 from openhands_rl_plugin.config.fields import Settings
 from openhands_rl_plugin.core.errors import ConfigError
 
@@ -72,8 +73,8 @@ class TrainingSettings(Settings):
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
     renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
 
-    engine: Literal["local", "tinker"] = Field(
-        default="local",
+    engine: Annotated[str, registry.registered("training_engines", besides=(LOCAL,))] = Field(
+        default=LOCAL,
         description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]",
     )
     algorithm: AlgorithmName = Field(

@@ -15,7 +15,7 @@ def problems(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[L
     for one in error.errors(include_url=False):
         location = tuple(part for part in one["loc"] if isinstance(part, str))
         if one["type"] == "extra_forbidden":
-            yield location, "unknown key;" + _instead(location[-1], _model_at(model, location[:-1]).model_fields)
+            yield location, "unknown key;" + instead(location[-1], _model_at(model, location[:-1]).model_fields)
         elif one["type"] == "value_error":
             yield location, one["msg"].removeprefix("Value error, ")
         elif one["type"] == "missing":
@@ -26,10 +26,11 @@ def problems(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[L
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """``unknown <what> 'nmae'; did you mean 'name'? available: ...``"""
-    return f"unknown {what} {name!r};{_instead(name, known)}"
+    return f"unknown {what} {name!r};{instead(name, known)}"
 
 
-def _instead(name: str, known: Iterable[str]) -> str:
+def instead(name: str, known: Iterable[str]) -> str:
+    """The nearest known name, and all of them."""
     available = sorted(known)
     nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     hint = f" did you mean {nearest[0]!r}?" if nearest else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.engines import LOCAL
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.training.launched.trainer import LaunchedTrainer
@@ -20,10 +22,8 @@ def make_trainer(
     ``model``: the folder of its weights, for an engine of this machine; ``base_model``: its name at the server of the
     policy. ``settings`` say where another engine is. Raises ``ConfigError`` and ``TrainingError``.
     """
-    if training.engine == "tinker":
-        from openhands_rl_plugin.contrib.trainers.tinker.trainer import TinkerTrainer
-
-        return TinkerTrainer(training, settings.tinker, base_model, adapter=adapter)
+    if training.engine != LOCAL:
+        return registry.find("training_engines", training.engine).make_trainer(training, settings, base_model, adapter)
     if training.nproc_per_node > 1:
         return LaunchedTrainer(model, training, adapter=adapter)
     return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)

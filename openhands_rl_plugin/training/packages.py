@@ -7,13 +7,13 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from openhands_rl_plugin.config.engines import ENGINES
+from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.core.errors import ConfigError
 
 
 def check_package(name: str, what: str = "") -> None:
     """Raise ``ConfigError`` unless the engine's package fits. ``what``: who needs it, if it is not the engine."""
-    engine, what = ENGINES[name], what or f'[rl.training] engine = "{name}"'
+    engine, what = engine_named(name), what or f'[rl.training] engine = "{name}"'
     remedy = f"pip install '{engine.requires}'"
     try:
         found = Version(version(engine.package))

@@ -112,7 +112,7 @@ def test_a_gateway_whose_upstream_hangs_ends_at_the_second_signal(tmp_path: Path
 CHILD = """
 import sys, time
 from pathlib import Path
-from openhands_rl_plugin.contrib.demo.child import running_command
+from openhands_rl_plugin.cli.options.running import running_command
 with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])) as url:
     print(url, flush=True)
     sys.stdin.read()
@@ -121,7 +121,7 @@ with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), P
 
 def test_ctrl_c_in_the_terminal_is_for_the_parent_only(tmp_path: Path) -> None:
     """The whole foreground group hears it; the servers of a loop answer until the loop itself ends them."""
-    from openhands_rl_plugin.contrib.demo.child import free_port
+    from openhands_rl_plugin.cli.options.running import free_port
 
     environment = mark()
     words = ["-c", CHILD, str(free_port()), str(tmp_path / "log")]
@@ -156,9 +156,7 @@ def test_a_worker_leaves_signals_to_its_pool_and_ends_with_it() -> None:
 
 @pytest.mark.parametrize("command", ["loop", "evaluate", "demo", "grade", "train"])
 def test_commands_that_can_go_on_say_so(command: str) -> None:
-    from importlib import import_module
-
-    assert "the same command continues" in import_module(cli.module_of(command)).RESUME
+    assert "the same command continues" in cli.module_of(command).RESUME
 
 
 @pytest.mark.slow

@@ -183,11 +183,11 @@ def found_in(text: str) -> list[str]:
 
 
 def test_every_command_is_walked() -> None:
-    assert commands(1, Path()).keys() == cli.COMMANDS.keys()
+    assert commands(1, Path()).keys() == cli.commands().keys()
 
 
 @pytest.mark.parametrize("debug", ["", "1"], ids=["plain", "with OPENHANDS_RL_DEBUG"])
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", cli.commands())
 @pytest.mark.timeout(120)
 def test_no_key_is_printed_or_written(
     command: str, debug: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -31,8 +31,8 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
-from openhands_rl_plugin.contrib.demo.child import free_port, running_command
 from openhands_rl_plugin.contrib.webshop import WebShop
 from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.contrib.webshop.oracle import oracle_actions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy
-from openhands_rl_plugin.config.engines import ENGINES
+from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.rl import IN_PROCESS, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
@@ -79,7 +79,7 @@ def _check_sampling(settings: RLSettings) -> None:
     """What is reinforced was sampled from the policy itself; what is imitated may come from a search."""
     training, strategy = settings.training, make_strategy(settings)
     for where, name, value in _sampled_by(settings):
-        if name == "temperature" and value != 1 and ENGINES[training.engine].temperatures == "1":
+        if name == "temperature" and value != 1 and engine_named(training.engine).temperatures == "1":
             engine = f'[rl.training] engine = "{training.engine}"'
             raise ConfigError(f"{where}{name} = {value:g}: {engine} trains at temperature 1: set 1.0")
         if name == "temperature" and value == 0:

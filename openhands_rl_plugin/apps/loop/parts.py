@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.webshop.demonstrator import ORACLE, DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
-from openhands_rl_plugin.core.types import StrategySpec
-from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.adapters.whole import WeightsPublisher
 from openhands_rl_plugin.models.engines.served import ServedEngines
-from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.training.loop.stages import Lessons, LoopParts
 
 STATE = "state.json"
@@ -38,7 +34,6 @@ async def open_parts(
     model: Path,
     directory: Path,
     runner: EpisodeRunner,
-    shop: DemonstratorOptions,
     storage: TrajectoryStorage,
     reward: Reward,
     objective: Reward,
@@ -48,8 +43,7 @@ async def open_parts(
 ) -> AsyncIterator[LoopParts]:
     """The parts of a loop; it publishes to all servers of ``[rl.serving]``.
 
-    ``model`` is the directory of the base model; ``shop`` the options that the embedded shop was started with, for its
-    demonstrations, unless a ``demonstrator`` plays them. ``lessons`` and ``evaluator``: see ``LoopParts``.
+    ``model`` is the directory of the base model; ``demonstrator``, ``lessons`` and ``evaluator``: see ``LoopParts``.
     Raises ``ConfigError`` and ``TrainingError``.
     """
     from openhands_rl_plugin.training.engines import make_trainer
@@ -65,7 +59,7 @@ async def open_parts(
     try:
         yield LoopParts(
             runner=runner,
-            demonstrator=demonstrator or _shop_demonstrator(settings, shop, storage),
+            demonstrator=demonstrator,
             storage=storage,
             reward=reward,
             objective=objective,
@@ -80,17 +74,3 @@ async def open_parts(
     finally:
         await publisher.aclose()
         await engines.close()
-
-
-def _shop_demonstrator(settings: RLSettings, shop: DemonstratorOptions, storage: TrajectoryStorage) -> SessionRunner:
-    """Runs episodes of the embedded shop with its oracle's script; nothing is sampled."""
-    environment = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=settings.react_format)
-    strategy = WebShopDemonstrator(shop)
-    return SessionRunner(
-        make_environment=lambda request: WebEnvClient(environment),
-        make_strategy=lambda request: strategy,
-        strategy_spec=StrategySpec(name="webshop-oracle", options=shop.model_dump()),
-        base_model=ORACLE.base_model,
-        limits=settings.limits(),
-        storage=storage,
-    )

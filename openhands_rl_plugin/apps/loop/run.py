@@ -9,38 +9,31 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by, needs_scaled, refuse_unscaled
 from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
+from openhands_rl_plugin.apps.loop.demonstrations import demonstrator_of, open_demonstrator
 from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.recorded import RecordedRunner
+from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
-from openhands_rl_plugin.config.host import TOOLS, host_of
 from openhands_rl_plugin.config.rl import LoopSettings, RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.contrib.repair.drills import lessons
-from openhands_rl_plugin.contrib.repair.oracle import ORACLE, RepairOracle
-from openhands_rl_plugin.contrib.repair.oracle_server import serve_oracle
-from openhands_rl_plugin.contrib.repair.rows import spec_of
-from openhands_rl_plugin.contrib.studio.reports.listener import RunReport
-from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.memory import free_memory
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     Adapter,
-    EpisodeRequest,
     FailureKind,
     Limits,
     SamplingParams,
     Task,
-    Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
-from openhands_rl_plugin.evals.runs.suites import REPAIRS, graded_by
+from openhands_rl_plugin.evals.runs.suites import graded_by
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
@@ -50,7 +43,7 @@ from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
-from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener, LoopParts
+from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
 from openhands_rl_plugin.training.trainer.memory_estimate import check_fits
 
 RETURN = "return"
@@ -187,12 +180,11 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 model=job.model,
                 directory=job.directory,
                 runner=runner,
-                shop=DemonstratorOptions(),
                 storage=storage,
                 reward=reward,
                 objective=objective,
                 demonstrator=demonstrator,
-                lessons=_lessons(job, listener),
+                lessons=script.lessons(job, listener) if (script := demonstrator_of(job.tasks.suite.name)) else None,
                 evaluator=evaluator,
             ) as parts,
         ):
@@ -284,71 +276,6 @@ async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectorySto
         reward = graded_by(tasks.entries, settings.reward)
         player = open_swe_runner(plan, runner, strategy, storage, job.backend, job.directory / CHECKOUTS, reward=reward)
         yield GradedRunner(player, tasks.entries)
-
-
-@asynccontextmanager
-async def open_demonstrator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner | None]:
-    """The oracle of repair tasks in the same host as the policy; ``None`` where there are no such demonstrations."""
-    instances = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
-    if not instances:
-        yield None
-        return
-    with serve_oracle(RepairOracle(instances, TOOLS[host_of(job.settings)], job.settings.sampling.seed)) as url:
-        own = {"base_url": url, "base_urls": (), "model": ORACLE, "api_key_env": "", "server": "auto"}
-        settings = job.settings.model_copy(
-            update={
-                "serving": job.settings.serving.model_copy(update=own),
-                "rollout_strategy": RLSettings().rollout_strategy,
-                "strategy": {},
-            }
-        )
-        async with open_player(job, settings, storage) as runner:
-            yield _Oracle(runner)
-
-
-def _lessons(job: LoopJob, listener: LoopListener) -> Lessons | None:
-    """Of the oracle's episodes what is right in them, and drills; ``None`` where the demonstrations are others."""
-    level = REPAIRS.get(job.tasks.suite.name)
-    if level is None:
-        return None
-    known = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
-    strange = frozenset(spec_of(entry.instance).function for entry in job.tasks.held_out if entry.instance is not None)
-    loop, seed = job.settings.loop, job.settings.sampling.seed
-    if (loop.drills or loop.short_drills) and job.native_tool_calling:
-        option = "--drills" if loop.drills else "--short-drills"
-        raise ConfigError(f"{option}: their calls are in the text: add --no-native-tool-calling, or leave it at 0")
-
-    def made(demonstrations: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        found = lessons(
-            demonstrations,
-            known,
-            tools=TOOLS[host_of(job.settings)],
-            seed=seed,
-            drills=loop.drills,
-            short_drills=loop.short_drills,
-            level=level,
-            strange=strange,
-        )
-        drills, wanted = len(found) - len(demonstrations), loop.drills + loop.short_drills
-        if drills < wanted:
-            listener.noted(f"Python's library gives {drills:,} drills, not {wanted:,}: all of them are used")
-        return found
-
-    return made
-
-
-class _Oracle:
-    """An ``EpisodeRunner`` whose episodes are no policy's."""
-
-    def __init__(self, runner: EpisodeRunner) -> None:
-        self._runner = runner
-
-    async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Run one episode with the oracle in the place of the policy."""
-        return await self._runner.run(request.model_copy(update={"served_model": None}))
-
-    async def close(self) -> None:
-        """Does nothing: ``open_demonstrator`` closes what it opened."""
 
 
 def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field
 
+from openhands_rl_plugin.apps.loop.demonstrations import demonstrator_of
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.repair.rows import MORE
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.own_suites import own_suite
 from openhands_rl_plugin.evals.runs.selection import Selection
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     FILE_SPLITS,
     LOCAL,
-    REPAIRS,
-    WEBSHOP,
     Suite,
     environment_tasks,
     find_suite,
@@ -30,9 +30,6 @@ from openhands_rl_plugin.evals.runs.suites import (
     swe_tasks,
 )
 from openhands_rl_plugin.evals.swe.dataset import read_instances
-
-_SPLITS: Mapping[str, tuple[str, str]] = dict.fromkeys((LOCAL, WEBSHOP, *REPAIRS), ("train", HELD_OUT))
-"""Suite -> its split for training, and the one that is held out."""
 
 _HELD_OUT_ORDER = 20_240  # an arbitrary constant: runs with any seed are evaluated on the same tasks
 
@@ -109,7 +106,10 @@ def _splits(source: TaskSource) -> tuple[str, str] | None:
     named = source.suite.endswith(ENDINGS) and source.split is None and source.held_out_rows is None
     if named and has_splits(read_instances(Path(source.suite))):
         return FILE_SPLITS
-    return _SPLITS.get(source.suite)
+    if source.suite == LOCAL:
+        return FILE_SPLITS
+    own = own_suite(source.suite)
+    return own.splits if own is not None else None
 
 
 def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path | None) -> tuple[EvalTask, ...]:
@@ -121,11 +121,12 @@ def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path |
 def _more(suite: Suite, settings: RLSettings) -> list[EvalTask]:
     """The further training tasks of ``[rl.loop] more_tasks``. Raises ``ConfigError`` where there are fewer."""
     wanted = settings.loop.more_tasks
-    if wanted and suite.name not in REPAIRS:
-        raise ConfigError(f"--more-tasks: only {', '.join(REPAIRS)} have them; leave it at 0")
     if not wanted:
         return []
-    known = swe_tasks(suite.model_copy(update={"split": MORE}))
+    own = own_suite(suite.name)
+    if own is None or not own.further:
+        raise ConfigError(f"--more-tasks: {suite.name} has none; leave it at 0")
+    known = own.tasks(own.further)
     if wanted > len(known):
         raise ConfigError(f"--more-tasks {wanted}: {suite.name} has {len(known)}")
     return _shuffled(known, settings.sampling.seed)[:wanted]
@@ -149,16 +150,15 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
             f"too few tasks: {len(tasks.training)} to train on, {len(tasks.held_out)} held out, "
             f"{len(tasks.demonstrations)} for demonstrations; give more, or lower --held-out ({loop.held_out})"
         )
-    scripted = (WEBSHOP, *REPAIRS)
-    if loop.demonstrations and tasks.suite.name not in scripted:
-        raise ConfigError(
-            f"--demonstrations: {tasks.suite.name} has no scripted ones, only {', '.join(scripted)}; leave it at 0"
-        )
-    if (loop.drills or loop.short_drills) and not (loop.demonstrations and tasks.suite.name in REPAIRS):
+    script = demonstrator_of(tasks.suite.name)
+    if loop.demonstrations and script is None:
+        scripted = ", ".join(registry.names("demonstrators")) or "those of other packages"
+        raise ConfigError(f"--demonstrations: {tasks.suite.name} has no scripted ones, only {scripted}; leave it at 0")
+    if (loop.drills or loop.short_drills) and not (loop.demonstrations and script is not None and script.drills):
         option = "--drills" if loop.drills else "--short-drills"
-        raise ConfigError(f"{option}: they stand beside demonstrations of {', '.join(REPAIRS)}; leave it at 0")
-    if loop.demonstrations and tasks.suite.name == WEBSHOP and settings.react_format:
-        raise ConfigError("--demonstrations: the script writes plain actions: set react_format = false in [rl]")
+        raise ConfigError(f"{option}: {tasks.suite.name} has none, or there are no --demonstrations; leave it at 0")
+    if loop.demonstrations and script is not None:
+        script.check(settings)
     both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {
         _what(tasks.suite, entry) for entry in tasks.held_out
     }

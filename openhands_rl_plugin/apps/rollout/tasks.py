@@ -14,14 +14,13 @@ from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject, Task
 from openhands_rl_plugin.core.validation import problems, unknown_name
-from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, tasks_of_rows, webshop_tasks
+from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, tasks_of_rows
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.own_suites import own_suite, own_suites
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     ENVIRONMENT,
     LOCAL,
-    REPAIRS,
-    WEBSHOP,
     Suite,
     find_suite,
     swe_task,
@@ -33,7 +32,6 @@ from openhands_rl_plugin.evals.swe.types import Instance
 GivenTask = str | Path | Task | Mapping[str, JsonValue]
 """An id, a file, a task, or a row of a data set."""
 
-_HERE = (LOCAL, *REPAIRS)
 _COLUMNS = ("instance_id", "base_commit")
 _ROWS = "rows"
 _SPLIT = "test"
@@ -109,7 +107,7 @@ def _task_of(row: JsonObject) -> Task:
 
 def _of_task(task: Task, settings: RLSettings) -> FoundTask:
     """A task of a suite of repositories is the one of that id; others are given to their environment as they are."""
-    if task.environment in _HERE:
+    if task.environment in _here():
         return _of_id(task.id, task.environment, settings)
     settings = settings.model_copy(
         update={"env_name": task.environment} if task.environment != settings.env_name else {}
@@ -122,7 +120,7 @@ def _of_id(wanted: str, suite: str, settings: RLSettings) -> FoundTask:
         name, index = environment
         chosen = _at(settings, name)
         return FoundTask(_suite_of(chosen), _indexed(name, index), chosen)
-    instances = [found for name in ((suite,) if suite else _HERE) for found in _instances(name)]
+    instances = [found for name in ((suite,) if suite else _here()) for found in _instances(name)]
     found = next((each for each in instances if each[1].instance_id == wanted), None)
     if found is None:
         raise ConfigError(_unknown(wanted, suite, [each.instance_id for _, each in instances]))
@@ -132,11 +130,11 @@ def _of_id(wanted: str, suite: str, settings: RLSettings) -> FoundTask:
 def _environment_of(wanted: str, suite: str, settings: RLSettings) -> tuple[str, int] | None:
     """The environment and the task's number of ``17`` and ``webshop-17``."""
     named, _, number = wanted.rpartition("-")
-    if not number.isdecimal() or suite not in ("", ENVIRONMENT, WEBSHOP):
+    if not number.isdecimal() or suite not in ("", ENVIRONMENT, *_served()):
         return None
     if not named:
-        return (suite if suite == WEBSHOP else settings.env_name, int(number))
-    name = next((each for each in (settings.env_name, WEBSHOP) if folder_name(each) == named), None)
+        return (suite if suite in _served() else settings.env_name, int(number))
+    name = next((each for each in (settings.env_name, *_served()) if folder_name(each) == named), None)
     return None if name is None else (name, int(number))
 
 
@@ -149,18 +147,19 @@ def _at(settings: RLSettings, environment: str) -> RLSettings:
 
 def _indexed(environment: str, index: int) -> EvalTask:
     """The index of the environment's task; of the embedded shop's, with its split."""
-    if environment != WEBSHOP:
+    own = own_suite(environment)
+    if own is None:
         return indexed_tasks(environment, (index,), _SPLIT)[0]
-    goals = (*webshop_tasks("train"), *webshop_tasks("heldout"))
+    goals = own.tasks("all")
     found = next((each for each in goals if each.task.data["idx"] == index), None)
     if found is None:
-        raise ConfigError(f"{WEBSHOP} has no task {index}; it has 0 to {len(goals) - 1}")
+        raise ConfigError(f"{environment} has no task {index}; it has 0 to {len(goals) - 1}")
     return found
 
 
 def _instances(name: str) -> list[tuple[Suite, Instance]]:
     """All instances of a suite of repositories, of all splits where they are here."""
-    suite = find_suite(name, "all" if name in _HERE else None)
+    suite = find_suite(name, "all" if name in _here() else None)
     if not suite.software:
         raise ConfigError(f"--suite {name}: a task of an environment is given by its number, or as a row of a file")
     return [(suite, entry.instance) for entry in swe_tasks(suite) if entry.instance is not None]
@@ -177,17 +176,32 @@ def _environment(name: str) -> Suite:
 
 
 def _suite_of(settings: RLSettings) -> Suite:
-    """The embedded shop, unless the settings name its server."""
+    """The suite of its own that the environment has, unless the settings name a server."""
     served = {"env_port", "env_server_base"} & settings.model_fields_set or "base_url" in settings.environment
-    return find_suite(WEBSHOP) if settings.env_name == WEBSHOP and not served else _environment(settings.env_name)
+    return (
+        find_suite(settings.env_name)
+        if settings.env_name in _served() and not served
+        else _environment(settings.env_name)
+    )
 
 
 def _unknown(wanted: str, suite: str, ids: Sequence[str]) -> str:
     if suite:
         return _shortened(unknown_name("task", wanted, ids))
-    where = f"the number of a task of [rl] env_name, {WEBSHOP}-N, an id of {', '.join(_HERE)}, or a file of rows"
+    goals = "".join(f"{each}-N, " for each in _served())
+    where = f"the number of a task of [rl] env_name, {goals}an id of {', '.join(_here())}, or a file of rows"
     nearest = re.search(r"did you mean .*?\?", unknown_name("task", wanted, ids))
     return f"unknown task {wanted!r};{f' {nearest[0]}' if nearest else ''} give {where}"
+
+
+def _here() -> tuple[str, ...]:
+    """Suites with tests whose rows are here."""
+    return (LOCAL, *(each.suite.name for each in own_suites() if each.suite.software))
+
+
+def _served() -> tuple[str, ...]:
+    """Suites that bring their environment."""
+    return tuple(each.suite.name for each in own_suites() if not each.suite.software)
 
 
 def _shortened(text: str) -> str:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from openhands_rl_plugin.apps.loop.reporting import report_writer
 from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import author
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-
-_ENDS_IN = 1
-"""Seconds that requests under way have when the run ends or is interrupted."""
 
 
 def add_studio(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +46,14 @@ def _begun(
     adapters: Path,
     tokenizer: Path | None,
 ) -> str:
+    if (writer := report_writer()) is None:
+        return "no studio is installed here; the run goes on without it"
+    known = tokenizer is not None and (tokenizer / "tokenizer.json").is_file()
+    name = sayable(directory.name) or "run"
     try:
-        from openhands_rl_plugin.contrib.studio.config import StudioConfig
-        from openhands_rl_plugin.contrib.studio.server import running_studio
-        from openhands_rl_plugin.contrib.studio.sources import StudioSources
-
-        known = tokenizer is not None and (tokenizer / "tokenizer.json").is_file()
-        config = StudioConfig(port=0, author=author(), tokenizer=str(tokenizer) if known else "")
-        name = sayable(directory.name) or "run"
-        sources = StudioSources({name: storage()}, runs={name: directory}, adapters={name: adapters})
-        studio = opened.enter_context(running_studio(config, sources, ends_in=_ENDS_IN))
+        link = opened.enter_context(
+            writer.studio_of_run(name, directory, storage, adapters, str(tokenizer) if known else "", author())
+        )
     except (RLError, InfrastructureError, ImportError, OSError) as error:
         return sayable(f"no studio: {error}; the run goes on without it")
-    return f"watch it in the studio: {studio.link} (works once, ends with the run)"
+    return f"watch it in the studio: {link} (works once, ends with the run)"

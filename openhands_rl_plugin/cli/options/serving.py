@@ -22,7 +22,7 @@ def served_policy(settings: RLSettings, model: Path | None, directory: Path) -> 
     embedded one runs until the block ends, with its log in ``directory``. Raises ``ConfigError`` without weights on
     this machine, ``InfrastructureError`` where the server does not answer.
     """
-    from openhands_rl_plugin.contrib.demo.child import free_port, running_command
+    from openhands_rl_plugin.cli.options.running import free_port, running_command
 
     if settings.serving.base_url:
         yield at_server(settings, model)

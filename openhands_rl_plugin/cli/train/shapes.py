@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.fields import option_of, settings_from
 from openhands_rl_plugin.cli.train.training import memory_line, memory_parts
-from openhands_rl_plugin.config.engines import ENGINES
+from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 
@@ -45,7 +45,7 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
     print(f"  a micro-batch: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
     print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
     print(memory_line(args.model, settings.model_copy(update={"context_parallel_size": 1}), longest))
-    if ENGINES[settings.engine].here and settings.method != "qlora" and settings.sharding != "none":
+    if engine_named(settings.engine).here and settings.method != "qlora" and settings.sharding != "none":
         _print_split(args.model, settings, longest, shape)
     if settings.engine == "local" and settings.method == "lora":
         print('  engine = "tinker": nothing, the service trains')

@@ -16,7 +16,7 @@ from openhands_rl_plugin.cli.options.fields import settings_from
 from openhands_rl_plugin.cli.options.stored import filter_of
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.cli.options.versions import publish
-from openhands_rl_plugin.config.engines import ENGINES
+from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import MissingExtraError, TrainingError
@@ -144,7 +144,7 @@ def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: 
     """The estimated memory of training on sequences of at most ``longest`` tokens, and the ``free`` bytes."""
     from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
-    if not ENGINES[settings.engine].here:
+    if not engine_named(settings.engine).here:
         return "  memory: none here, the Tinker service trains"
     memory = estimate_memory(model, settings, longest)
     here = "" if free is None else f"; free: {free / 1e9:.2f} GB" + (", too little" if memory.total > free else "")

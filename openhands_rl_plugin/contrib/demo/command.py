@@ -1,4 +1,4 @@
-"""``openhands-rl demo``: the whole loop on one machine, in the embedded shop or on repair tasks."""
+"""``openhands-rl demo``: train a small model to shop inside OpenHands: roll out, train, reload, evaluate."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
 
 
 def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> int:
+    from openhands_rl_plugin.apps.loop.progress import ProgressListener, final_table
     from openhands_rl_plugin.contrib.demo.options import DemoOptions
-    from openhands_rl_plugin.contrib.demo.progress import ProgressListener, final_table
     from openhands_rl_plugin.contrib.demo.repair.run import run_repair_demo
     from openhands_rl_plugin.contrib.demo.story import run_demo
 

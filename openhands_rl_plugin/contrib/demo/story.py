@@ -10,13 +10,13 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.claim import claim
 from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids
+from openhands_rl_plugin.apps.loop.reporting import RunReport
+from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.demo.child import free_port, running_command
 from openhands_rl_plugin.contrib.demo.model import NAME, ensure_model
 from openhands_rl_plugin.contrib.demo.options import CONTEXT_TOKENS, OTHER_SIZES, SEPARATOR, DemoOptions
-from openhands_rl_plugin.contrib.studio.reports.listener import RunReport
 from openhands_rl_plugin.contrib.webshop import WebShop
-from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions
+from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, shop_demonstrator
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.hosts.open import make_runner
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -79,8 +79,8 @@ async def _run(stage: _Stage, listener: LoopListener | None) -> DemoResult:
             model=stage.model,
             directory=directory,
             runner=runner,
-            shop=shop,
             storage=storage,
+            demonstrator=shop_demonstrator(stage.settings, storage, shop),
             reward=ReturnReward(),
             objective=SuccessBonusReward(),
         ) as parts:

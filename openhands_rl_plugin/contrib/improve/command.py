@@ -1,4 +1,4 @@
-"""``openhands-rl improve``: a git repository as a gym for the model that works on it."""
+"""``openhands-rl improve``: make a gym of your own git repository, train the model in it, report its gain."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from openhands_rl_plugin.core.errors import MissingExtraError
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
+    from openhands_rl_plugin.apps.loop.progress import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-    from openhands_rl_plugin.contrib.demo.progress import ProgressListener
     from openhands_rl_plugin.contrib.improve.fitting import Lengths, PromptChoice
     from openhands_rl_plugin.contrib.improve.gym import Gym
     from openhands_rl_plugin.contrib.improve.price import Price
@@ -281,8 +281,8 @@ def _train(
     from rich.console import Console
 
     from openhands_rl_plugin.apps.loop.claim import claim, identity_of
+    from openhands_rl_plugin.apps.loop.progress import ProgressListener, final_table
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
-    from openhands_rl_plugin.contrib.demo.progress import ProgressListener, final_table
     from openhands_rl_plugin.contrib.improve.spent import spent_lines
     from openhands_rl_plugin.contrib.improve.telling import earned, earned_lines, use_lines
 

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.run import LoopResult
-from openhands_rl_plugin.contrib.demo.summary import evaluations
+from openhands_rl_plugin.apps.loop.summary import evaluations
 from openhands_rl_plugin.contrib.improve.gym import Gym, said
 from openhands_rl_plugin.core.types import JsonObject
 

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.contrib.repair.edits import LineEdit, patch_of
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
-from openhands_rl_plugin.contrib.repair.rows import COLUMN, MORE, Level, at_level, repair_instances, spec_of
+from openhands_rl_plugin.contrib.repair.rows import COLUMN, MORE, Level, at_level, data_file, repair_instances, spec_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR_MORE, suite_file
 
 
 class OtherBug(Frozen):
@@ -34,7 +33,7 @@ class OtherBug(Frozen):
 
 def more_instances(level: Level, file: Path | None = None) -> tuple[Instance, ...]:
     """The tasks of the split ``more``. Raises ``ConfigError`` where a row is not as it should be."""
-    return tuple(at_level(each, level) for each in _instances(file or suite_file(REPAIR_MORE)))
+    return tuple(at_level(each, level) for each in _instances(file or data_file("repair.more.jsonl")))
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,8 +14,8 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR, REPAIR_RUNNER, REPAIR_TASKS, suite_file
 
+REPAIR = "repair"
 COLUMN = "repair"
 """The column of a row that makes it a repair task."""
 RUN_TESTS = "run_tests.py"
@@ -32,6 +32,11 @@ MORE = "more"
 """The split of further training tasks, which ``other_bugs`` reads."""
 Level = Literal[1, 2, 3]
 LEVELS: tuple[Level, ...] = (1, 2, 3)
+
+
+def data_file(name: str) -> Path:
+    """A file that is published with the suites."""
+    return Path(__file__).parent / "data" / name
 
 
 class RepairSpec(Frozen):
@@ -69,7 +74,7 @@ def spec_of(instance: Instance) -> RepairSpec:
 
 def repository_files(spec: RepairSpec) -> dict[str, str]:
     """All files of the repository that an agent works in."""
-    runner = suite_file(REPAIR_RUNNER).read_text(encoding="utf-8")
+    runner = data_file("repair_run_tests.txt").read_text(encoding="utf-8")
     return {**spec.files, RUN_TESTS: runner}
 
 
@@ -106,7 +111,7 @@ def plainly_named(instance: Instance) -> Instance:
 
 def repair_instances(level: Level, split: str, file: Path | None = None) -> tuple[Instance, ...]:
     """The tasks of one split (``all``: of both). Raises ``ConfigError`` for another one."""
-    instances = read_instances(file or suite_file(REPAIR_TASKS))
+    instances = read_instances(file or data_file("repair.jsonl"))
     known = sorted({str(each.extra.get("split")) for each in instances})
     if split not in (*known, "all"):
         others = [MORE] if file is None else []

@@ -1,4 +1,4 @@
-"""``openhands-rl rollouts``: rollouts as a service, for trainers that submit tasks over HTTP."""
+"""``openhands-rl rollouts``: serve rollouts over HTTP: tasks in, rewards and token ids out."""
 
 from __future__ import annotations
 

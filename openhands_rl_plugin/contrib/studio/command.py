@@ -1,4 +1,4 @@
-"""``openhands-rl studio``: stored episodes, runs, evaluations and adapters in the browser."""
+"""``openhands-rl studio``: see stored episodes, runs, evaluations and adapters in the browser, and label them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``openhands-rl watch``: learning in use, beside the model server."""
+"""``openhands-rl watch``: learn in use: judge new episodes, train candidates, deploy them through gates, roll back."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from openhands_rl_plugin.cli.options.weights import at_server
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -166,7 +167,7 @@ def _print(entry: Entry) -> None:
 
 def _plan(settings: RLSettings, folder: Path, tasks: int) -> list[str]:
     """The output of a dry run."""
-    watch, serving = settings.watch, settings.serving
+    watch, serving = watch_settings(settings), settings.serving
     return [
         f"{serving.adapter}: versions of {serving.model} at {', '.join(serving.publish_urls)}",
         f"  judged by: labels of people, else [rl.reward] {settings.reward.name}",

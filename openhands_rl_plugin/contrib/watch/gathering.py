@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from openhands_rl_plugin.config.rl import AlgorithmName, RLSettings, TrainingSettings
 from openhands_rl_plugin.contrib.watch.judging import Judgement, KnownReward
+from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.contrib.watch.state import State
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.judgements import Preferences
@@ -71,7 +72,7 @@ async def candidates(
         return own and not measures and summary.id not in state.learnt
 
     found = [each.id async for each in storage.summaries(TrajectoryFilter(failed=False)) if may(each)]
-    return tuple(found[-_LOOKED_AT * settings.watch.max_episodes :])
+    return tuple(found[-_LOOKED_AT * watch_settings(settings).max_episodes :])
 
 
 async def material(
@@ -110,7 +111,7 @@ async def _compared(
     policies, most = PolicyLineage((settings.serving.model, *reversed(lineage))), settings.loop.max_staleness
     fresh = {each.id: values[each.id] for each in episodes.trajectories if not policies.is_too_stale(each, most)}
     dataset = await dataset_of(storage, settings, settings.training, fresh)
-    if dataset.used < settings.watch.min_used:
+    if dataset.used < watch_settings(settings).min_used:
         return None, f"{dataset.used} episodes can be compared with others of their task{_without_ids(dataset)}"
     return Material(settings.training, fresh, f"{dataset.used} episodes that can be compared"), ""
 
@@ -125,9 +126,11 @@ async def _preferred(
     storage: TrajectoryStorage, settings: RLSettings, pairs: Sequence[frozenset[str]]
 ) -> tuple[Material | None, str]:
     chosen = training_for(settings.training, "dpo")
-    values = dict.fromkeys(sorted({name for both in pairs[-settings.watch.max_episodes // 2 :] for name in both}), 0.0)
+    values = dict.fromkeys(
+        sorted({name for both in pairs[-watch_settings(settings).max_episodes // 2 :] for name in both}), 0.0
+    )
     dataset = await dataset_of(storage, settings, chosen, values)
-    if len(dataset.pairs) < settings.watch.min_used:
+    if len(dataset.pairs) < watch_settings(settings).min_used:
         return None, f"{len(dataset.pairs)} pairs in which people preferred one"
     return Material(chosen, values, f"{len(dataset.pairs)} pairs in which people preferred one"), ""
 
@@ -139,9 +142,9 @@ async def _imitated(
     chosen = training_for(settings.training, settings.training.algorithm if imitates else "sft")
     values = dict.fromkeys(_newest({name: each for name, each in known.items() if each.good}, settings), 1.0)
     dataset = await dataset_of(storage, settings, chosen, values)
-    if dataset.used < settings.watch.min_used:
+    if dataset.used < watch_settings(settings).min_used:
         left = f"; left out: {dataset.excluded.in_words()}" if dataset.excluded.causes() else ""
-        return None, f"{dataset.used} successes can be imitated, {settings.watch.min_used} are needed{left}"
+        return None, f"{dataset.used} successes can be imitated, {watch_settings(settings).min_used} are needed{left}"
     return Material(chosen, values, f"{dataset.used} successes to imitate"), ""
 
 
@@ -176,7 +179,7 @@ async def _episodes(storage: TrajectoryStorage, settings: RLSettings, values: Ma
 
 
 def _newest(known: Mapping[str, Judgement], settings: RLSettings) -> list[str]:
-    return list(known)[-settings.watch.max_episodes :]
+    return list(known)[-watch_settings(settings).max_episodes :]
 
 
 def _pairs(preferred: Preferences) -> list[frozenset[str]]:

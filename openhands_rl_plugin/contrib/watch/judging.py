@@ -11,6 +11,7 @@ from pathlib import Path
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import success_rule
+from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.errors import ConfigError, GraderError, RLError, StorageError
 from openhands_rl_plugin.core.judgements import OPINION, consensus, labels_of, scores_of
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
@@ -147,7 +148,7 @@ class EpisodeJudge:
         assert score.reward is not None, "the caller has looked"
         value, by = score.reward, score.reward_version
         if by.startswith(OPINION):
-            sure = self._settings.watch.certainty
+            sure = watch_settings(self._settings).certainty
             decided = value >= sure or value <= 1 - sure
             return Judgement(value, value >= sure, by) if decided else UNDECIDED
         rule = success_rule(trajectory.task.environment, self._settings.reward)

@@ -14,13 +14,14 @@ from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, measured_
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import success_rule
+from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.contrib.watch.trouble import by_task
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Task, Trajectory
-from openhands_rl_plugin.evals.runs.environment_runner import shop_for
-from openhands_rl_plugin.evals.runs.suites import WEBSHOP, graded_by
+from openhands_rl_plugin.evals.runs.own_suites import own_suite
+from openhands_rl_plugin.evals.runs.suites import graded_by
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 
@@ -44,7 +45,7 @@ class SuiteResult:
 
 def suite_tasks(settings: RLSettings) -> LoopTasks:
     """The tasks of ``[rl.watch]``. Raises ``ConfigError``."""
-    watch = settings.watch
+    watch = watch_settings(settings)
     if not watch.suite:
         raise ConfigError(
             '[rl.watch] suite: there is nothing to measure candidates on: name a suite, such as "environment" or '
@@ -99,8 +100,8 @@ async def play(
         concurrency=settings.max_workers,
     )
     with ExitStack() as opened:
-        if job.tasks.suite.name == WEBSHOP:
-            settings = opened.enter_context(shop_for(settings))
+        if (own := own_suite(job.tasks.suite.name)) is not None:
+            settings = opened.enter_context(own.serving(settings))
         if job.backend is not None:
             await job.backend.check()
         async with open_player(job, settings, storage) as runner:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.contrib.watch.measuring import play, tokens_of
+from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import JsonObject, Task
-from openhands_rl_plugin.evals.runs.suites import WEBSHOP
 from openhands_rl_plugin.training.algorithms import algorithm_of
 
 
@@ -28,10 +28,10 @@ async def replayable(
         known: ids of the tasks that were replayed before.
     """
     settings, suite = job.settings, job.tasks.suite
-    most = settings.watch.replay_tasks
+    most = watch_settings(settings).replay_tasks
     if not most or suite.software or algorithm_of(settings.training).kind != "reinforcement":
         return ()
-    environment = WEBSHOP if suite.name == WEBSHOP else settings.env_name
+    environment = suite.environment(settings)
     found: dict[str, Task] = {}
     async for trajectory, _ in storage.find(TrajectoryFilter(ids=tuple(ids))):
         task = trajectory.task

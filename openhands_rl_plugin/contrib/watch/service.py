@@ -17,6 +17,7 @@ from openhands_rl_plugin.contrib.watch.judging import EpisodeJudge, Judged
 from openhands_rl_plugin.contrib.watch.measuring import Unmeasured, digest_of, play_suite
 from openhands_rl_plugin.contrib.watch.pausing import is_paused
 from openhands_rl_plugin.contrib.watch.replaying import replay, replayable
+from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.contrib.watch.state import Round, State, state_of
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
@@ -97,7 +98,7 @@ class Watch:
             except StorageError as error:
                 log.warning("%s", error)  # the journal itself takes no line: the disk is full, or away
             tries = state_of(self._journal.read()).tries
-            await asyncio.sleep(min(_LONGEST_WAIT, self._settings.watch.interval * 2 ** min(tries, 10)))
+            await asyncio.sleep(min(_LONGEST_WAIT, watch_settings(self._settings).interval * 2 ** min(tries, 10)))
 
     async def look(self) -> bool:
         """Do all that can be done now; whether nothing went wrong. Raises ``StorageError`` of the journal itself."""
@@ -138,7 +139,7 @@ class Watch:
         judged = await self._judge.judge(ids)
         preferred = preferences(await labels_of(self._storage, ids))
         said = judged.known.keys() | {name for both in preferred for name in both}
-        new, needed = len(said - state.seen), self._settings.watch.min_episodes
+        new, needed = len(said - state.seen), watch_settings(self._settings).min_episodes
         found, missing, tasks = None, f"{new} new ones of {needed} that are needed", ()
         there = hash((frozenset(judged.known.items()), frozenset(preferred.items())))
         if new >= needed and there == self._fruitless:
@@ -231,7 +232,7 @@ class Watch:
         self._check_budget()
         served = await self._served(version)
         run_id = f"{self._job.run_id}/heldout/{version or 'base'}/{state.restarts}"
-        attempts = self._settings.watch.attempts
+        attempts = watch_settings(self._settings).attempts
         played = await play_suite(self._job, self._storage, run_id=run_id, served_model=served, attempts=attempts)
         said = f"{version or 'the base model'} succeeds in {played.figures['mean']:.3f} of {len(played.success)} tasks"
         figures: JsonObject = {**played.figures, "success": {**played.success}}
@@ -239,13 +240,13 @@ class Watch:
         return True
 
     def _check_budget(self) -> None:
-        check_budget(self._settings.watch, self._journal.read(), self._adapters.root)
+        check_budget(watch_settings(self._settings), self._journal.read(), self._adapters.root)
 
     def _tidy(self, state: State) -> None:
         """Remove what no round needs any more; what cannot be removed is told, and stays."""
         try:
             remove_training(self._journal.folder, state.rounds)
-            if gone := remove_older(self._settings.watch, state, self._adapters, self._name):
+            if gone := remove_older(watch_settings(self._settings), state, self._adapters, self._name):
                 log.info("removed %s", ", ".join(gone))
         except StorageError as error:
             log.warning("%s", error)
@@ -264,11 +265,11 @@ class Watch:
         best = max(standing, key=lambda each: each.mean, default=state.measured[used])
         against = {each.version or "the base model": each.success for each in (state.measured[used], best)}
         after = state.measured[candidate.name].success
-        return held_out_gate(candidate.name, after, against, self._settings.watch.margin)
+        return held_out_gate(candidate.name, after, against, watch_settings(self._settings).margin)
 
     def _safety(self, state: State, candidate: Adapter) -> Verdict:
         before, after = state.measured[self._in_use()], state.measured[candidate.name]
-        watch = self._settings.watch
+        watch = watch_settings(self._settings)
         return safety_gate(candidate.name, after.trouble, before.trouble, watch.margin, watch.level)
 
     def _stands(self, state: State, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from openhands_rl_plugin.config.fields import Settings
+from openhands_rl_plugin.config.rl import RLSettings
 
 
 class WatchSettings(Settings):
@@ -63,3 +64,8 @@ class WatchSettings(Settings):
         ge=2,
         description="versions made by the watch that are kept: the newest, and the last in use",
     )
+
+
+def watch_settings(settings: RLSettings) -> WatchSettings:
+    """The section ``[rl.watch]``."""
+    return settings.section("watch", WatchSettings)

@@ -1,4 +1,4 @@
-"""``openhands-rl env webshop``: serve the embedded environment."""
+"""``openhands-rl env``: serve an environment over HTTP (/reset and /step, and AgentGym's /create ... /close)."""
 
 from __future__ import annotations
 

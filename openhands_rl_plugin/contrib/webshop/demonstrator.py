@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.apps.loop.demonstrations import Demonstrator
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.webshop.engine import WebShop
 from openhands_rl_plugin.contrib.webshop.oracle import oracle_actions
-from openhands_rl_plugin.core.errors import BadEnvironmentError
-from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.protocols import EpisodeRunner, Forkable, LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Completion, Frozen, Message, PolicyRef
+from openhands_rl_plugin.core.types import Completion, Frozen, Message, PolicyRef, StrategySpec
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.rollout.in_process import SessionRunner
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.apps.loop.run import LoopJob
 
 ORACLE = PolicyRef(base_model="webshop-oracle")
 
@@ -63,3 +73,36 @@ class WebShopDemonstrator:
         raise BadEnvironmentError(
             "no goal of the oracle's world is on the page: start the server with the same options"
         )
+
+
+def shop_demonstrator(
+    settings: RLSettings, storage: TrajectoryStorage, shop: DemonstratorOptions | None = None
+) -> SessionRunner:
+    """Runs episodes of the embedded shop, which was started with the options ``shop``; nothing is sampled."""
+    environment = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=settings.react_format)
+    strategy = WebShopDemonstrator(shop)
+    return SessionRunner(
+        make_environment=lambda request: WebEnvClient(environment),
+        make_strategy=lambda request: strategy,
+        strategy_spec=StrategySpec(name="webshop-oracle", options=strategy.options.model_dump()),
+        base_model=ORACLE.base_model,
+        limits=settings.limits(),
+        storage=storage,
+    )
+
+
+class ShopDemonstrator(Demonstrator):
+    """The oracle of the embedded shop, for a loop."""
+
+    def check(self, settings: RLSettings) -> None:
+        """As in ``Demonstrator``."""
+        if settings.react_format:
+            raise ConfigError("--demonstrations: the script writes plain actions: set react_format = false in [rl]")
+
+    @asynccontextmanager
+    async def open(self, job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
+        """As in ``Demonstrator``."""
+        yield shop_demonstrator(job.settings, storage)
+
+
+SHOP = ShopDemonstrator()

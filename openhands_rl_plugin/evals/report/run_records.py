@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, is_stuck
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
 
-WEBSHOP, ENVIRONMENT = "webshop", "environment"
+ENVIRONMENT = "environment"
 """The suites whose rewards are an environment's."""
 
 _RUN = re.compile(r"(?P<name>.+)-run_(?P<index>\d+)\Z")
@@ -53,7 +53,7 @@ class RunRecord(Frozen):
     @property
     def _paid(self) -> bool:
         """Whether rewards are those of an environment."""
-        return json_object(self.metadata.get("details")).get("suite") in (WEBSHOP, ENVIRONMENT)
+        return bool(json_object(self.metadata.get("details")).get("environment"))
 
 
 def read_runs(paths: tuple[Path, ...]) -> tuple[RunRecord, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from openhands_rl_plugin.contrib.repair.backend import RepairBackend
-from openhands_rl_plugin.contrib.repair.rows import is_repair
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.evals.runs.own_suites import own_suite_of, own_suites
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, default_cache
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
 from openhands_rl_plugin.evals.swe.backends.image import REGISTRIES, ImageBackend
@@ -22,22 +21,16 @@ from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskReposi
 BackendName = Literal["local", "docker", "image"]
 
 
-_LIGHT: Mapping[Callable[[Instance], bool], Callable[[Path], InstanceBackend]] = {
-    is_repair: lambda cache: RepairBackend(),
-}
-"""Kinds of rows whose tasks need no environment, and what sets them up and grades them."""
-
-
 def is_light(instance: Instance) -> bool:
-    """Whether a task needs no environment of its own."""
-    return any(holds(instance) for holds in _LIGHT)
+    """Whether a task is of another package's suite, and needs no environment of its own."""
+    return own_suite_of(instance) is not None
 
 
 class _ByRow:
-    """Gives every row to the back end of its kind, and those of no kind to ``other``."""
+    """Gives the rows of other packages' suites to their back ends, and all others to ``other``."""
 
-    def __init__(self, cache: Path, other: InstanceBackend | None) -> None:
-        self._light = [(holds, make(cache)) for holds, make in _LIGHT.items()]
+    def __init__(self, other: InstanceBackend | None) -> None:
+        self._own = {each.column: each.backend() for each in own_suites() if each.column}
         self._other = other
         self.name = "local"
 
@@ -60,13 +53,14 @@ class _ByRow:
             await backend.close()
 
     def _all(self) -> list[InstanceBackend]:
-        return [*(backend for _, backend in self._light), *([self._other] if self._other is not None else [])]
+        return [*self._own.values(), *([self._other] if self._other is not None else [])]
 
     def _of(self, instance: Instance) -> InstanceBackend:
-        found = next((backend for holds, backend in self._light if holds(instance)), self._other)
-        if found is None:
+        if (own := own_suite_of(instance)) is not None:
+            return self._own[own.column]
+        if self._other is None:
             raise ConfigError(f"{instance.instance_id} needs an environment of its own")
-        return found
+        return self._other
 
 
 def make_backend(
@@ -89,7 +83,7 @@ def make_backend(
         raise ConfigError(f"--mirror {mirror}: no such folder")
     place = cache or default_cache()
     if instances is not None and all(map(is_light, instances)):
-        return _ByRow(place, None)
+        return _ByRow(None)
     guard = RewardHackGuard()
     if name == "docker":
         return DockerBackend(mirror=mirror, guard=guard, network=network)
@@ -97,4 +91,4 @@ def make_backend(
         return ImageBackend(place, source=images, mirror=mirror, guard=guard, network=network)
     others = CloneSource(Cache(place)) if mirror is None else MirrorSource(mirror)
     local = LocalBackend(cache=place, sources=[TaskRepositories(place), others], guard=guard, network=network)
-    return _ByRow(place, local)
+    return _ByRow(local)

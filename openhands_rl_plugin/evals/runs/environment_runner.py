@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import SuccessRule
-from openhands_rl_plugin.contrib.webshop import Split, WebShop, running_webshop
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
@@ -111,21 +107,6 @@ def tasks_of_rows(environment: str, rows: Sequence[JsonObject], split: str) -> t
 def _name_of(row: JsonObject) -> str:
     given = next((row[key] for key in _ROW_NAMES if isinstance(row.get(key), str | int)), "")
     return _NO_NAME.sub("__", str(given))[:_LONGEST_NAME]
-
-
-def webshop_tasks(split: Split) -> tuple[EvalTask, ...]:
-    """The goals of the embedded shop."""
-    return indexed_tasks("webshop", WebShop().goal_indices(split), split)
-
-
-@contextmanager
-def shop_for(settings: RLSettings) -> Iterator[RLSettings]:
-    """Run the embedded shop; yields the settings that connect to it."""
-    with running_webshop() as url:
-        parts = urlsplit(url)
-        base = f"{parts.scheme}://{parts.hostname}"
-        here = {"env_name": "webshop", "env_server_base": base, "env_port": parts.port}
-        yield settings.model_copy(update=here if settings.env_name == "webshop" else {**here, "environment": {}})
 
 
 def _reported(trajectory: Trajectory, resolved: bool, valid: bool) -> GradedEpisode:

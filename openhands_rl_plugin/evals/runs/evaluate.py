@@ -13,14 +13,15 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec
-from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner, shop_for
+from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner
 from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask
 from openhands_rl_plugin.evals.runs.evaluation import Evaluation
 from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.runs.own_suites import own_suite
 from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, SessionAccess
 from openhands_rl_plugin.evals.runs.prompts import REPLIES
 from openhands_rl_plugin.evals.runs.stages import Stages
-from openhands_rl_plugin.evals.runs.suites import TESTS, WEBSHOP, Suite, graded_by
+from openhands_rl_plugin.evals.runs.suites import TESTS, Suite, graded_by
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.local import HostRunner
@@ -88,8 +89,8 @@ async def open_eval_runner(
     are bounds that it shares with other runners."""
     options = options_of(plan, suite, processes)
     with ExitStack() as opened:
-        if suite.name == WEBSHOP:
-            settings = opened.enter_context(shop_for(settings))
+        if (own := own_suite(suite.name)) is not None:
+            settings = opened.enter_context(own.serving(settings))
         async with open_runner(settings, options, storage=storage, workers=processes) as host:
             strategy = options.strategy_spec(settings)
             if backend is None:

@@ -4,7 +4,7 @@ compare only under the same prompts.
 
 from __future__ import annotations
 
-from openhands_rl_plugin.contrib.repair.rows import DIRECTORY, is_repair
+from openhands_rl_plugin.evals.runs.own_suites import own_suite_of
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.hosts.shared.options import UserReplies
 
@@ -49,14 +49,14 @@ REPLIES = UserReplies(
 def instruction_of(instance: Instance) -> str:
     """The first message of the conversation."""
     problem = instance.problem_statement
-    if is_repair(instance):
-        return f"{problem} The repository is /workspace/{DIRECTORY}."
+    if (own := own_suite_of(instance)) is not None:
+        return f"{problem} The repository is /workspace/{own.directory}."
     # Not by str.format: a problem statement holds braces.
     return _INSTRUCTION.replace("{directory}", directory_of(instance)).replace("{problem_statement}", problem)
 
 
 def directory_of(instance: Instance) -> str:
     """The name of the repository's directory below ``/workspace``."""
-    if is_repair(instance):
-        return DIRECTORY
+    if (own := own_suite_of(instance)) is not None:
+        return own.directory
     return f"{instance.repo}__{instance.version}".replace("/", "__")

@@ -6,56 +6,37 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RewardSettings
-from openhands_rl_plugin.contrib.repair.other_bugs import more_instances
-from openhands_rl_plugin.contrib.repair.rows import LEVELS, MORE, Level, repair_instances
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
-from openhands_rl_plugin.core.types import Frozen, Task
+from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.evals.report.run_records import ENVIRONMENT as ENVIRONMENT
-from openhands_rl_plugin.evals.report.run_records import WEBSHOP as WEBSHOP
-from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, row_tasks, webshop_tasks
+from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks, row_tasks
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.own_suites import Suite as Suite
+from openhands_rl_plugin.evals.runs.own_suites import own_suite, require_own_suite
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.sources.packages import REPAIR
 
 LOCAL = "swe-local"
 TESTS = "tests"
 """The reward of tasks with tests."""
-REPAIRS: Mapping[str, Level] = {f"{REPAIR}-{level}": level for level in LEVELS}
-"""The suites of repair tasks, by what their statements give away."""
 ENDINGS = (".jsonl", ".json", ".parquet")
 
 FILE_SPLITS = ("train", "heldout")
 _KEPT = ("instance_id", "repo", "version", "base_commit", "problem_statement")
 
 
-class Suite(Frozen):
-    """A suite by name. ``dataset`` is its name in run folders, and on the Hugging Face hub if ``on_hub``."""
-
-    name: str
-    dataset: str
-    split: str
-    software: bool = True
-    on_hub: bool = False
-
-    def of_environment(self, name: str) -> Suite:
-        """The suite whose results are kept apart from those of other environments; other suites as they are."""
-        return self.model_copy(update={"dataset": folder_name(name)}) if self.name == ENVIRONMENT and name else self
-
-
 SUITES: Mapping[str, Suite] = {
     suite.name: suite
     for suite in (
         Suite(name=LOCAL, dataset=LOCAL, split="heldout"),
-        *(Suite(name=name, dataset=name, split="heldout") for name in REPAIRS),
         Suite(name="swe-bench-lite", dataset="princeton-nlp/SWE-bench_Lite", split="test", on_hub=True),
         Suite(name="swe-bench-verified", dataset="princeton-nlp/SWE-bench_Verified", split="test", on_hub=True),
         Suite(name="swe-gym", dataset="SWE-Gym/SWE-Gym", split="train", on_hub=True),
         Suite(name="swe-gym-lite", dataset="SWE-Gym/SWE-Gym-Lite", split="train", on_hub=True),
-        Suite(name=WEBSHOP, dataset=WEBSHOP, split="heldout", software=False),
         Suite(name=ENVIRONMENT, dataset=ENVIRONMENT, split="test", software=False),
     )
 }
@@ -63,12 +44,17 @@ SUITES: Mapping[str, Suite] = {
 
 def find_suite(name: str, split: str | None = None) -> Suite:
     """The suite of that name, or of a file of rows. Raises ``ConfigError`` with the nearest name."""
-    if name in SUITES:
+    if (own := own_suite(name)) is not None:
+        suite = own.suite
+    elif name in SUITES:
         suite = SUITES[name]
     elif name.endswith(ENDINGS):
         suite = Suite(name=name, dataset=Path(name).name.partition(".")[0] or "rows", split="test")
     else:
-        raise ConfigError(unknown_name("suite", name, SUITES) + f", or a file of rows ({', '.join(ENDINGS)})")
+        raise ConfigError(
+            unknown_name("suite", name, [*SUITES, *registry.names("suites")])
+            + f", or a file of rows ({', '.join(ENDINGS)})"
+        )
     return suite if split is None else suite.model_copy(update={"split": split})
 
 
@@ -77,13 +63,12 @@ def swe_tasks(suite: Suite, dataset_file: Path | None = None) -> tuple[EvalTask,
 
     Raises ``ConfigError``.
     """
+    if dataset_file is None and (own := own_suite(suite.name)) is not None:
+        return own.tasks(suite.split)
     if dataset_file is not None:
         instances = read_instances(dataset_file)
     elif suite.name == LOCAL:
         instances = _of_split(read_instances(local_rows()), suite.split, LOCAL)
-    elif suite.name in REPAIRS:
-        level = REPAIRS[suite.name]
-        instances = more_instances(level) if suite.split == MORE else repair_instances(level, suite.split)
     elif suite.on_hub:
         instances = _from_hub(suite)
     else:
@@ -114,12 +99,10 @@ def graded_by(entries: Iterable[EvalTask], reward: RewardSettings) -> RewardSett
 def environment_tasks(
     suite: Suite, environment: str, count: int | None, rows: Path | None = None
 ) -> tuple[EvalTask, ...]:
-    """Tasks of an environment: goals of the embedded shop, the (first ``count``) rows of a file, or the first ``count``
+    """Tasks of an environment: those of its own suite, the (first ``count``) rows of a file, or the first ``count``
     numbers. Raises ``ConfigError``."""
-    if suite.name == WEBSHOP:
-        if suite.split not in ("train", "heldout"):
-            raise ConfigError(f"the webshop has the splits train and heldout, not {suite.split!r}")
-        return webshop_tasks("train" if suite.split == "train" else "heldout")
+    if suite.name != ENVIRONMENT:
+        return require_own_suite(suite.name).tasks(suite.split)
     if rows is not None:
         return row_tasks(environment, rows, suite.split)[:count]
     if count is None:

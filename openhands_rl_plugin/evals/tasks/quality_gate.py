@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from openhands_rl_plugin.contrib.repair.rows import is_repair
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
+from openhands_rl_plugin.evals.runs.own_suites import own_suite_of
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
@@ -167,7 +167,7 @@ def _unknown(instance: Instance) -> TaskLineage:
 def duplicates(instances: Sequence[Instance], lineage: Mapping[str, TaskLineage]) -> dict[str, str]:
     """Task -> the earlier one that it duplicates: same function, same failing tests, or almost the same statement.
 
-    Repair tasks are the same when their fixes are.
+    Rows of another package's suite are the same when their fixes are.
     """
     found: dict[str, str] = {}
     by_repo: dict[str, list[tuple[Instance, frozenset[str]]]] = {}
@@ -176,8 +176,8 @@ def duplicates(instances: Sequence[Instance], lineage: Mapping[str, TaskLineage]
         earlier = by_repo.setdefault(instance.repo, [])
         for other, their_words in earlier:
             alike = _same_task(instance, other, lineage) or _overlap(words, their_words) >= SAME_STATEMENT
-            # Repair tasks have one form of statement, and a function may have several bugs.
-            if instance.patch == other.patch or (alike and not is_repair(instance)):
+            # The rows of such a suite have one form of statement, and a function may have several bugs.
+            if instance.patch == other.patch or (alike and own_suite_of(instance) is None):
                 found[instance.instance_id] = other.instance_id
                 break
         earlier.append((instance, words))

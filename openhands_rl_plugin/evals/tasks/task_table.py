@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from openhands_rl_plugin.contrib.repair.rows import COLUMN
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.transcript import visible
+from openhands_rl_plugin.evals.runs.own_suites import own_suite_of
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.lineage import TasksLineage
 
@@ -41,6 +41,7 @@ def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Tab
 
 
 def _kind(instance: Instance) -> str:
-    """Of a repair task without a lineage the kind of its bug."""
-    spec = instance.extra.get(COLUMN)
+    """Of a row of another package's suite the kind of its bug."""
+    own = own_suite_of(instance)
+    spec = instance.extra.get(own.column) if own is not None else None
     return str(spec.get("kind", "")) if isinstance(spec, dict) else ""

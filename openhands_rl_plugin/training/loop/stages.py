@@ -95,7 +95,7 @@ class LoopParts:
     """
 
     runner: EpisodeRunner
-    demonstrator: EpisodeRunner
+    demonstrator: EpisodeRunner | None
     storage: TrajectoryStorage
     reward: Reward
     objective: Reward

@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
+from openhands_rl_plugin.apps.loop.progress import ProgressListener
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.contrib.demo.child import free_port, running_command
+from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.contrib.demo.options import DemoOptions
-from openhands_rl_plugin.contrib.demo.progress import ProgressListener
 from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
 from openhands_rl_plugin.contrib.demo.repair.run import repair_tasks
 from openhands_rl_plugin.core.errors import InfrastructureError
@@ -31,7 +31,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from openhands_rl_plugin.contrib.demo.child import running_command
+from openhands_rl_plugin.cli.options.running import running_command
 with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])):
     print("up", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openhands_rl_plugin.contrib.demo.progress import stage_line
+from openhands_rl_plugin.apps.loop.progress import stage_line
 from openhands_rl_plugin.training.loop.plan import StageRecord
 
 

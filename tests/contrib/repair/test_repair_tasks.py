@@ -26,6 +26,7 @@ from openhands_rl_plugin.contrib.repair.rows import (
     RUN_TESTS,
     RepairSpec,
     at_level,
+    data_file,
     repair_instances,
     repository_files,
     spec_of,
@@ -40,7 +41,7 @@ from openhands_rl_plugin.evals.runs.suites import find_suite, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
 from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of
-from openhands_rl_plugin.evals.tasks.sources.packages import Package, suite_file
+from openhands_rl_plugin.evals.tasks.sources.packages import Package
 
 EVERY_KIND = '''def shorten(text, width=10, mark='...', keep=True):
     """Shorten a text."""
@@ -135,9 +136,9 @@ def test_the_published_tasks_are_split_by_package_and_function(published: tuple[
 
 
 def test_the_published_files_are_small_and_name_their_licenses(published: tuple[Instance, ...]):
-    licenses = suite_file("repair.licenses.txt").read_text()
+    licenses = data_file("repair.licenses.txt").read_text()
     assert all(spec_of(each).package in licenses for each in published)
-    files = [suite_file(f"repair.{end}") for end in ("jsonl", "more.jsonl", "lineage.json", "licenses.txt", "toml")]
+    files = [data_file(f"repair.{end}") for end in ("jsonl", "more.jsonl", "lineage.json", "licenses.txt", "toml")]
     assert sum(len(zlib.compress(file.read_bytes())) for file in files) < 1_000_000
 
 
@@ -194,7 +195,7 @@ def test_the_further_tasks_can_be_listed(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("line", ["{}", "no", None])
 def test_a_row_of_another_bug_that_cannot_be_read_is_one_line(line: str | None, tmp_path: Path):
-    first = json.loads(suite_file("repair.more.jsonl").read_text().partition("\n")[0])
+    first = json.loads(data_file("repair.more.jsonl").read_text().partition("\n")[0])
     (tmp_path / "rows.jsonl").write_text(line or json.dumps({**first, "of": "nothing"}))
     with pytest.raises(ConfigError, match="line 1 is no bug of a repair task"):
         more_instances(1, tmp_path / "rows.jsonl")

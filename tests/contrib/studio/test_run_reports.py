@@ -9,9 +9,9 @@ import pytest
 from demo_episodes import played
 from report_data import data_of
 
+from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.contrib.demo.options import DemoOptions
 from openhands_rl_plugin.contrib.studio.reports.answers import MOST_BYTES
-from openhands_rl_plugin.contrib.studio.reports.listener import RunReport
 from openhands_rl_plugin.contrib.studio.reports.run import write_run_report
 from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE

@@ -16,11 +16,11 @@ from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.environments.nemo_gym import NeMoGymClient
+from openhands_rl_plugin.contrib.webshop.suite import WEBSHOP
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
 from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
-from openhands_rl_plugin.evals.runs.environment_runner import shop_for
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
@@ -175,5 +175,5 @@ def test_options_of_the_environment_come_from_its_section(tmp_path: Path):
 def test_the_shop_takes_no_options_of_another_environment():
     theirs = RLSettings(env_name="openenv", environment={"index_key": "task"})
     own = RLSettings(env_name="webshop", environment={"timeout": 9.0})
-    with shop_for(theirs) as shop, shop_for(own) as again:
+    with WEBSHOP.serving(theirs) as shop, WEBSHOP.serving(own) as again:
         assert (shop.env_name, shop.environment, again.environment) == ("webshop", {}, {"timeout": 9.0})

@@ -8,11 +8,11 @@ from collections.abc import Sequence, Set
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks
 from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
 from openhands_rl_plugin.contrib.repair.own import OwnTasks, make_own_tasks, own_tasks, shown_functions
-from openhands_rl_plugin.contrib.repair.rows import at_level, spec_of
+from openhands_rl_plugin.contrib.repair.rows import LEVELS, at_level, spec_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
-from openhands_rl_plugin.evals.runs.suites import REPAIRS, swe_task
+from openhands_rl_plugin.evals.runs.suites import swe_task
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository, repository_lines
 from openhands_rl_plugin.evals.tasks.split import TRAIN
@@ -53,7 +53,7 @@ def beside_own(suite: LoopTasks, own: OwnTasks, options: RepairOptions) -> LoopT
     Every second training task is the repository's, as long as there are any; demonstrations and the others are the
     suite's, without those that show a function with the name of one of the repository's.
     """
-    level = REPAIRS[suite.suite.name]
+    level = LEVELS[options.level - 1]
     mine = {spec_of(each).function for each in (*own.training, *own.held_out)}
     demonstrations, published = (_without(mine, part) for part in (suite.demonstrations, suite.training))
     training, held_out = (

@@ -13,7 +13,6 @@ from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     ENVIRONMENT,
-    WEBSHOP,
     environment_tasks,
     find_suite,
     swe_tasks,
@@ -58,7 +57,7 @@ def _of_suite(name: str, split: str, count: int) -> tuple[SuiteTask, ...]:
         return tuple(_chosen(entry, ("--task", entry.task.id, "--suite", name)) for entry in swe_tasks(suite))
     if name == ENVIRONMENT and count < 1:
         raise ConfigError("how many tasks has the environment? give --env.taskset.count N, or a file of tasks as suite")
-    entries = environment_tasks(suite, "" if name == ENVIRONMENT else WEBSHOP, count)
+    entries = environment_tasks(suite, "" if name == ENVIRONMENT else name, count)
     numbers = [str(entry.row["idx"]) for entry in entries]
     prefix = "" if name == ENVIRONMENT else f"{name}-"
     return tuple(

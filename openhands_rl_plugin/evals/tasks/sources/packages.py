@@ -10,15 +10,14 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.core.validation import problems
 
-SUITE, REPAIR = "swe-local", "repair"
+SUITE = "swe-local"
 SUITE_PLAN = "swe_local.toml"
 SUITE_TASKS = "swe_local.jsonl"
-REPAIR_PLAN, REPAIR_TASKS = "repair.toml", "repair.jsonl"
-REPAIR_MORE, REPAIR_RUNNER = "repair.more.jsonl", "repair_run_tests.txt"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 _VERSION = r"[0-9][A-Za-z0-9.!+_-]*?"
 _RELEASE = re.compile(rf"(?P<name>{_NAME})==((?P<previous>{_VERSION})\.\.)?(?P<version>{_VERSION})")
@@ -100,13 +99,13 @@ def suite_file(name: str) -> Path:
 
 
 def tasks_file(name: str) -> Path:
-    """The file of ``swe-local`` or ``repair``, or the file of that name. Raises ``ConfigError`` where there is none."""
-    if (own := {SUITE: SUITE_TASKS, REPAIR: REPAIR_TASKS}.get(name)) is not None:
-        return suite_file(own)
+    """The file of the rows of a suite, or the file of that name. Raises ``ConfigError`` where there is none."""
+    if name == SUITE:
+        return suite_file(SUITE_TASKS)
+    if name in registry.names("suites") and (rows := registry.find("suites", name).rows) is not None:
+        return rows
     if not Path(name).is_file():
-        raise ConfigError(
-            f"{name}: there is no such file; make one with `openhands-rl tasks make`, or give {SUITE} or {REPAIR}"
-        )
+        raise ConfigError(f"{name}: there is no such file; make one with `openhands-rl tasks make`, or give {SUITE}")
     return Path(name)
 
 

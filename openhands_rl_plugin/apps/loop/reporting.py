@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from openhands_rl_plugin.contrib.studio.reports.run import REPORT, write_run_report
-from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.training.loop.facts import HeldOut, RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.stages import LoopListener
+
+REPORT = "report.html"
+"""The run's page, which the studio writes."""
+
+
+def report_writer() -> Any | None:
+    """The module that writes reports: the entry point ``studio`` of the group ``openhands_rl_plugin.reports``.
+
+    ``None`` where no package has it, or where it cannot be loaded.
+    """
+    try:
+        return registry.find("reports", "studio") if "studio" in registry.names("reports") else None
+    except ConfigError:
+        return None
 
 
 class RunReport(LoopListener):
@@ -55,7 +70,9 @@ class RunReport(LoopListener):
                 changes, samples = await self._held_out.changes(state), await self._held_out.samples(state)
                 self.facts = self.facts.model_copy(update={"changes": changes, "samples": samples})
                 self.facts.save(self.path.parent)
-                await write_run_report(self.path.parent, self._storage, self._adapters, tokenizer=str(self._model))
+                if (writer := report_writer()) is not None:
+                    where = self.path.parent, self._storage, self._adapters
+                    await writer.write_run_report(*where, tokenizer=str(self._model))
         except CaughtFailure as error:
             self.noted(f"{self.path} was not written: {error.failure.message}")
         except StorageError as error:
