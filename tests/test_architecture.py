@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("evals", "rewards"),
     ("apps",),
     ("cli",),
+    ("contrib",),
     ("__main__",),
 )
 
@@ -49,6 +50,9 @@ ARROWS: dict[str, set[str]] = {
     | {"trajectories"},
     "cli": GROUND | {"apps", "config", "environments", "evals", "hosts", "models", "rewards", "rollout", "training"}
     | {"trajectories"},
+    # Reached by entry points only: `test_contrib.py` runs the rest without it.
+    "contrib": GROUND | {"apps", "cli", "config", "environments", "evals", "hosts", "models", "rewards", "rollout"}
+    | {"training", "trajectories"},
     "__main__": {"cli"},
 }  # fmt: skip
 
