@@ -1,4 +1,4 @@
-"""What lies in ``contrib`` is reached by entry points: the rest works without it, and its folders without each other."""
+"""What lies in ``contrib`` is reached by entry points: the rest works without it."""
 
 from __future__ import annotations
 
