@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from typing import Any, Literal
 
+import gateway_sessions
 import stores
 from golden import run_script
 
@@ -22,10 +23,15 @@ class Artefact:
     sandboxed: bool = False
 
 
-def has_host(host: str) -> bool:
-    """OpenHands V0 brings the SDK of V1 along."""
-    found = {each.metadata["Name"] for each in distributions()}
-    return "openhands-ai" in found if host == "v0" else "openhands-sdk" in found and "openhands-ai" not in found
+HOSTS = {"v0": ("openhands-ai", "1.6.0"), "v1": ("openhands-sdk", "1.58.0")}
+
+
+def missing_host(host: str) -> str:
+    """Why it cannot be made here: a golden file is of one release of OpenHands. V0 brings the SDK of V1 along."""
+    found = {each.metadata["Name"]: each.version for each in distributions()}
+    name, release = HOSTS[host]
+    there = found.get(name) == release and (host == "v0" or HOSTS["v0"][0] not in found)
+    return "" if there else f"needs {name} {release}"
 
 
 INPUTS: dict[str, Callable[[], Any]] = {
@@ -38,4 +44,6 @@ ARTEFACTS = {
     "sqlite": Artefact(stores.read_sqlite),
     "mongodb": Artefact(stores.read_mongodb),
     "v0_sessions": Artefact(lambda: run_script("sessions.py", "v0"), sandboxed=True),
+    "v1_sessions": Artefact(lambda: run_script("sessions.py", "v1"), host="v1", sandboxed=True),
+    "gateway_sessions": Artefact(gateway_sessions.both),
 }

@@ -1,6 +1,6 @@
 """Recorded sessions with a scripted model server: what was asked of the model, and the trajectory, node by node.
 
-``sessions.py v0`` needs OpenHands V0 and bubblewrap, and is a process of its own, as OpenHands keeps state.
+``sessions.py v0`` or ``v1`` needs that OpenHands and bubblewrap, and is a process of its own, as OpenHands keeps state.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from scripted_model import EMPTY, Policy, ScriptedModel, call, refusal, says, se
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
+from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 BASH, EDIT = "execute_bash", "str_replace_editor"
+V1_TOOLS = {BASH: "terminal", EDIT: "file_editor"}
 FULL = refusal(400, "This model's maximum context length is 100 tokens. However, your messages resulted in 200 tokens.")
 METADATA = ("kind", "history_rewritten", "replayed_as", "missing")
-_RANDOM = re.compile(r"127\.0\.0\.1:\d+|/tmp/[\w./-]+|\b20\d\d-\d\d-\d\d\b")
+_RANDOM = re.compile(r"127\.0\.0\.1:\d+|/tmp/[\w./-]+|\b20\d\d-\d\d-\d\d\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b")
 
 Answer = dict[str, Any]
 
@@ -75,7 +77,7 @@ MANY = tuple(bash(f"echo {n}", f"c{n}") for n in range(9))
 CONDENSER = {"condenser": {"type": "llm", "max_size": 10, "keep_first": 3}}
 CREATE = {"command": "create", "path": "/workspace/b.txt", "file_text": "x\n", "security_risk": "LOW"}
 
-V0: dict[str, dict[str, Any]] = {
+SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {
         "make": scripted(
             bash("echo hi > a.txt", "a"), bash("cat a.txt; pwd", "b"), says(None, call(EDIT, CREATE, "c")), finish()
@@ -131,8 +133,17 @@ V0: dict[str, dict[str, Any]] = {
 
 
 def normal(value: Any) -> Any:
-    """Without what is another one in each run: ports, temporary files and the date."""
+    """Without what is another one in each run: ports, temporary files, ids and the date."""
     return json.loads(_RANDOM.sub("RANDOM", json.dumps(value)))
+
+
+def renamed(answer: Answer, names: dict[str, str]) -> Answer:
+    if answer.get("tool_calls"):
+        calls = [each | {"function": dict(each["function"])} for each in answer["tool_calls"]]
+        for each in calls:
+            each["function"]["name"] = names.get(each["function"]["name"], each["function"]["name"])
+        return answer | {"tool_calls": calls}
+    return answer
 
 
 def view(trajectory: Trajectory) -> Any:
@@ -145,29 +156,27 @@ def view(trajectory: Trajectory) -> Any:
     return made | {"acted": trajectory.acted()}
 
 
-async def played(runner_of: Any, server: ScriptedModel, model: str, scenario: dict[str, Any]) -> Any:
-    server.policies[model] = scenario["make"]()
+async def played(server: ScriptedModel, model: str, scenario: dict[str, Any], names: dict[str, str]) -> Any:
+    policy = scenario["make"]()
+    server.policies[model] = lambda body: renamed(policy(body), names)
     serving = ServingSettings(base_url=server.url, model=model, request_timeout=20.0)
     settings = RLSettings(serving=serving, max_turns=10, max_obs_length=4096)
-    runner = runner_of(settings, HostOptions(environment_mode=False, **scenario.get("options", {})))
+    options = HostOptions(environment_mode=False, **scenario.get("options", {}))
     limits = Limits(**{"max_turns": 10, "max_obs_length": 4096, **scenario.get("limits", {})})
     task = Task(id="t", environment="workspace", instruction="Do it.", limits=limits)
-    try:
+    async with open_runner(settings, options) as runner:
         found = await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g", seed=11))
-    finally:
-        await runner.close()
     return normal({"trajectory": view(found), "requests": server.requests[model]})
 
 
-async def play_v0() -> Any:
-    from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
-
+async def play_all(names: dict[str, str]) -> Any:
+    """``names``: how the host calls the tools."""
     with serve() as server:
         return {
-            name: await played(ControllerRunner, server, f"policy{at}-v000003", scenario)
-            for at, (name, scenario) in enumerate(V0.items())
+            name: await played(server, f"policy{at}-v000003", scenario, names)
+            for at, (name, scenario) in enumerate(SCENARIOS.items())
         }
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run({"v0": play_v0}[sys.argv[1]]())))
+    print(json.dumps(asyncio.run(play_all({} if sys.argv[1] == "v0" else V1_TOOLS))))

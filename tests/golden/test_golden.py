@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from artefacts import ARTEFACTS, Artefact, has_host
+from artefacts import ARTEFACTS, Artefact, missing_host
 from golden import differences, path_of, read
 from needs import missing_bubblewrap
 
@@ -18,9 +18,7 @@ pytestmark = pytest.mark.contract
     ],
 )
 def test_today_is_as_the_golden_file(name: str, artefact: Artefact) -> None:
-    if not has_host(artefact.host):
-        pytest.skip(f"needs OpenHands {artefact.host.upper()}")
-    if artefact.sandboxed and (missing := missing_bubblewrap()):
+    if missing := missing_host(artefact.host) or (artefact.sandboxed and missing_bubblewrap()):
         pytest.skip(missing)
     found = differences(name, read(name), artefact.make(), artefact.tolerance)
     assert not found, "\n".join(found[:40])
