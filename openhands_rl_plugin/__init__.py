@@ -42,7 +42,7 @@ _EXPORTS = {
     "Trajectory": "core.types",
     "TrajectoryFilter": "core.records",
     "WebEnvClient": "environments.http.client",
-    "demo_model": "contrib.demo.model:ensure_model",
+    "demo_model": "apps.demo_model:ensure_model",
     "load_settings": "config.toml",
     "make_template": "core.templates.families:template_for",
     "play": "apps.rollout.play",

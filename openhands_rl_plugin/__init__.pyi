@@ -1,10 +1,10 @@
 from openhands_rl_plugin.apps.agent.rl_agent import RLAgent as RLAgent
+from openhands_rl_plugin.apps.demo_model import ensure_model
 from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime as AgentRuntime
 from openhands_rl_plugin.apps.rollout.play import play as play
 from openhands_rl_plugin.config.rl import RLSettings as RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions as PlayOptions
 from openhands_rl_plugin.config.toml import load_settings as load_settings
-from openhands_rl_plugin.contrib.demo.model import ensure_model
 from openhands_rl_plugin.core.errors import ConfigError as ConfigError
 from openhands_rl_plugin.core.errors import RLError as RLError
 from openhands_rl_plugin.core.records import TrajectoryFilter as TrajectoryFilter

@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "training": GROUND | {"config", "models", "rollout", "trajectories"},
     "rewards": GROUND | {"config", "training"},
     "evals": GROUND | {"config", "environments", "hosts", "rollout", "trajectories"},
-    "apps": GROUND | {"config", "environments", "evals", "hosts", "models", "rewards", "rollout", "training"}
+    "apps": GROUND | {"config", "environments", "evals", "hosts", "models", "rollout", "training"}
     | {"trajectories"},
     "cli": GROUND | {"apps", "config", "environments", "evals", "hosts", "models", "rewards", "rollout", "training"}
     | {"trajectories"},
@@ -257,7 +257,7 @@ def test_nothing_in_the_package_imports_its_users() -> None:
 
 TORCH_ROOMS = (
     *("models/engines/transformers.py", "models/generator/", "models/server/", "models/adapters/", "training/"),
-    *("rewards/verifier/", "apps/agent/", "contrib/demo/"),
+    *("rewards/verifier/", "apps/agent/", "apps/demo_model.py", "contrib/trainers/"),
 )
 
 

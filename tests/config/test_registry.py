@@ -46,10 +46,10 @@ def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(registry.Kind))
-def test_every_builtin_can_be_loaded(kind: registry.Kind) -> None:
-    for name in registry.BUILTINS[kind]:
+def test_every_name_can_be_loaded(kind: registry.Kind) -> None:
+    for name in registry.names(kind):
         registry.check(kind, name)
-        assert isinstance(registry.load(kind, name), type)
+        assert isinstance(registry.find(kind, name), type) or kind not in registry.BUILTINS
 
 
 def test_options_are_checked_and_handed_over(tmp_path: Path) -> None:

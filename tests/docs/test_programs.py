@@ -13,7 +13,7 @@ import pytest
 from page_session import DOCS
 
 from openhands_rl_plugin import FileTrajectoryStorage
-from openhands_rl_plugin.contrib.demo.model import ensure_model
+from openhands_rl_plugin.apps.demo_model import ensure_model
 from openhands_rl_plugin.testing import example_trajectory
 
 EXAMPLES = DOCS / "examples"

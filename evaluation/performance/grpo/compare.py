@@ -33,7 +33,7 @@ from evaluation.performance.grpo.budget import Job, Mark, read_marks
 from evaluation.performance.grpo.ours import WARM_START, has_episodes, held_out_returns
 from evaluation.performance.grpo.report import Part, report
 from evaluation.performance.grpo.trl_side import PASS_EPISODES
-from openhands_rl_plugin.contrib.demo.model import NAME, ensure_model
+from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.contrib.demo.options import DemoOptions
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import Task

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from evaluation.performance.grpo.budget import CpuBudget, Job
-from openhands_rl_plugin.contrib.demo.model import NAME
+from openhands_rl_plugin.apps.demo_model import NAME
 from openhands_rl_plugin.contrib.demo.options import ADAPTER, DemoOptions
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from openhands_rl_plugin.contrib.demo.model import default_model_directory
+from openhands_rl_plugin.apps.demo_model import default_model_directory
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the results and the path of the report."""
-    from openhands_rl_plugin.contrib.demo.model import check_extras, default_model_directory
+    from openhands_rl_plugin.apps.demo_model import check_extras, default_model_directory
 
     check_extras()
     silence_libraries()

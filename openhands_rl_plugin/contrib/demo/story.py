@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.apps.loop.claim import claim
 from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.demo.model import NAME, ensure_model
 from openhands_rl_plugin.contrib.demo.options import CONTEXT_TOKENS, OTHER_SIZES, SEPARATOR, DemoOptions
 from openhands_rl_plugin.contrib.webshop import WebShop
 from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, shop_demonstrator

@@ -179,7 +179,7 @@ def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSet
 
 
 def _embedded_model() -> Path:
-    from openhands_rl_plugin.contrib.demo.model import ensure_model
+    from openhands_rl_plugin.apps.demo_model import ensure_model
 
     return ensure_model()
 

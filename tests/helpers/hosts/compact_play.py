@@ -13,9 +13,9 @@ from typing import Any
 from scripted_model import ScriptedModel, call, says, stopped
 from tokenizers import Tokenizer
 
+from openhands_rl_plugin.apps.demo_model import default_model_directory
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.config.workspace import PromptName
-from openhands_rl_plugin.contrib.demo.model import default_model_directory
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from openhands_rl_plugin.apps.demo_model import NAME
 from openhands_rl_plugin.config.rl import (
     LoopSettings,
     RLSettings,
@@ -15,7 +16,6 @@ from openhands_rl_plugin.config.rl import (
     TrainingSettings,
     WorkspaceSettings,
 )
-from openhands_rl_plugin.contrib.demo.model import NAME
 from openhands_rl_plugin.contrib.demo.options import micro_batch_tokens
 from openhands_rl_plugin.contrib.repair.rows import BY_TESTS
 from openhands_rl_plugin.core.types import Frozen, JsonObject

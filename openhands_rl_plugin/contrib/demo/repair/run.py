@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
 from openhands_rl_plugin.apps.loop.run import LoopJob, run_loop
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
 from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.host import host_of
-from openhands_rl_plugin.contrib.demo.model import NAME, ensure_model
 from openhands_rl_plugin.contrib.demo.options import OTHER_SIZES
 from openhands_rl_plugin.contrib.demo.repair.options import CONTEXT_TOKENS, RepairOptions
 from openhands_rl_plugin.contrib.demo.repair.own_functions import beside_own, own_functions
