@@ -9,7 +9,6 @@ from pathlib import Path
 from openhands_rl_plugin.cli.options.stored import add_filters, add_query, add_reward, add_store, finite, queried
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.validation import unknown_name
 
 EPILOG = """examples:
@@ -46,7 +45,6 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.drift import segments
     from openhands_rl_plugin.trajectories.query.named_reward import rewarded_by, without_rewards
     from openhands_rl_plugin.trajectories.view import gaps
-    from openhands_rl_plugin.trajectories.view.agreement import agreement_of
     from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of, noting_opinions
     from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
@@ -67,7 +65,6 @@ async def run(args: argparse.Namespace) -> int:
         said: dict[str, dict[str, float]] = {}
         read = noting_opinions(storage.find(chosen), said)
         lacking = await gaps.gaps_by_episode(segments.counting_segments(read, counted))
-        labels = await labels_of(storage, list(counted))
         groups = await figures_of(
             summaries,
             by,
@@ -81,8 +78,6 @@ async def run(args: argparse.Namespace) -> int:
     elif groups:
         console().print(stats_table(groups, by))
         _print_segments(sum((Counter(group.segments) for group in groups), Counter()), segments.BEGINNING)
-        if told := agreement_of(labels).in_words():
-            print(told)
         _print_gaps(sum((Counter(group.gaps) for group in groups), Counter()), gaps.REMEDY)
     else:
         print("no episodes match")

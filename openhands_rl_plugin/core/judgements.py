@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Task, pays
 Preferences = dict[frozenset[str], str | None]
 """Two episodes' ids -> that of the better one, or ``None`` where somebody found them equally good."""
 
-GOOD, BAD, DISPUTED = "good", "bad", "disputed"
+GOOD, BAD = "good", "bad"
 """What a query finds labelled episodes by, beside the kind and the text of a label."""
 
 ALIKE = 0.5
@@ -106,16 +106,11 @@ def standing(labels: Iterable[Label]) -> tuple[Label, ...]:
 
 def words_of(labels: Iterable[Label]) -> dict[str, set[str]]:
     """Episode -> the words by which it is found, of labels that hold: their kinds, their texts, ``good`` and ``bad``
-    for a verdict of at least 1 or at most 0, and ``disputed`` where its labellers contradict each other."""
+    for a verdict of at least 1 or at most 0."""
     words: dict[str, set[str]] = defaultdict(set)
-    of: dict[str, list[Label]] = defaultdict(list)
     for label in labels:
-        of[label.trajectory_id].append(label)
         for about in {label.trajectory_id, label.other or label.trajectory_id}:
             words[about] |= {label.kind.value, label.text, *([word] if (word := verdict_word(label)) else [])}
-    for identity, own in of.items():
-        if len(set(verdicts(own).values())) > 1:
-            words[identity].add(DISPUTED)
     return words
 
 

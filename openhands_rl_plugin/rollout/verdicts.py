@@ -65,10 +65,10 @@ async def skip(storage: TrajectoryStorage, trajectory_id: str, *, other: str | N
         await _add(storage, trajectory_id, LabelKind.TAG, other=other, text=SKIPPED, author=author)
 
 
-async def is_done(storage: TrajectoryStorage, trajectory_id: str, *, author: str | None = None) -> bool:
-    """Whether somebody gave a verdict on the episode, or none on purpose; with ``author``, whether they did."""
+async def is_done(storage: TrajectoryStorage, trajectory_id: str) -> bool:
+    """Whether somebody gave a verdict on the episode, or none on purpose."""
     labels = standing(await labels_of(storage, [trajectory_id]))
-    return any(_is_answer(each) and (author is None or each.author == author) for each in labels)
+    return any(map(_is_answer, labels))
 
 
 def _is_answer(label: Label) -> bool:

@@ -129,15 +129,13 @@ def test_episodes_are_labelled_one_after_another_and_each_once(
     assert human(store, capsys)["run-0"] == 0.0
 
 
-def test_a_second_opinion_is_asked_for_and_a_tie_is_none(
+def test_a_tie_of_two_labellers_is_no_score(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert label(store, "y\ny\nn\n", monkeypatch, "--author", "ann") == 0
     assert label(store, "", monkeypatch, "--author", "bob") == 0
     assert "0 labelled" in capsys.readouterr().out, "others share the work"
-    assert label(store, "y\nn\ns\n", monkeypatch, "--author", "bob", "--second-opinion") == 0
-    assert label(store, "", monkeypatch, "--author", "bob", "--second-opinion") == 0
-    assert "0 labelled" in capsys.readouterr().out
+    assert label(store, "y\nn\ns\n", monkeypatch, "--author", "bob", "--again") == 0
     assert cli.main(["score", str(store), "--reward", "human"]) == 0
     said = capsys.readouterr().out
     assert "human-1: 2 scored, 0 already" in said and "1 x grader: no more than half of its labellers" in said

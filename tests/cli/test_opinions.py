@@ -70,8 +70,6 @@ def test_they_are_the_reward_for_who_names_them(store: Path, capsys: pytest.Capt
     [
         ("label:good", ["e1"]),
         ("label:bad", ["e0", "e1"]),
-        ("label:disputed", ["e1"]),
-        ("-label:disputed label:verdict", ["e0"]),
         ("human:>=1", ["e1"]),
         ("human:*", ["e0", "e1"]),
         ("id:e* -human:*", ["e2"]),
@@ -99,9 +97,6 @@ def test_statistics_go_by_outcomes_unless_another_reward_is_named(
     assert cli.main(["stats", str(store), "--by", "run"]) == 0
     said = capsys.readouterr().out
     assert "human" in said.splitlines()[0]
-    assert "3 labellers agree on 0 of 1 episodes that more than one of them judged (0%; mean of Cohen's kappa" in said
-    assert cli.main(["stats", str(store), "--query", "id:e* -label:disputed"]) == 0
-    assert "labellers" not in capsys.readouterr().out
 
 
 def test_a_wrong_bound_of_an_opinion_is_said_in_a_line(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

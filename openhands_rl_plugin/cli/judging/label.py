@@ -22,7 +22,6 @@ EPILOG = """examples:
   openhands-rl label ~/.openhands/rl_trajectories
   openhands-rl label ~/.openhands/rl_trajectories --run night-3 --actions 10
   openhands-rl label ~/.openhands/rl_trajectories --again --max-reward 0.5
-  openhands-rl label ~/.openhands/rl_trajectories --second-opinion --author ann
   openhands-rl label ~/.openhands/rl_trajectories --pairs
   openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --better-than 77b0 --note "a smaller change"
   openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --comment "look at turn 7"
@@ -31,10 +30,10 @@ EPILOG = """examples:
 Shows what was asked, the last actions, and the change (or the last answer). Answer y (1), n (0), a number, s (skip),
 u (undo what you said last), m TEXT (a comment) or q (quit); what stands behind a verdict is kept as a note: `n broke
 the tests`. Episodes that failed, that were judged or labelled before or that were skipped are not shown; --again shows
-them too, --second-opinion those that others labelled and you did not.
+them too.
 
 A label is never a reward. `openhands-rl score STORE --reward human` makes scores of the verdicts when you ask for it,
-`train --reward human` learns from them, `stats` says how far labellers agree. To score one at once by its id:
+`train --reward human` learns from them. To score one at once by its id:
 openhands-rl score STORE --id ID --value 1.
 
 --pairs asks which of two attempts at one task is better: 1, 2, = (equally good), s, u or q. `train --algorithm dpo` and
@@ -48,11 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The store, how much is shown, what is said by ids, and the filters."""
     add_store(parser)
     parser.add_argument("--actions", type=positive, default=5, metavar="COUNT", help="show so many of the last actions")
-    shown = parser.add_mutually_exclusive_group()
     again = "also show episodes or pairs that were judged before, and those that were skipped"
-    shown.add_argument("--again", action="store_true", help=again)
-    second = "also show episodes that others labelled, so that it is known how far you agree"
-    shown.add_argument("--second-opinion", action="store_true", help=second)
+    parser.add_argument("--again", action="store_true", help=again)
     parser.add_argument("--author", default=author(), metavar="NAME", help="who labels (default: the user's name)")
     said = parser.add_argument_group("what is said", "Without one of these: a verdict on each episode.")
     what = said.add_mutually_exclusive_group()
@@ -132,9 +128,8 @@ async def _open_one(
     """The episode, unless it was judged or labelled before. Read one at a time: others may label the same store."""
     from openhands_rl_plugin.rollout.verdicts import is_done
 
-    by = args.author if args.second_opinion else None
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,))):
-        if again or (newest_outcome(scores) is None and not await is_done(storage, identity, author=by)):
+        if again or (newest_outcome(scores) is None and not await is_done(storage, identity)):
             return trajectory
     return None
 

@@ -84,9 +84,8 @@ async def _export(args: argparse.Namespace) -> int:
     from starlette.exceptions import HTTPException
 
     from openhands_rl_plugin.contrib.studio.config import StudioConfig
-    from openhands_rl_plugin.contrib.studio.resources.exports import MOST_EPISODES, ExportResource
-    from openhands_rl_plugin.contrib.studio.shelf import read_episode
-    from openhands_rl_plugin.contrib.studio.token_text import TokenText
+    from openhands_rl_plugin.contrib.studio.reports import MOST_EPISODES, ExportResource
+    from openhands_rl_plugin.contrib.studio.sources import TokenText, read_episode
 
     if len(args.sources) != 2 or args.out is None:
         raise ConfigError(f"give one store and a file: openhands-rl studio {EXPORT} STORE --out FILE.html")
@@ -107,8 +106,7 @@ async def _export(args: argparse.Namespace) -> int:
 def sources_at(places: Sequence[str]) -> StudioSources:
     """What lies there, by names that are short and differ, and what comes there later. Raises ``ConfigError`` where
     there is nothing to show."""
-    from openhands_rl_plugin.contrib.studio.discovery import Found, discover, look
-    from openhands_rl_plugin.contrib.studio.sources import Growing, StudioSources
+    from openhands_rl_plugin.contrib.studio.sources import Found, Growing, StudioSources, discover, look
 
     stores: Growing[TrajectoryStorage] = Growing()
     indexes: Growing[TextIndex] = Growing()

@@ -1,19 +1,202 @@
-"""Runs the studio in a thread beside its caller."""
+"""The studio's server: its document, its API and its modules, in a thread beside its caller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
+from urllib.parse import urlencode
 
-from starlette.routing import Route
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openhands_rl_plugin.contrib.studio.app import build_app
+from openhands_rl_plugin.contrib.studio.comparison import CompareResource
 from openhands_rl_plugin.contrib.studio.config import StudioConfig
-from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.contrib.studio.tickets import Tickets
+from openhands_rl_plugin.contrib.studio.document import HEADERS, STATIC, content_security_policy, document
+from openhands_rl_plugin.contrib.studio.door import SIGN_IN
+from openhands_rl_plugin.contrib.studio.episode import BreakResource, EpisodeResource, GroupResource
+from openhands_rl_plugin.contrib.studio.events import EventResource
+from openhands_rl_plugin.contrib.studio.labelling import LabelResource
+from openhands_rl_plugin.contrib.studio.listing import ListResource
+from openhands_rl_plugin.contrib.studio.replies import ERROR_HANDLERS, reply
+from openhands_rl_plugin.contrib.studio.reports import ExportResource
+from openhands_rl_plugin.contrib.studio.runs import AdapterResource, EvaluationResource, RunResource
+from openhands_rl_plugin.contrib.studio.search import SearchResource
+from openhands_rl_plugin.contrib.studio.searching import SearchIndexes
+from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, StudioSources, TokenText
+from openhands_rl_plugin.contrib.studio.tickets import COOKIE, Tickets
 from openhands_rl_plugin.core.servers.connections import ConnectionLimits
+from openhands_rl_plugin.core.servers.door import HEALTH
 from openhands_rl_plugin.core.servers.listening import STOP_SECONDS, listening, serving
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_COMPRESSED_FROM = 1024
+
+
+def build_app(
+    config: StudioConfig,
+    sources: StudioSources,
+    tickets: Tickets,
+    key: str = "",
+    started: Callable[[Callable[[], object]], None] | None = None,
+) -> Starlette:
+    """The application. Its lifespan closes the sources. Raises ``ConfigError`` for a tokenizer that cannot be read.
+
+    ``started`` is given what ends the streams of events, to be called from any thread.
+    """
+    entrance = Entrance(tickets, key)
+    labels, events = LabelResource(sources, config.author), EventResource(sources)
+    indexes = SearchIndexes(sources)
+    resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer), indexes)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        if started is not None:
+            started(lambda: loop.call_soon_threadsafe(events.stop))
+        watch = asyncio.create_task(sources.watch())
+        yield
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await indexes.close()
+        await sources.close()
+
+    return Starlette(
+        routes=[
+            Route(HEALTH, entrance.health),
+            Route(SIGN_IN, entrance.sign_in, methods=["POST"]),
+            *(Route(path, endpoint) for path, endpoint in resources.items()),
+            Route("/api/events", events.stream),
+            Route("/api/labels", labels.get),
+            Route("/api/labels", labels.post, methods=["POST"]),
+            Route("/api/{rest:path}", _unknown),
+            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/{page:path}", entrance.page),
+        ],
+        middleware=[Middleware(_Headers), Middleware(GZipMiddleware, minimum_size=_COMPRESSED_FROM, compresslevel=5)],
+        exception_handlers=ERROR_HANDLERS,
+        lifespan=lifespan,
+    )
+
+
+def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) -> dict[str, Endpoint]:
+    shelf = EpisodeShelf(sources)
+    episodes = EpisodeResource(shelf, text)
+    listing, breaks = ListResource(sources, indexes), BreakResource(shelf, text)
+    runs, evaluations = RunResource(sources), EvaluationResource(sources)
+    groups, compared = GroupResource(sources), CompareResource(sources, shelf, indexes)
+
+    async def about(request: Request) -> Response:
+        folders = {"runs": sources.runs, "evaluations": sources.evaluations, "adapters": sources.adapters}
+        return reply(
+            request,
+            {
+                "stores": list(sources.stores),
+                **{name: sorted(each) for name, each in folders.items()},
+                "waiting": list(sources.waiting()),
+            },
+        )
+
+    return {
+        "/api/about": about,
+        "/api/episodes": listing.page,
+        "/api/facets": listing.facets,
+        # An id may have slashes, so what stands behind it is looked for first.
+        "/api/episodes/{id:path}/nodes/{node:int}/tokens": episodes.tokens,
+        "/api/episodes/{id:path}/nodes": episodes.nodes,
+        "/api/episodes/{id:path}/breaks": breaks.get,
+        "/api/episodes/{id:path}": episodes.header,
+        "/api/groups/{id:path}": groups.get,
+        "/api/compare": compared.get,
+        "/api/search": SearchResource(sources, indexes).get,
+        "/api/export": ExportResource(shelf, text).get,
+        "/api/runs": runs.all,
+        "/api/runs/{id:path}/metrics": runs.metrics,
+        "/api/runs/{id:path}": runs.one,
+        "/api/adapters": AdapterResource(sources).get,
+        "/api/evaluations": evaluations.all,
+        "/api/evaluations/{id:path}": evaluations.one,
+    }
+
+
+class Entrance:
+    """The document, and how a browser becomes one that may read."""
+
+    def __init__(self, tickets: Tickets, key: str) -> None:
+        self._tickets = tickets
+        self._key = key
+
+    async def health(self, _: Request) -> Response:
+        """For whoever waits until the studio has started."""
+        return Response("ok", media_type="text/plain")
+
+    async def page(self, request: Request) -> Response:
+        """The document; a token in its address is taken out of it, and the browser gets a cookie instead."""
+        rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+        token = request.query_params.get("token")
+        if token is None:
+            headers = {"Content-Security-Policy": content_security_policy(), "Cache-Control": "no-cache"}
+            return HTMLResponse(document(), headers=headers)
+        # One slash, so that no address of another server can stand there.
+        clean = "/" + request.url.path.lstrip("/\\") + (f"?{urlencode(rest)}" if rest else "")
+        response = RedirectResponse(clean, 303)
+        self._let_in(response, self._tickets.spend(token))
+        return response
+
+    async def sign_in(self, request: Request) -> Response:
+        """``{"key": ...}`` or ``{"token": ...}`` for a cookie."""
+        try:
+            said = await request.json()
+        except ValueError:
+            said = None
+        given = said if isinstance(said, dict) else {}
+        cookie = self._tickets.spend(str(given.get("token", "")))
+        if cookie is None and self._key and Tickets.same(str(given.get("key", "")), self._key):
+            cookie = self._tickets.open()
+        if cookie is None:
+            raise HTTPException(401, "The key or token is wrong, or the token was used before.")
+        response = Response(status_code=204)
+        self._let_in(response, cookie)
+        return response
+
+    def _let_in(self, response: Response, cookie: str | None) -> None:
+        response.headers["Cache-Control"] = "no-store"
+        if cookie is not None:
+            response.set_cookie(COOKIE, cookie, httponly=True, samesite="strict", path="/")
+
+
+async def _unknown(_: Request) -> Response:
+    raise HTTPException(404, "the API has no such path")
+
+
+class _Headers:
+    """Security headers on every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                # Of whatever is opened by itself, an error or a module: nothing may run in it.
+                headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
+                headers.setdefault("Cache-Control", "no-cache")
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
 
 
 class RunningStudio(NamedTuple):

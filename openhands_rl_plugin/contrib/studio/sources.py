@@ -1,22 +1,37 @@
-"""What a studio shows, by name: stores, runs, evaluations and folders of adapters."""
+"""What a studio shows, by name: stores, runs, evaluations and adapters, how they are found, and their episodes."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.apps.loop.parts import STATE
+from openhands_rl_plugin.core.browsing.listing import Browsable
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter
+from openhands_rl_plugin.core.types import FailureKind, Score, Trajectory
 from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.evals.runs.run_files import OUTPUT
+from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
 from openhands_rl_plugin.trajectories.query.text_index import TextIndex
+from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
+from openhands_rl_plugin.trajectories.view.episode import SubAgent, sub_agents_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 _PAUSE = 2.0
 """Seconds between two looks for what has come."""
@@ -94,3 +109,168 @@ def _timed(call: Callable[[], None]) -> float:
     started = time.thread_time()
     call()
     return time.thread_time() - started
+
+
+_DEEPEST = 4
+_MOST_FOLDERS = 5000
+_SKIPPED = frozenset({"checkouts", "logs", "__pycache__", "node_modules"})
+_VERSION = re.compile(r".+-v\d{6,}")
+_TRAINING = ("trainer", "training")
+"""Folders of a loop in which its metrics lie."""
+
+
+@dataclass
+class Found:
+    """Folders of each kind."""
+
+    stores: list[Path] = field(default_factory=list)
+    runs: list[Path] = field(default_factory=list)
+    evaluations: list[Path] = field(default_factory=list)
+    adapters: list[Path] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.stores or self.runs or self.evaluations or self.adapters)
+
+
+def discover(folder: Path) -> Found:
+    """``look`` into a folder. An empty one is that of a loop which has not begun. Raises ``ConfigError`` when there is
+    no folder, and when nothing of what is in it can be shown."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; give that of a store, a run, an evaluation or adapters")
+    found = look(folder)
+    if not found.any and any(folder.iterdir()):
+        raise ConfigError(
+            f"{folder}: there is nothing to show in it; give the folder of a store, a run, an evaluation or adapters"
+        )
+    return found
+
+
+def look(folder: Path) -> Found:
+    """What lies in a folder and, a few levels deep, in those below."""
+    found = Found()
+    for directory, files, folders in _walk(folder):
+        if FILE_NAME in files:
+            found.stores.append(directory)
+        if STATE in files or (METRICS_FILE in files and not set(_TRAINING) & {*directory.relative_to(folder).parts}):
+            found.runs.append(directory)
+        if OUTPUT in files:
+            found.evaluations.append(directory)
+        if any(_VERSION.fullmatch(name) for name in folders) and directory.name not in _TRAINING:
+            found.adapters.append(directory)
+    return found
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, set[str], list[str]]]:
+    """Folder, its files and its folders, from above; links are not followed."""
+    waiting, seen = [(folder, 0)], 0
+    while waiting and seen < _MOST_FOLDERS:
+        directory, depth = waiting.pop(0)
+        seen += 1
+        try:
+            with os.scandir(directory) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError:
+            continue
+        below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        yield directory, {entry.name for entry in entries if entry.is_file()}, below
+        if depth < _DEEPEST:
+            shown = [name for name in below if not name.startswith(".") and name not in _SKIPPED]
+            waiting += [(directory / name, depth + 1) for name in shown if not _VERSION.fullmatch(name)]
+
+
+_KEPT = 4
+
+
+class Opened(NamedTuple):
+    """An episode, what was said of it, and the store that has it; ``revision`` is empty where the store has none."""
+
+    storage: TrajectoryStorage
+    revision: str
+    trajectory: Trajectory
+    scores: tuple[Score, ...]
+    labels: tuple[Label, ...]
+    sub_agents: tuple[SubAgent, ...]
+
+
+class EpisodeShelf:
+    """Opens episodes of all stores."""
+
+    def __init__(self, sources: StudioSources) -> None:
+        self._sources = sources
+        self._kept: OrderedDict[tuple[int, str], Opened] = OrderedDict()
+
+    async def open(self, request: Request, identity: str | None = None) -> Opened:
+        """The episode of the path, or another one. Raises ``HTTPException`` 404 and ``StorageError``."""
+        asked = request.path_params["id"] if identity is None else identity
+        storage = await self._sources.holding(request, asked)
+        revision = await storage.revision(asked) if isinstance(storage, Browsable) else ""
+        key = (id(storage), asked)
+        known = self._kept.get(key)
+        if known is None or not revision or known.revision != revision:
+            known = await read_episode(storage, asked, revision)
+        self._kept[key] = known
+        self._kept.move_to_end(key)
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return known
+
+
+async def read_episode(storage: TrajectoryStorage, identity: str, revision: str = "") -> Opened:
+    """An episode of a store. Raises ``HTTPException`` 404 and ``StorageError``."""
+    async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,), finished=None)):
+        labels, begun = await labels_of(storage, [identity]), await sub_agents_of(storage, trajectory)
+        return Opened(storage, revision, trajectory, scores, labels, begun)
+    raise HTTPException(404, f"no store has the episode {identity[:80]!r}")
+
+
+_BEFORE = 8
+"""Tokens that are decoded before a page, so that its first piece has the space that it has inside of a text."""
+
+
+class TokenText:
+    """Pieces of text for token ids. ``problem``: why there are none, for the page; ``None`` when there are."""
+
+    def __init__(self, folder: str = "") -> None:
+        self.problem: str | None = "no tokenizer is open; start the studio with --tokenizer DIR"
+        self._tokenizer: Tokenizer | None = None
+        if folder:
+            self._tokenizer = load_tokenizer(Path(folder).expanduser())
+            self.problem = None
+
+    def pieces(self, ids: Sequence[int], first: int, end: int) -> list[str | None]:
+        """The text of each of ``ids[first:end]``; a character of several tokens stands at its last one. ``None`` where
+        the tokenizer does not know the id, or there is none."""
+        if self._tokenizer is None:
+            return [None] * (end - first)
+        from tokenizers.decoders import DecodeStream
+
+        size, found = self._tokenizer.get_vocab_size(with_added_tokens=True), list[str | None]()
+        stream = DecodeStream(skip_special_tokens=False)
+        for at in range(max(0, first - _BEFORE), end):
+            known = 0 <= ids[at] < size
+            piece = (stream.step(self._tokenizer, ids[at]) or "") if known else None
+            if at >= first:
+                found.append(piece)
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """All of the text, special tokens included; empty without a tokenizer."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Of a folder's ``tokenizer.json``, or of that file. Raises ``ConfigError`` and ``MissingExtraError``."""
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("tokenizers", "train") from error
+    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not file.is_file():
+        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a tokenizer.json")
+    try:
+        with boundary(FailureKind.MODEL, "tokenizer"):
+            return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except CaughtFailure as error:
+        raise ConfigError(f"--tokenizer: {file} cannot be read: {error.failure.message}") from error

@@ -11,8 +11,8 @@ import pytest
 from starlette.routing import Route
 from studio_client import Client, Opener, fill
 
-from openhands_rl_plugin.contrib.studio.app import build_app
 from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.server import build_app
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.contrib.studio.tickets import Tickets
 from openhands_rl_plugin.core.judgements import newest_outcome, opinions, preferences
@@ -70,25 +70,6 @@ def scored(opener: Opener) -> ScoreReport:
             await storage.close()
 
     return asyncio.run(score())
-
-
-def test_how_far_labellers_agree(opener: Opener, client: Client) -> None:
-    fill(opener, [sample_episode(f"e{at}", run="odd" if at % 2 else "even") for at in range(4)])
-    browser = client(opener(), author="ann")
-    nobody = browser.get("/api/agreement").json()
-    assert (nobody["episodes"], nobody["share"], nobody["kappa"], nobody["total"]) == (0, None, None, 0)
-    for author, verdicts in {"ann": (1, 1, 0, 0), "bob": (1, 0, 0, 0)}.items():
-        browser = client(opener(), author=author)
-        for at, value in enumerate(verdicts):
-            browser.post("/api/labels", json={"episode": f"e{at}", "kind": "verdict", "value": value})
-    found = browser.get("/api/agreement").json()
-    assert (found["episodes"], found["agree"], found["share"], found["kappa"]) == (4, 3, 0.75, 0.5)
-    assert found["labellers"] == {"name": ["ann", "bob"], "episodes": [4, 4]}
-    assert found["pairs"] == {"first": ["ann"], "second": ["bob"], "episodes": [4], "agree": [3], "kappa": [0.5]}
-    assert (found["total"], found["disputed"]) == (1, {"id": ["e1"], "said": [{"ann": 1.0, "bob": 0.0}]})
-    assert browser.get("/api/agreement?q=run:even").json()["episodes"] == 2
-    assert browser.get("/api/episodes?q=label:disputed").json()["rows"]["id"] == ["e1"]
-    assert "runn" in browser.get("/api/agreement?q=runn:x").json()["error"]["message"]
 
 
 def test_labels_are_a_facet(opener: Opener, client: Client) -> None:
@@ -159,4 +140,4 @@ def test_nothing_else_can_be_written() -> None:
     app = build_app(StudioConfig(), StudioSources(), Tickets())
     reading = {"GET", "HEAD"}
     writing = {each.path for each in app.routes if isinstance(each, Route) and (each.methods or set()) - reading}
-    assert writing == {"/api/session", "/api/view", "/api/labels"}
+    assert writing == {"/api/session", "/api/labels"}

@@ -11,8 +11,7 @@ from report_data import data_of
 
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.contrib.demo.options import DemoOptions
-from openhands_rl_plugin.contrib.studio.reports.answers import MOST_BYTES
-from openhands_rl_plugin.contrib.studio.reports.run import write_run_report
+from openhands_rl_plugin.contrib.studio.reports import MOST_BYTES, write_run_report
 from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -212,7 +211,7 @@ async def test_a_report_that_cannot_be_written_is_noted_and_the_run_goes_on(tmp_
 
 @pytest.mark.parametrize("text", ["{", '{"run_id": 3}'])
 def test_damaged_facts_are_a_problem_with_a_remedy(tmp_path: Path, text: str) -> None:
-    from openhands_rl_plugin.contrib.studio.resources.runs import summary_of
+    from openhands_rl_plugin.contrib.studio.runs import summary_of
 
     (tmp_path / "run.json").write_text(text)
     assert "run.json cannot be read" in str(summary_of("r", tmp_path)["problem"])

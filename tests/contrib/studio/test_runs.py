@@ -148,9 +148,7 @@ def test_what_happens_is_told_within_a_second_and_a_stream_goes_on_where_it_was(
     with (
         running_studio(StudioConfig(port=0), sources_at([str(run)])) as studio,
         httpx.Client(base_url=studio.url, headers={"Origin": studio.url}) as browser,
-        httpx.Client(base_url=studio.url, headers={"Origin": studio.url}) as program,
     ):
-        program.post("/api/session", json={"token": studio.tickets.token})
         browser.get(studio.link)
         with browser.stream("GET", "/api/events") as response:
             events = read(response)
@@ -163,9 +161,6 @@ def test_what_happens_is_told_within_a_second_and_a_stream_goes_on_where_it_was(
             LoopState(records=(second,)).save(run / "state.json")
             kind, body, _ = next(events)
             assert (kind, body["name"]) == ("stage", "warm-start")
-            assert program.post("/api/view", json={"url": "/e/new"}).status_code == 204
-            assert next(events)[:2] == ("view", {"url": "/e/new"})
-            assert program.post("/api/view", json={"url": "//evil.example"}).status_code == 400
         asyncio.run(judge(store))
         with browser.stream("GET", "/api/events", headers={"Last-Event-ID": last}) as response:
             events = read(response)

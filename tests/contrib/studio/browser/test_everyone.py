@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -13,8 +11,6 @@ from seeded_run import seed_run
 from studio_pages import pages_of
 
 from openhands_rl_plugin.contrib.studio.command import sources_at
-from openhands_rl_plugin.rollout.verdicts import give_verdict
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 PAGES = {
     "/?n=2&q=version:3": ".row:not(.head) a",
@@ -27,7 +23,6 @@ PAGES = {
     "/c?a=fix-cache-v3-1&b=fix-cache-v3-2": ".part.differs .one",
     "/c?of=queries&a=adapter:shop@1&b=adapter:shop@3": ".row.tasks a",
     "/q?query=version:3": ".verdicts",
-    "/q?view=agreement": ".agreement .disputed",
     "/r": "table",
     "/r/night": ".curve canvas",
     "/a": ".lineage",
@@ -35,22 +30,10 @@ PAGES = {
 }
 
 
-def contradict_each_other(store: Path) -> None:
-    """Two labellers of two episodes, who agree on one."""
-
-    async def label() -> None:
-        async with FileTrajectoryStorage(store) as storage:
-            for author, episode, value in (("ann", 0, 1.0), ("bob", 0, 0.0), ("ann", 1, 1.0), ("bob", 1, 1.0)):
-                await give_verdict(storage, f"fix-rounding-v3-{episode}", value, author=author)
-
-    asyncio.run(label())
-
-
 @needs_browser
 @pytest.mark.slow
 def test_nothing_keeps_people_out(seeded) -> None:
     seed_run(seeded, steps=20)
-    contradict_each_other(seeded / "store")
     shown = sources_at([str(seeded / "store"), str(seeded / "night")])
     with pages_of(sources=shown, tokenizer=str(seeded / "tokenizer")) as pages:
         found = []

@@ -65,7 +65,6 @@ def addresses() -> dict[str, str]:
         f"/c?a={one}&b={other}": ".fold, .part",
         f"/?q={group}": ".wrong, .row, .empty",
         f"/q?query={quote('id:*', safe='')}": ".item",
-        "/q?view=agreement": ".agreement .disputed",
         "/r": "h1",
         f"/r/{quote('hostile', safe='')}": ".heading, .curve",
         "/a": ".lineage",

@@ -12,7 +12,6 @@ from studio_pages import Pages
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.records import Label
-from openhands_rl_plugin.rollout.verdicts import give_verdict
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
@@ -107,23 +106,6 @@ def test_what_was_withdrawn_is_gone_after_a_reload(pages: Pages, seeded: Path) -
     page.wait_for_selector(".line button")
     assert not page.query_selector(".labels li")
     assert len(stored(seeded, "fix-config-v1-2")) == 2, "both are kept"
-
-
-def test_who_disagrees_is_named(pages: Pages, seeded: Path) -> None:
-    async def label() -> None:
-        async with FileTrajectoryStorage(seeded / "store") as storage:
-            for author, at, value in (("ann", 0, 1.0), ("bob", 0, 0.0), ("ann", 1, 1.0), ("bob", 1, 1.0)):
-                await give_verdict(storage, f"fix-config-v2-{at}", value, author=author)
-
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, label()).result()
-    page = pages.open("/q?query=task:fix-config+version:2", wait=".verdicts")
-    page.get_by_role("button", name="Agreement").click()
-    page.wait_for_selector(".disputed tbody tr")
-    said = page.locator(".agreement").inner_text()
-    assert "1 (50 %)" in said and "ann: 1, bob: 0" in said
-    page.get_by_role("link", name="fix-config-v2-0").click()
-    page.wait_for_selector(".item.assistant")
 
 
 def test_a_group_forks_and_two_of_it_are_compared(pages: Pages) -> None:

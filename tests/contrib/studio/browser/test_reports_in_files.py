@@ -15,8 +15,7 @@ from demo_episodes import played
 from hostile import ACTED_UPON, CONTROLS, MARKUP, TEXT
 from report_data import data_of
 
-from openhands_rl_plugin.contrib.studio.reports.evaluation import write_evaluation_report
-from openhands_rl_plugin.contrib.studio.reports.run import write_run_report
+from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report, write_run_report
 from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.report.comparison import compare

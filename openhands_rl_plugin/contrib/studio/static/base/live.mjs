@@ -3,7 +3,7 @@ import {useEffect, useRef} from 'preact/hooks';
 import {exported, forget} from 'studio/base/api';
 import {go} from 'studio/base/route';
 
-const KINDS = ['began', 'grew', 'ended', 'gone', 'scored', 'label', 'stage', 'metric', 'view', 'reset'];
+const KINDS = ['began', 'grew', 'ended', 'gone', 'scored', 'label', 'stage', 'metric', 'reset'];
 const GATHERED = 60;
 const listeners = new Set();
 let waiting = [];
@@ -40,11 +40,6 @@ function hear(kind, text) {
   try {
     data = JSON.parse(text);
   } catch {
-    return;
-  }
-  if (kind === 'view') {
-    // A path of the studio, never another site's address.
-    if (/^\/(?![/\\])/.test(data.url ?? '')) go(data.url);
     return;
   }
   if (!waiting.length) setTimeout(deliver, GATHERED);

@@ -3,8 +3,8 @@ import {ask, cell, query, rowsOf} from 'studio/base/api';
 
 export const PAGE = 4096;
 
-/** A page of the tokens of a node: `{node, from, total, prompt, next, extends, tokenizer, tokens, notes, noted}`. */
-export const tokensOf = (id, node, from, store, notes) => ask(`episodes/${encodeURIComponent(id)}/nodes/${node}/tokens${query({from, store, notes})}`);
+/** A page of the tokens of a node: `{node, from, total, prompt, next, extends, tokenizer, tokens}`. */
+export const tokensOf = (id, node, from, store) => ask(`episodes/${encodeURIComponent(id)}/nodes/${node}/tokens${query({from, store})}`);
 
 /** `NODE.PLACE` or `NODE.FIRST-LAST` of an address, or null. Places count from the first token of the prompt. */
 export function spanOf(text) {
@@ -33,15 +33,10 @@ export const labelsAt = (labels, page, at) => labels.filter(({node, tokens}) => 
 /** The measures that a page may have; a column that nobody recorded is not offered. */
 export const COLOURS = {
   logprob: {name: 'logprob', columns: ['logprob'], of: (t, at) => cell(t, 'logprob', at), span: [-4, 0], scale: 'low', unit: 'nats'},
-  drift: {name: 'drift', columns: ['trainer'], of: (t, at) => both(cell(t, 'trainer', at), cell(t, 'logprob', at), (a, b) => a - b), span: [-1, 1], scale: 'both', unit: 'nats, trainer − server'},
-  entropy: {name: 'entropy', columns: ['entropy'], of: (t, at) => cell(t, 'entropy', at), span: [0, 3], scale: 'high', unit: 'nats'},
-  advantage: {name: 'advantage', columns: [], of: (t, at, page) => cell(t, 'advantage', at) ?? (page.from + at >= page.prompt ? page.advantage ?? null : null), span: [-2, 2], scale: 'both', unit: ''},
-  clipped: {name: 'clipped', columns: ['clipped'], of: (t, at) => cell(t, 'clipped', at), span: [0, 1], scale: 'flag', unit: 'gradient clipped to zero'},
+  advantage: {name: 'advantage', columns: [], of: (t, at, page) => (page.from + at >= page.prompt ? page.advantage ?? null : null), span: [-2, 2], scale: 'both', unit: ''},
   mask: {name: 'mask', columns: [], of: (t, at, page) => (page.from + at >= page.prompt ? 1 : 0), span: [0, 1], scale: 'flag', unit: 'trained or not'},
   turn: {name: 'turn', columns: [], of: (t, at, page) => page.turn % 2, span: [0, 1], scale: 'flag', unit: 'every other turn'},
 };
-
-const both = (a, b, join) => (a === null || b === null ? null : join(a, b));
 
 export const offered = (pages) => Object.keys(COLOURS).filter((name) => COLOURS[name].columns.every((column) => pages.some((page) => page.tokens[column])));
 
@@ -54,14 +49,14 @@ export function shade(value, {span: [least, most], scale}) {
     const side = Math.round(Math.abs(share - 0.5) * 16);
     return side ? `${share < 0.5 ? 'n' : 'p'}${side}` : '';
   }
-  const step = Math.round((scale === 'low' ? 1 - share : share) * 8);
+  const step = Math.round((1 - share) * 8);
   return step ? `n${step}` : '';
 }
 
 /** Places of the tokens that stand out: the least likely, or those with the largest difference. */
 export function outliers(pages, name) {
   const {of, span, scale} = COLOURS[name];
-  const bound = scale === 'low' ? span[0] / 2 : scale === 'both' ? span[1] / 2 : span[1] * 0.66;
+  const bound = scale === 'low' ? span[0] / 2 : span[1] / 2;
   const found = [];
   for (const page of pages) {
     for (let at = 0; at < rowsOf(page.tokens); at += 1) {

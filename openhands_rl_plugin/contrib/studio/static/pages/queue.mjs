@@ -12,7 +12,6 @@ import {param, put} from 'studio/base/route';
 import {judged} from 'studio/parts/figures';
 import {said} from 'studio/parts/help';
 import {Answer, Empty, Problem, Waiting} from 'studio/parts/states';
-import {Agreement} from 'studio/views/agreement';
 import {Conversation} from 'studio/views/conversation';
 
 const header = (id, store) => `episodes/${encodeURIComponent(id)}${query({store})}`;
@@ -20,7 +19,6 @@ const header = (id, store) => `episodes/${encodeURIComponent(id)}${query({store}
 export function Queue() {
   const params = {store: param('store'), q: param('query')};
   const pairs = param('pairs') === '1';
-  const agreement = param('view') === 'agreement';
   const number = Number(param('n')) || 0;
   const list = listing(params);
   list.tick.value;
@@ -29,7 +27,7 @@ export function Queue() {
   useEffect(() => { list.load(Math.floor(number / 100)); }, [number, list]);
   const id = list.row(number)?.id;
   const go = (by) => put({n: Math.max(0, number + by)});
-  useKeys('Queue', agreement ? {} : {j: ['skip', () => go(1)], k: ['back', () => go(-1)], ArrowRight: ['', () => go(1)], ArrowLeft: ['', () => go(-1)]});
+  useKeys('Queue', {j: ['skip', () => go(1)], k: ['back', () => go(-1)], ArrowRight: ['', () => go(1)], ArrowLeft: ['', () => go(-1)]});
   const submit = (event) => {
     event.preventDefault();
     put({query: event.target.elements.query.value.trim(), n: ''}, {push: true});
@@ -44,11 +42,9 @@ export function Queue() {
   return html`<div class="page queue">
     <header class="title"><h1>Queue</h1>
       <form class="line grow" onSubmit=${submit}><label class="sr" for="queued">Which episodes</label><input id="queued" name="query" class="grow" spellcheck="false" defaultValue=${params.q} placeholder="which episodes, as in the list: adapter:shop@9 -label:verdict" /><button>Show</button></form>
-      <button aria-pressed=${pairs ? 'true' : 'false'} onClick=${() => put({pairs: pairs ? '' : '1', n: '', view: ''})}>Pairs</button>
-      <button aria-pressed=${agreement ? 'true' : 'false'} onClick=${() => put({view: agreement ? '' : 'agreement'})}>Agreement</button>
-      <span class="muted">${total === null || agreement ? '' : total === 0 ? '' : `${Math.min(number + 1, total)} of ${total}`}${tally.asked ? ` · the grader agreed ${tally.agreed} of ${tally.asked} times` : ''}</span></header>
+      <button aria-pressed=${pairs ? 'true' : 'false'} onClick=${() => put({pairs: pairs ? '' : '1', n: ''})}>Pairs</button>
+      <span class="muted">${!total ? '' : `${Math.min(number + 1, total)} of ${total}`}${tally.asked ? ` · the grader agreed ${tally.agreed} of ${tally.asked} times` : ''}</span></header>
     ${list.error.value ? html`<${Problem} error=${list.error.value} again=${() => list.refresh()} />`
-      : agreement ? html`<${Agreement} q=${params.q} store=${params.store} />`
       : total === 0 ? html`<${Empty} title="Nothing to judge">No episode is like that. Leave a word out.</${Empty}>`
       : total !== null && number >= total ? html`<${Empty} title="That was all">${plural(total, 'episode')} were shown. <button onClick=${() => put({n: ''})}>Begin again</button></${Empty}>`
       : !id ? html`<${Waiting} />`

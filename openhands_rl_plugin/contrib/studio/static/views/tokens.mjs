@@ -12,9 +12,9 @@ import {Empty, Problem, Waiting} from 'studio/parts/states';
 
 export function Tokens({model, node, choose, store}) {
   const start = node !== null && model.of('sampled')(node) ? node : model.answers.find((each) => each >= (node ?? 0)) ?? model.answers.at(-1) ?? null;
-  const stream = useStream(model, start, store, param('notes'));
+  const stream = useStream(model, start, store);
   const {error, next} = stream;
-  const group = useGroup(model.header, store, param('colour') === 'advantage' && !stream.pages.some((page) => page.tokens.advantage));
+  const group = useGroup(model.header, store, param('colour') === 'advantage');
   const pages = useMemo(() => (group.advantage === null ? stream.pages : stream.pages.map((page) => ({...page, advantage: group.advantage}))), [stream.pages, group.advantage]);
   const [hover, point] = useState(null);
   const place = useRef(null);
@@ -61,7 +61,6 @@ export function Tokens({model, node, choose, store}) {
     <div class="strip"><span class="group" role="group" aria-label="Colour by">${names.map((each) => html`<button key=${each} aria-pressed=${each === colour ? 'true' : 'false'} onClick=${() => put({colour: each})}>${COLOURS[each].name}</button>`)}</span>
       <span class="muted">${COLOURS[colour].scale === 'flag' ? COLOURS[colour].unit : `${COLOURS[colour].span.map((each) => fixed(each, 0)).join(' to ')} ${COLOURS[colour].unit}`}</span>
       <span class="grow"></span>${COLOURS[colour].scale !== 'flag' && html`<button disabled=${!found.length} onClick=${() => jump(1)}>${plural(found.length, 'outlier')}</button>`}</div>
-    <${Passes} pages=${pages} />
     ${group.note && html`<p class="note">${group.note}</p>`}
     ${pages[0].tokenizer && !pages.some((page) => page.tokens.text) && html`<p class="note">Ids are shown: ${pages[0].tokenizer}.</p>`}
     <${Hover} pages=${pages} name=${hover} labels=${labels} chosen=${sampledIn(span, model)} />
@@ -71,16 +70,6 @@ export function Tokens({model, node, choose, store}) {
     </div>
     ${next && html`<p class="strip"><button onClick=${next}>More tokens</button></p>`}
   </div>`;
-}
-
-/** Which training noted what is shown, where several did, or one in several epochs. */
-function Passes({pages}) {
-  const {notes = [], noted = null} = pages.find((page) => page.noted) ?? {};
-  if (!noted) return null;
-  const said = (each) => `${each.run} ${each.stage}, ${each.algorithm}, epoch ${each.epoch} of ${each.epochs}, step ${each.step}`;
-  const chosen = notes.find((each) => each.key === noted);
-  return html`<p class="note">Numbers of training: ${notes.length === 1 ? said(chosen) : html`<select aria-label="Training" value=${noted} onChange=${(event) => put({notes: event.target.value}, {push: true})}>
-    ${notes.map((each) => html`<option key=${each.key} value=${each.key}>${said(each)}</option>`)}</select>`}</p>`;
 }
 
 /** A token that was clicked; with shift, or after drawing over a text, all of the same turn in between. */
@@ -95,25 +84,25 @@ function chosenBy(event, span) {
 
 const name = (page, at) => `${page.node}.${page.from + at}`;
 
-/** The advantage of the whole episode, from the rewards of its group, where training left no notes on tokens. */
+/** The advantage of the whole episode, from the rewards of its group. */
 function useGroup(header, store, wanted) {
   const answer = useAnswer(wanted && !exported ? `groups/${header.group.split('/').map(encodeURIComponent).join('/')}${query({store})}` : null, {keep: false});
   if (!wanted) return {advantage: null, note: null};
-  if (!answer.data) return {advantage: null, note: answer.error || exported ? 'Training left no notes on these tokens, and the group is not there to count the advantage from.' : null};
+  if (!answer.data) return {advantage: null, note: answer.error || exported ? 'The group is not there to count the advantage from.' : null};
   const at = (answer.data.samples.id ?? []).indexOf(header.id);
   const advantage = at < 0 ? null : cell(answer.data.samples, 'advantage', at);
-  return {advantage, note: advantage === null ? 'The advantage is not known: the episode failed, or nobody has judged its group.' : `Training left no notes on these tokens: ${fixed(advantage, 3)} is GRPO’s advantage of the episode, from the rewards of its group as they are now.`};
+  return {advantage, note: advantage === null ? 'The advantage is not known: the episode failed, or nobody has judged its group.' : `${fixed(advantage, 3)} is GRPO’s advantage of the episode, from the rewards of its group as they are now.`};
 }
 
 /** Pages from a turn on, along what was acted on, until there are as many tokens as fit. */
-function useStream(model, start, store, notes) {
+function useStream(model, start, store) {
   const [state, set] = useState({pages: [], error: null, rest: null});
   const {id} = model.header;
   const grow = async (pages, rest, wanted) => {
     let size = 0;
     const added = [];
     while (rest && size < PAGE && wanted()) {
-      const page = await tokensOf(id, rest.node, rest.from, store, notes);
+      const page = await tokensOf(id, rest.node, rest.from, store);
       const follows = model.answers[model.answers.indexOf(rest.node) + 1];
       added.push({...page, turn: model.of('turn')(rest.node) ?? 0});
       size += rowsOf(page.tokens);
@@ -125,7 +114,7 @@ function useStream(model, start, store, notes) {
     let here = true;
     if (start !== null) grow([], {node: start, from: 0}, () => here).catch((error) => here && set({pages: [], rest: null, error}));
     return () => { here = false; };
-  }, [id, start, store, notes]);
+  }, [id, start, store]);
   const next = state.rest && (() => grow(state.pages, state.rest, () => true).catch((error) => set({...state, error})));
   return {...state, next};
 }
@@ -166,14 +155,11 @@ function Hover({pages, name: wanted, labels, chosen}) {
   if (!page) return html`<p class="hover muted">Point at a token, or press n.</p>`;
   const at = place - page.from;
   const of = (column) => cell(page.tokens, column, at);
-  const [server, trainer] = [of('logprob'), of('trainer')];
+  const server = of('logprob');
   return html`<p class="hover"><code>${seen(of('text') ?? '')}</code>
     <span>id ${of('id')}</span><span>${place < page.prompt ? 'prompt' : 'sampled'}</span>
     ${known(server) && html`<span>logprob ${fixed(server, 4)} <span class="muted">p ${fixed(Math.exp(server), 3)}</span></span>`}
-    ${known(trainer) && html`<span>trainer ${fixed(trainer, 4)}</span><span>ratio ${fixed(Math.exp(trainer - server), 3)}</span>`}
-    ${known(of('entropy')) && html`<span>entropy ${fixed(of('entropy'), 3)}</span>`}
     ${known(COLOURS.advantage.of(page.tokens, at, page)) && html`<span>advantage ${fixed(COLOURS.advantage.of(page.tokens, at, page), 3)}</span>`}
-    ${known(of('clipped')) && html`<span>${of('clipped') ? 'clipped' : 'not clipped'}</span>`}
     ${labelsAt(labels, page, at).map((each) => html`<span key=${each.id} class="remark">“<${Shown} text=${each.text} most=${300} />” <small class="muted"><${Shown} text=${each.author} most=${60} /></small></span>`)}
     ${chosen && !exported && html`<button class="plain" onClick=${toRemark}>comment on ${plural(chosen.tokens[1] - chosen.tokens[0], 'token')}</button>`}</p>`;
 }

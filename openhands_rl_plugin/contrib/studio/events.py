@@ -1,4 +1,4 @@
-"""``/api/events``: what happens, as server-sent events; ``/api/view``: a program points the open pages somewhere."""
+"""``/api/events``: what happens, as server-sent events."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from openhands_rl_plugin.apps.loop.parts import STATE
-from openhands_rl_plugin.contrib.studio.resources.runs import metrics_files, stage_of
+from openhands_rl_plugin.contrib.studio.runs import metrics_files, stage_of
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.browsing.listing import Browsable, StoreChanges
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.training.loop.plan import LoopState
 
 _PAUSE = 0.5
@@ -27,15 +26,8 @@ _PAUSE = 0.5
 _SILENCE = 15.0
 """Seconds after which a comment shows that the connection is alive."""
 _MOST_STREAMS = 16
-_MOST_WAITING = 64
 
 _Seen = dict[str, int]
-
-
-class ViewRequest(Frozen):
-    """``url``: a path of the studio's pages."""
-
-    url: str = Field(min_length=1, max_length=2000, pattern=r"^/([^/\\]|$)")
 
 
 class EventResource:
@@ -43,7 +35,7 @@ class EventResource:
 
     def __init__(self, sources: StudioSources) -> None:
         self._sources = sources
-        self._views: list[asyncio.Queue[str]] = []
+        self._open = 0
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
@@ -51,24 +43,15 @@ class EventResource:
         self._stopped.set()
 
     async def stream(self, request: Request) -> Response:
-        """``began, grew, ended, gone, scored, label, stage, metric, view, reset``. Raises ``HTTPException`` 503."""
-        if len(self._views) >= _MOST_STREAMS:
+        """``began, grew, ended, gone, scored, label, stage, metric, reset``. Raises ``HTTPException`` 503."""
+        if self._open >= _MOST_STREAMS:
             raise HTTPException(503, "too many pages listen already; close some")
         last = request.headers.get("last-event-id") or request.query_params.get("last")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(last), media_type="text/event-stream", headers=headers)
 
-    async def view(self, request: Request) -> Response:
-        """Send ``view`` to all streams; 204."""
-        said = ViewRequest.model_validate_json(await request.body())
-        for queue in self._views:
-            with suppress(asyncio.QueueFull):
-                queue.put_nowait(said.url)
-        return Response(status_code=204)
-
     async def _events(self, last: str | None) -> AsyncIterator[str]:
-        queue: asyncio.Queue[str] = asyncio.Queue(_MOST_WAITING)
-        self._views.append(queue)
+        self._open += 1
         try:
             cursors, runs = await self._begin(last), await asyncio.to_thread(_look, self._sources.runs)
             yield f"retry: 1000\n{_event('open', {}, cursors)}"
@@ -82,8 +65,6 @@ class EventResource:
                 now = await asyncio.to_thread(_look, self._sources.runs)
                 said += [_event(kind, body, cursors) for kind, body in _happened(self._sources.runs, runs, now)]
                 runs = now
-                while not queue.empty():
-                    said.append(_event("view", {"url": queue.get_nowait()}, cursors))
                 quiet = 0.0 if said else quiet + _PAUSE
                 if quiet >= _SILENCE:
                     said, quiet = [": alive\n\n"], 0.0
@@ -92,7 +73,7 @@ class EventResource:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopped.wait(), _PAUSE)
         finally:
-            self._views.remove(queue)
+            self._open -= 1
 
     async def _begin(self, last: str | None) -> dict[str, str]:
         known = _read_id(last) if last else {}

@@ -1,22 +1,25 @@
-"""``/api/episodes/{id}``, its ``/nodes`` and their ``/tokens``: one episode, of which a page is sent at a time."""
+"""``/api/episodes/{id}``, its nodes, tokens and prefix breaks; ``/api/groups/{id}``: a task's samples as one tree."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openhands_rl_plugin.contrib.studio.noted import NoteShelf, NotesOfNode
 from openhands_rl_plugin.contrib.studio.replies import Columns, columns, number, reply, whole
-from openhands_rl_plugin.contrib.studio.shelf import EpisodeShelf, Opened
-from openhands_rl_plugin.contrib.studio.token_text import TokenText
-from openhands_rl_plugin.core.judgements import standing
-from openhands_rl_plugin.core.records import sub_agent_of
-from openhands_rl_plugin.core.types import JsonObject, Node, Score, Trajectory
+from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources, TokenText
+from openhands_rl_plugin.core.judgements import newest_outcome, standing
+from openhands_rl_plugin.core.records import TrajectoryFilter, sub_agent_of
+from openhands_rl_plugin.core.transcript import transcript_nodes
+from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, Trajectory
+from openhands_rl_plugin.training.credit.estimators import RolloutBatch, grpo
+from openhands_rl_plugin.trajectories.drift.breaks import Break, breaks_of, context_of
+from openhands_rl_plugin.trajectories.drift.causes import SETTINGS, cause_of
 from openhands_rl_plugin.trajectories.view.episode import Turn, view_of
 
 EXCERPT = 160
@@ -29,9 +32,8 @@ _LONGEST_DATA = 64 * 1024
 class EpisodeResource:
     """One stored episode, finished or not."""
 
-    def __init__(self, shelf: EpisodeShelf, text: TokenText, notes: NoteShelf) -> None:
+    def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
         self._shelf = shelf
-        self._notes = notes
         self._text = text
 
     async def header(self, request: Request) -> Response:
@@ -48,21 +50,13 @@ class EpisodeResource:
         return reply(request, bodies_of(nodes, range(first, min(end, first + MOST_NODES)), end, skip))
 
     async def tokens(self, request: Request) -> Response:
-        """The token ids of a node from place ``from`` on: those of its prompt, then those that were sampled.
-
-        ``notes``: which pass of a training is meant, where several noted what they computed; by default the last.
-        """
-        trajectory = (await self._shelf.open(request)).trajectory
-        nodes = trajectory.nodes
+        """The token ids of a node from place ``from`` on: those of its prompt, then those that were sampled."""
+        nodes = (await self._shelf.open(request)).trajectory.nodes
         at = int(request.path_params["node"])
         if at >= len(nodes):
             raise HTTPException(404, f"the episode has {len(nodes)} nodes, so there is no node {at}")
         first = whole(request, "from", 0, most=2**53)
-        tokens, wanted = nodes[at].tokens, request.query_params.get("notes")
-        known: NotesOfNode = ([], None)
-        if tokens is not None:
-            known = await asyncio.to_thread(self._notes.of, trajectory.id, at, len(tokens.sampled_ids), wanted)
-        return reply(request, tokens_of(nodes[at], at, first, self._text, notes=known))
+        return reply(request, tokens_of(nodes[at], at, first, self._text))
 
 
 def header_of(opened: Opened) -> JsonObject:
@@ -172,15 +166,12 @@ def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int = 0, most
     return {"total": len(nodes), "next": after if after < end else None, "nodes": dict(columns(rows))}
 
 
-def tokens_of(
-    node: Node, at: int, first: int, text: TokenText, most: int = MOST_TOKENS, notes: NotesOfNode = ([], None)
-) -> JsonObject:
+def tokens_of(node: Node, at: int, first: int, text: TokenText, most: int = MOST_TOKENS) -> JsonObject:
     """A page of columns. ``sampled`` says how many of the first ``prompt`` are not the model's; without token ids
     ``total`` is 0."""
     tokens = node.tokens
     if tokens is None:
         return {"node": at, "total": 0, "prompt": 0, "extends": False, "from": 0, "next": None, "tokens": {}}
-    choices, noted = notes
     prompt, ids = len(tokens.prompt_ids), (*tokens.prompt_ids, *tokens.sampled_ids)
     until = min(first + most, len(ids))
     logprobs = [number(tokens.logprobs[place - prompt]) if _has(node, place) else None for place in range(first, until)]
@@ -189,9 +180,6 @@ def tokens_of(
         "text": list(text.pieces(ids, first, until)),
         "logprob": list(logprobs),
     }
-    for name, values in {} if noted is None else noted.numbers.items():
-        places = range(first, until)
-        rows[name] = [number(values[place - prompt]) if place >= prompt else None for place in places]
     return {
         "node": at,
         "total": len(ids),
@@ -201,8 +189,6 @@ def tokens_of(
         "next": until if until < len(ids) else None,
         "tokenizer": text.problem,
         "tokens": dict(columns(rows)),
-        "notes": [*choices],
-        "noted": None if noted is None else noted.about["key"],
     }
 
 
@@ -251,3 +237,170 @@ def _bounded(value: JsonValue) -> JsonValue:
     if isinstance(value, dict):
         return {name: _bounded(each) for name, each in list(value.items())[:1000]}
     return value
+
+
+_BESIDE = 48
+"""Tokens shown before and after a difference."""
+_MOST_SHOWN = 256
+MOST_BREAKS = 200
+
+
+class BreakResource:
+    """The prefix breaks of one episode."""
+
+    def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
+        self._shelf = shelf
+        self._text = text
+
+    async def get(self, request: Request) -> Response:
+        """``breaks``, at most 200, and their sums."""
+        opened = await self._shelf.open(request)
+        return reply(request, await asyncio.to_thread(self.answer, opened.trajectory), revision=opened.revision)
+
+    def answer(self, trajectory: Trajectory) -> JsonObject:
+        """The body of the reply."""
+        found = list(breaks_of(trajectory))
+        shown: list[JsonValue] = [self._break(trajectory, each) for each in found[:MOST_BREAKS]]
+        return {
+            "total": len(found),
+            "repeated": sum(each.repeated for each in found),
+            "tokenizer": self._text.problem,
+            "breaks": shown,
+        }
+
+    def _break(self, trajectory: Trajectory, found: Break) -> JsonObject:
+        cause = cause_of(trajectory, found, self._text.decode if self._text.problem is None else None)
+        difference = found.difference
+        context, spans = context_of(trajectory, found.previous)
+        at, removed = difference.at, len(difference.removed)
+        return {
+            "node": found.node,
+            "previous": found.previous,
+            "cause": cause.name.lower(),
+            "words": cause.value,
+            "setting": SETTINGS[cause],
+            "rewritten": found.rewritten,
+            "starts_segment": found.starts_segment,
+            "repeated": found.repeated,
+            "turns": len(spans),
+            "at": at,
+            "context": len(context),
+            "meets": difference.meets,
+            "before": self._part(context[max(0, at - _BESIDE) : at]),
+            "removed": self._part(difference.removed),
+            "inserted": self._part(difference.inserted),
+            "after": self._part(context[at + removed : at + removed + _BESIDE] if difference.meets else ()),
+        }
+
+    def _part(self, ids: tuple[int, ...]) -> JsonObject:
+        shown = ids[:_MOST_SHOWN]
+        text = "".join(piece or "" for piece in self._text.pieces(shown, 0, len(shown)))
+        return {"count": len(ids), "ids": list(shown), "text": text if self._text.problem is None else None}
+
+
+MOST_SAMPLES = 64
+
+
+@dataclass
+class _Turn:
+    """A message that some of the samples have in common, up to here."""
+
+    parent: int | None
+    message: Message
+    sampled: bool
+    samples: list[JsonValue] = field(default_factory=list)
+    nodes: list[JsonValue] = field(default_factory=list)
+
+
+class GroupResource:
+    """The samples of one task."""
+
+    def __init__(self, sources: StudioSources) -> None:
+        self._sources = sources
+
+    async def get(self, request: Request) -> Response:
+        """``samples`` (a table) and ``turns`` (the tree). Raises ``HTTPException`` 404."""
+        name, storage = request.path_params["id"], self._sources.store(request)
+        where = TrajectoryFilter(group_id=name, finished=None)
+        found = [each async for each in storage.find(where.model_copy(update={"limit": MOST_SAMPLES}))]
+        if not found:
+            raise HTTPException(404, f"no episode is of the group {name[:80]!r}")
+        return reply(request, group_of(name, found, await storage.count(where)))
+
+
+def group_of(name: str, found: Sequence[tuple[Trajectory, tuple[Score, ...]]], total: int) -> JsonObject:
+    """The reply. ``advantage`` is GRPO's, of the rewards that are known now."""
+    trajectories = [trajectory for trajectory, _ in found]
+    rewards = [_reward(trajectory, scores) for trajectory, scores in found]
+    valid = [reward for reward in rewards if reward is not None]
+    advantages = iter(grpo(RolloutBatch(valid, [0] * len(valid), [1] * len(valid))))
+    samples: dict[str, list[JsonValue]] = {
+        "id": [each.id for each in trajectories],
+        "adapter": [each.policy.adapter for each in trajectories],
+        "version": [each.policy.version for each in trajectories],
+        "stop": [each.stop.value for each in trajectories],
+        "failed": [None if each.failure is None else each.failure.kind.value for each in trajectories],
+        "reward": [number(reward) for reward in rewards],
+        "advantage": [None if reward is None else number(next(advantages)) for reward in rewards],
+        "turns": [len(each.acted()) for each in trajectories],
+    }
+    task = trajectories[0].task
+    return {
+        "id": name,
+        "task": {"id": task.id, "environment": task.environment, "split": task.split},
+        "total": total,
+        "signal": len(set(valid)) > 1,
+        "samples": dict(columns(samples)),
+        "turns": _table(_trie(trajectories)),
+    }
+
+
+def _reward(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
+    if trajectory.failure is not None:
+        return None
+    outcome = newest_outcome(scores)
+    return number(trajectory.known_return if outcome is None else outcome.reward)
+
+
+def _trie(trajectories: Sequence[Trajectory]) -> list[_Turn]:
+    turns: list[_Turn] = []
+    below: dict[tuple[int | None, str], int] = {}
+    for sample, trajectory in enumerate(trajectories):
+        parent: int | None = None
+        for at in transcript_nodes(trajectory):
+            node = trajectory.nodes[at]
+            # Ids of calls are drawn at random, and say nothing.
+            said = node.message.model_copy(
+                update={
+                    "tool_call_id": None,
+                    "tool_calls": tuple(call.model_copy(update={"id": ""}) for call in node.message.tool_calls),
+                }
+            )
+            key = (parent, said.model_dump_json())
+            if key not in below:
+                below[key] = len(turns)
+                turns.append(_Turn(parent, node.message, node.sampled))
+            parent = below[key]
+            turns[parent].samples.append(sample)
+            turns[parent].nodes.append(at)
+    return turns
+
+
+def _table(turns: Sequence[_Turn]) -> JsonObject:
+    rows: dict[str, list[JsonValue]] = {
+        "parent": [each.parent for each in turns],
+        "role": [each.message.role for each in turns],
+        "sampled": [1 if each.sampled else None for each in turns],
+        "samples": [each.samples for each in turns],
+        "nodes": [each.nodes for each in turns],
+        "calls": [[call.name for call in each.message.tool_calls] or None for each in turns],
+        "text": [_excerpt(each.message) for each in turns],
+    }
+    return dict(columns(rows))
+
+
+def _excerpt(message: Message) -> str:
+    text = message.content or ""
+    if not text.strip() and message.tool_calls:
+        text = message.tool_calls[0].arguments
+    return text[:EXCERPT]

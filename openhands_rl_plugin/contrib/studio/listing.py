@@ -101,7 +101,7 @@ class ListResource:
 
 
 async def _label_facet(storage: TrajectoryStorage, where: TrajectoryFilter, most: int) -> list[JsonValue]:
-    """The kinds of the labels that hold, ``good``, ``bad`` and ``disputed``, and the tags, each with how many of the
+    """The kinds of the labels that hold, ``good``, ``bad``, and the tags, each with how many of the
     matches have it."""
     assert isinstance(storage, Browsable), "it was asked for its columns too"
     about: dict[str, set[str]] = {}

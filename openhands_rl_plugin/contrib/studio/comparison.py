@@ -15,8 +15,7 @@ from starlette.responses import Response
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.studio.replies import columns, number, reply
 from openhands_rl_plugin.contrib.studio.searching import SearchIndexes
-from openhands_rl_plugin.contrib.studio.shelf import EpisodeShelf, Opened
-from openhands_rl_plugin.contrib.studio.sources import StudioSources
+from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources
 from openhands_rl_plugin.core.browsing.listing import value_of
 from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

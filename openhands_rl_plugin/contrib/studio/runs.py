@@ -1,0 +1,431 @@
+"""``/api/runs``, ``/api/adapters``, ``/api/evaluations``: stages, curves, versions, patches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import JsonValue, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from openhands_rl_plugin.apps.loop.parts import STATE
+from openhands_rl_plugin.config.success import success_rule
+from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
+from openhands_rl_plugin.contrib.studio.sources import StudioSources
+from openhands_rl_plugin.core.browsing.listing import Browsable, value_of
+from openhands_rl_plugin.core.browsing.terms import Column, Match, Term
+from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter
+from openhands_rl_plugin.core.redaction import redact_json
+from openhands_rl_plugin.core.statistics import over_tasks
+from openhands_rl_plugin.core.types import Adapter, JsonObject
+from openhands_rl_plugin.evals.report.comparison import Comparison, compare
+from openhands_rl_plugin.evals.report.figures import EvaluationFigures, figures_of, grouped
+from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs
+from openhands_rl_plugin.evals.report.tables import HEADINGS, about_row, comparison_rows, figure_row
+from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.runs.run_files import OUTPUT, read_rows
+from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE, PROBED, AdapterStore, LoadedBy, ProbedOn
+from openhands_rl_plugin.training.loop.facts import FACTS, RunFacts, success_of
+from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+
+MOST_POINTS = 2000
+_MOST_BYTES = 16 * 1024 * 1024
+_MOST_FILES = 500
+_RUN_ID, _OPTIONS = "run_id", "options.json"
+_LONGEST_OPTIONS = 256 * 1024
+
+
+class RunResource:
+    """The runs that the studio was given."""
+
+    def __init__(self, sources: StudioSources) -> None:
+        self._runs = sources.runs
+
+    async def all(self, request: Request) -> Response:
+        """``runs``, in the order of their names."""
+        return reply(
+            request, {"runs": [await asyncio.to_thread(summary_of, *each) for each in sorted(self._runs.items())]}
+        )
+
+    async def one(self, request: Request) -> Response:
+        """Stages, options and files of metrics of one run."""
+        directory = StudioSources.folder(request, self._runs, "run")
+        return reply(request, await asyncio.to_thread(whole_run, request.path_params["id"], directory))
+
+    async def metrics(self, request: Request) -> Response:
+        """``rows`` of a file of metrics from byte ``after`` on, and the ``after`` of the next question."""
+        directory = StudioSources.folder(request, self._runs, "run")
+        files = await asyncio.to_thread(metrics_files, directory)
+        name = request.query_params.get("file") or next(iter(files), "")
+        if name not in files:
+            raise HTTPException(404, f"the run has no metrics file {name[:80]!r}")
+        keys = [key for key in request.query_params.get("keys", "").split(",") if key]
+        after = whole(request, "after", 0, most=2**53)
+        return reply(request, await asyncio.to_thread(curves_of, name, directory / name, keys, after))
+
+
+def metrics_files(directory: Path) -> list[str]:
+    """The files of metrics below a run's folder, in the order in which they were begun."""
+    found = sorted(directory.rglob("metrics*.jsonl"), key=lambda file: (file.stat().st_ctime, str(file)))
+    return [file.relative_to(directory).as_posix() for file in found[:_MOST_FILES] if file.is_file()]
+
+
+def stage_of(record: StageRecord) -> JsonObject:
+    """A finished stage."""
+    return {
+        "name": record.name,
+        "adapter": record.adapter,
+        "started": record.started,
+        "finished": record.finished,
+        "metrics": plain({name: value for name, value in record.metrics.items()}),
+        "success": None if (success := success_of(record)) is None else plain(success.model_dump()),
+    }
+
+
+def summary_of(name: str, directory: Path) -> JsonObject:
+    """A line of the list of runs; ``problem`` where its files are damaged."""
+    known = any((directory / file).exists() for file in (STATE, FACTS))
+    body: JsonObject = {"name": name, "kind": "loop" if known else "training"}
+    try:
+        state, facts = LoopState.load(directory / STATE), RunFacts.load(directory)
+    except (StorageError, OSError) as error:
+        return body | {"problem": str(error)}
+    last = state.records[-1] if state.records else None
+    return body | {
+        "run": facts.run_id if facts is not None else _text(directory / _RUN_ID).strip() or None,
+        "stages": len(state.records),
+        "stage": None if last is None else last.name,
+        "adapter": state.adapter,
+        "started": state.records[0].started if state.records else None,
+        "finished": None if last is None else last.finished,
+    }
+
+
+def whole_run(name: str, directory: Path) -> JsonObject:
+    """Everything that is said of a run but its curves."""
+    body = summary_of(name, directory)
+    if "problem" not in body:
+        state, facts = LoopState.load(directory / STATE), RunFacts.load(directory)
+        body |= {
+            "start": state.start,
+            "made": list(state.made),
+            "batch": None if state.batch is None else state.batch.model_dump(mode="json"),
+            "records": [stage_of(record) for record in state.records],
+            "facts": None if facts is None else plain(redact_json(facts.model_dump(mode="json"))),
+        }
+    try:
+        options: JsonValue = json.loads(_text(directory / _OPTIONS) or "{}")
+    except ValueError:
+        options = {}
+    files: list[JsonValue] = [*metrics_files(directory)]
+    return body | {"options": plain(redact_json({"options": options})["options"]), "metrics": files}
+
+
+def curves_of(name: str, file: Path, keys: Sequence[str] = (), after: int = 0, most: int = MOST_POINTS) -> JsonObject:
+    """Whole lines only: a line that is being written is read the next time."""
+    try:
+        with open(file, "rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(0 if after > size else after)  # a shorter file is another run's
+            begun = opened.tell()
+            data = opened.read(_MOST_BYTES)
+    except OSError as error:
+        raise StorageError(f"{name} cannot be read ({error.strerror}); is the run's folder still there?") from error
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    read = [found for line in lines if (found := _row(line))]
+    step = max(1, math.ceil(len(read) / most))
+    # The last one is always shown.
+    shown = read[::-1][::step][::-1]
+    known = list(dict.fromkeys(key for row in read for key in row))
+    rows: dict[str, list[JsonValue]] = {
+        key: [row.get(key) for row in shown] for key in known if not keys or key in keys
+    }
+    return {
+        "file": name,
+        "from": begun,
+        "after": begun + data.rfind(b"\n") + 1,
+        "total": len(read),
+        "keys": [*known],
+        "rows": dict(columns(rows)),
+    }
+
+
+def _row(line: bytes) -> dict[str, float | None]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    numbers = ((str(key), value) for key, value in found.items() if isinstance(value, int | float))
+    return {key: float(value) if math.isfinite(value) else None for key, value in numbers}
+
+
+def _text(file: Path) -> str:
+    try:
+        with open(file, encoding="utf-8", errors="replace") as opened:
+            return opened.read(_LONGEST_OPTIONS)
+    except OSError:
+        return ""
+
+
+_VERSION = re.compile(r"(?P<name>.+)-v(?P<version>\d{6,})")
+_MOST_VERSIONS = 2000
+_MOST_EPISODES = 50_000
+_HELD_OUT = Term(column=Column.SPLIT, any_of=tuple(Match(text=split) for split in sorted(HELD_OUT_SPLITS)))
+
+_Measured = dict[str, JsonObject]
+"""Served name -> what the stores know of it."""
+
+
+class AdapterResource:
+    """The folders of adapters, and what the stores know of their versions."""
+
+    def __init__(self, sources: StudioSources) -> None:
+        self._sources = sources
+        self._known: dict[str, tuple[str, _Measured, dict[str, Counter[str]]]] = {}
+
+    async def get(self, request: Request) -> Response:
+        """``folders: [{name, adapters}]``."""
+        held_out: _Measured = {}
+        tokens: dict[str, Counter[str]] = defaultdict(Counter)
+        for name, storage in self._sources.stores.items():
+            found, spent = await self._measured(name, storage)
+            held_out |= found
+            for served, counts in spent.items():
+                tokens[served].update(counts)
+        folders: list[JsonValue] = []
+        for name, root in sorted(self._sources.adapters.items()):
+            versions = await asyncio.to_thread(versions_in, root)
+            for version in versions:
+                version["held_out"] = held_out.get(str(version["name"]))
+                version["spent"] = {**tokens[served]} if (served := str(version["name"])) in tokens else None
+            folders.append({"name": name, "adapters": [*versions]})
+        return reply(request, {"folders": folders})
+
+    async def _measured(self, name: str, storage: TrajectoryStorage) -> tuple[_Measured, dict[str, Counter[str]]]:
+        """Served name -> its success on held-out tasks, and what its episodes took; counted anew when the store has
+        changed."""
+        revision = await storage.revision() if isinstance(storage, Browsable) else ""
+        known = self._known.get(name)
+        if known is None or not revision or known[0] != revision:
+            known = self._known[name] = revision, await _held_out(storage), await _spent(storage)
+        return known[1:]
+
+
+async def _spent(storage: TrajectoryStorage) -> dict[str, Counter[str]]:
+    """Of all episodes, also those that failed or did not end."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in await storage.tokens(TrajectoryFilter(finished=None)) if isinstance(storage, Browsable) else ():
+        counts = {"episodes": each.episodes, "prompt": each.prompt_tokens, "completion": each.completion_tokens}
+        found[each.policy.served_name].update(counts)
+    return found
+
+
+async def _held_out(storage: TrajectoryStorage) -> _Measured:
+    tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    where = TrajectoryFilter(failed=False, terms=(_HELD_OUT,), limit=_MOST_EPISODES)
+    async for each in storage.summaries(where):
+        reward = value_of(each, Column.REWARD)
+        if isinstance(reward, float):
+            success = float(success_rule(each.environment).holds(reward, each.stop))
+            tasks[each.policy.served_name][f"{each.environment}\0{each.task_id}"].append(success)
+    found: _Measured = {}
+    for served, attempts in tasks.items():
+        estimate = over_tasks([sum(each) / len(each) for each in attempts.values()])
+        found[served] = {name: number(value) for name, value in estimate.model_dump().items()}
+    return found
+
+
+def versions_in(root: Path) -> list[JsonObject]:
+    """The versions of the adapters in a folder, as their manifests say; ``problem`` of those without one."""
+    store, found = AdapterStore(root), list[JsonObject]()
+    names = sorted(entry.name for entry in root.iterdir() if _VERSION.fullmatch(entry.name)) if root.is_dir() else []
+    for name in names[:_MOST_VERSIONS]:
+        folder, match = root / name, _VERSION.fullmatch(name)
+        assert match is not None, "it was looked for"
+        body: JsonObject = {"name": name, "adapter": match["name"], "version": int(match["version"])}
+        try:
+            adapter = Adapter.model_validate_json((folder / MANIFEST).read_bytes())
+            current = store.current(match["name"])
+        except (OSError, ValidationError, StorageError, ConfigError) as error:
+            found.append(body | {"problem": f"{MANIFEST} cannot be read: {describe(error)}"})
+            continue
+        found.append(
+            body
+            | {
+                "parent": adapter.parent,
+                "base_model": adapter.base_model,
+                "step": adapter.step,
+                "sha256": adapter.sha256,
+                "metrics": plain({key: value for key, value in adapter.metrics.items()}),
+                "made": (folder / MANIFEST).stat().st_mtime,
+                "current": current is not None and current.name == name,
+                "probe": (folder / PROBE).exists(),
+                "loaded": [*_loaded(folder / LOADED)],
+                "probed": _probed(folder / PROBED),
+            }
+        )
+    return found
+
+
+def _loaded(file: Path) -> tuple[str, ...]:
+    try:
+        return LoadedBy.model_validate_json(file.read_bytes()).urls
+    except (OSError, ValidationError):
+        return ()
+
+
+def _probed(file: Path) -> JsonObject:
+    """URL -> the difference that was measured there, in nats."""
+    try:
+        found = ProbedOn.model_validate_json(file.read_bytes()).differences
+    except (OSError, ValidationError):
+        return {}
+    return {url: number(each) for url, each in found.items()}
+
+
+_LONGEST = 256 * 1024
+_KEPT = 32
+
+
+class EvaluationResource:
+    """The evaluations that the studio was given; each is read again when its file has changed."""
+
+    def __init__(self, sources: StudioSources) -> None:
+        self._folders = sources.evaluations
+        self._known: dict[str, tuple[tuple[int, int], RunRecord]] = {}
+        self._compared: tuple[list[RunRecord], JsonObject] | None = None
+
+    async def all(self, request: Request) -> Response:
+        """``evaluations: [{name, figures}]``, and what ``overview`` says of those that can be read."""
+        found: list[JsonValue] = []
+        records: list[RunRecord] = []
+        for name, folder in sorted(self._folders.items()):
+            try:
+                record = await asyncio.to_thread(self._read, name, folder)
+            except ConfigError as error:
+                found.append({"name": name, "problem": str(error)})
+                continue
+            records.append(record)
+            found.append({"name": name, "figures": run_figures(record)})
+        return reply(request, {"evaluations": found, **await asyncio.to_thread(self._overview, records)})
+
+    async def one(self, request: Request) -> Response:
+        """``figures`` and ``instances``; with ``?instance=`` the patch and the log of one."""
+        folder = StudioSources.folder(request, self._folders, "evaluation")
+        instance = request.query_params.get("instance")
+        if instance:
+            return reply(request, await asyncio.to_thread(_instance, folder, instance))
+        record = await asyncio.to_thread(self._read, request.path_params["id"], folder)
+        body: JsonObject = {"name": request.path_params["id"], "figures": run_figures(record)}
+        return reply(request, body | {"instances": instance_rows(record.outcomes)})
+
+    def _overview(self, records: list[RunRecord]) -> JsonObject:
+        """As ``overview``; a comparison of many tasks takes a second, so it is made once."""
+        read = [id(each) for each in records]
+        if self._compared is None or [id(each) for each in self._compared[0]] != read:
+            self._compared = records, overview(records)
+        return self._compared[1]
+
+    def _read(self, name: str, folder: Path) -> RunRecord:
+        try:
+            said = (folder / OUTPUT).stat()
+        except OSError as error:
+            raise ConfigError(f"{name}: {OUTPUT} is gone ({error.strerror})") from error
+        state = (said.st_mtime_ns, said.st_size)
+        known = self._known.get(name)
+        if known is None or known[0] != state:
+            known = state, read_runs((folder / OUTPUT,))[0]
+            self._known[name] = known
+            if len(self._known) > _KEPT:
+                self._known.pop(next(iter(self._known)))
+        return known[1]
+
+
+def overview(records: Sequence[RunRecord], comparison: Comparison | None = None) -> JsonObject:
+    """``groups``: of runs that are repetitions of each other, as the terminal shows them. ``comparison``: rows; by
+    default of two groups that have tasks in common."""
+    groups = grouped(records)
+    if comparison is None and len(groups) == 2:
+        with suppress(ConfigError):
+            comparison = compare(*groups)
+    rows = None if comparison is None else _rows(comparison_rows(comparison))
+    return {"groups": [_group(each) for each in figures_of(records)], "comparison": rows}
+
+
+def _group(group: EvaluationFigures) -> JsonValue:
+    figures = zip(HEADINGS, figure_row(group), strict=True)
+    kept = group.model_dump(mode="json", include={"label", "attempts", "kinds", "runs", "pass_at_k", "best_at_k"})
+    return plain({**kept, "rows": _rows([*figures, *about_row(group)])})
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> list[JsonValue]:
+    return [[name, text] for name, text in rows]
+
+
+def run_figures(record: RunRecord) -> JsonValue:
+    """Those of one run alone."""
+    (figures,) = figures_of([record])
+    return plain(json.loads(figures.model_dump_json()) if record.outcomes else {"name": record.name, "attempts": 0})
+
+
+def instance_rows(outcomes: Sequence[Outcome]) -> JsonObject:
+    """One row an attempt."""
+    rows: dict[str, list[JsonValue]] = {
+        "instance": [each.instance_id for each in outcomes],
+        "kind": [each.kind.value for each in outcomes],
+        "resolved": [None if each.resolved is None else int(each.resolved) for each in outcomes],
+        "reward": [number(each.reward) for each in outcomes],
+        "reason": [each.reason[:500] or None for each in outcomes],
+        "stop": [each.stop or None for each in outcomes],
+        "flags": [list(each.flags) or None for each in outcomes],
+        "turns": [each.turns for each in outcomes],
+        "tokens": [each.prompt_tokens + each.completion_tokens for each in outcomes],
+        "cost": [number(each.cost) for each in outcomes],
+        "seconds": [number(each.seconds) for each in outcomes],
+        "episode": [each.trajectory_id or None for each in outcomes],
+    }
+    return dict(columns(rows))
+
+
+def _instance(folder: Path, instance: str) -> JsonObject:
+    for row in read_rows(folder / OUTPUT):
+        if row["instance_id"] == instance:
+            return {**details_of(row), "files": [*_logs(folder, instance)]}
+    raise HTTPException(404, f"the evaluation has no instance {instance[:80]!r}")
+
+
+def details_of(row: JsonObject, longest: int = _LONGEST) -> JsonObject:
+    """The patch of a row of ``output.jsonl``, its error, and what the grader said, each cut at ``longest``."""
+    result = row.get("test_result")
+    said = result if isinstance(result, dict) else {}
+    patch = said.get("git_patch") or said.get("model_patch")
+    rest: JsonObject = {name: value for name, value in said.items() if name not in ("git_patch", "outcome")}
+    log = json.dumps(rest, indent=1, ensure_ascii=False)
+    return {
+        "instance": row["instance_id"],
+        "patch": str(patch)[:longest] if patch else None,
+        "error": str(row["error"])[:longest] if row.get("error") else None,
+        "log": log[:longest] if rest else None,
+    }
+
+
+def _logs(folder: Path, instance: str) -> list[JsonObject]:
+    """What the grader wrote in a folder of the instance's name, if there is one."""
+    found: list[JsonObject] = []
+    for place in sorted(folder.rglob("*")):
+        if len(found) < 8 and place.is_file() and not place.is_symlink() and place.parent.name == instance:
+            with open(place, encoding="utf-8", errors="replace") as file:
+                found.append({"name": place.name, "text": file.read(_LONGEST // 4)})
+    return found
