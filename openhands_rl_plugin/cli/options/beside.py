@@ -46,11 +46,11 @@ def _begun(
     adapters: Path,
     tokenizer: Path | None,
 ) -> str:
-    if (writer := report_writer()) is None:
-        return "no studio is installed here; the run goes on without it"
     known = tokenizer is not None and (tokenizer / "tokenizer.json").is_file()
     name = sayable(directory.name) or "run"
     try:
+        if (writer := report_writer()) is None:
+            return "no studio is installed here; the run goes on without it"
         link = opened.enter_context(
             writer.studio_of_run(name, directory, storage, adapters, str(tokenizer) if known else "", author())
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlencode
 
@@ -29,11 +30,14 @@ from openhands_rl_plugin.contrib.studio.labelling import LabelResource
 from openhands_rl_plugin.contrib.studio.listing import ListResource
 from openhands_rl_plugin.contrib.studio.replies import ERROR_HANDLERS, reply
 from openhands_rl_plugin.contrib.studio.reports import ExportResource
+from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report as write_evaluation_report
+from openhands_rl_plugin.contrib.studio.reports import write_run_report as write_run_report
 from openhands_rl_plugin.contrib.studio.runs import AdapterResource, EvaluationResource, RunResource
 from openhands_rl_plugin.contrib.studio.search import SearchResource
 from openhands_rl_plugin.contrib.studio.searching import SearchIndexes
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, StudioSources, TokenText
 from openhands_rl_plugin.contrib.studio.tickets import COOKIE, Tickets
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.servers.connections import ConnectionLimits
 from openhands_rl_plugin.core.servers.door import HEALTH
 from openhands_rl_plugin.core.servers.listening import STOP_SECONDS, listening, serving
@@ -249,3 +253,15 @@ def running_studio(
         finally:
             for stop in stops:
                 stop()
+
+
+@contextmanager
+def studio_of_run(
+    name: str, directory: Path, storage: Callable[[], TrajectoryStorage], adapters: Path, tokenizer: str, author: str
+) -> Iterator[str]:
+    """The link to a studio of the run in ``directory``, which is served from a thread until the block ends."""
+    config = StudioConfig(port=0, author=author, tokenizer=tokenizer)
+    sources = StudioSources({name: storage()}, runs={name: directory}, adapters={name: adapters})
+    # Requests under way have a second when the run ends or is interrupted.
+    with running_studio(config, sources, ends_in=1) as studio:
+        yield studio.link
