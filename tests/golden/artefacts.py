@@ -8,6 +8,7 @@ from importlib.metadata import distributions
 from typing import Any, Literal
 
 import gateway_sessions
+import parsing
 import stores
 from golden import run_script
 
@@ -38,6 +39,7 @@ INPUTS: dict[str, Callable[[], Any]] = {
     "gradients_episodes": lambda: run_script("gradients.py", "episodes"),
     "sqlite_files": stores.make_sqlite_files,
     "mongodb_documents": stores.make_mongodb_documents,
+    "texts": parsing.make_texts,
 }
 ARTEFACTS = {
     "gradients": Artefact(lambda: run_script("gradients.py"), tolerance=1e-6),
@@ -46,4 +48,5 @@ ARTEFACTS = {
     "v0_sessions": Artefact(lambda: run_script("sessions.py", "v0"), sandboxed=True),
     "v1_sessions": Artefact(lambda: run_script("sessions.py", "v1"), host="v1", sandboxed=True),
     "gateway_sessions": Artefact(gateway_sessions.both),
+    "parsing": Artefact(parsing.parse_all),
 }

@@ -46,13 +46,18 @@ def run_script(script: str, *words: str, python: str = sys.executable) -> Any:
 
 def differences(name: str, golden: Any, today: Any, tolerance: float = 0.0) -> list[str]:
     """Where today's value is another one than the golden one, except where ``differences.toml`` says so."""
-    listed = tomllib.loads((HERE / "differences.toml").read_text())["difference"]
-    fields = [each["field"] for each in listed if each["artefact"] == name]
+    listed = tomllib.loads((HERE / "differences.toml").read_text()).get("difference", [])
+    found = _compared("", golden, json.loads(json.dumps(today)), tolerance)
     return [
-        f"{path}: {str(one)[:300]} | {str(other)[:300]}"
-        for path, one, other in _compared("", golden, json.loads(json.dumps(today)), tolerance)
-        if not any(fnmatchcase(path, field) for field in fields)
+        f"{path}: {one[:300]} | {other[:300]}"
+        for path, one, other in ((path, str(one), str(other)) for path, one, other in found)
+        if not any(each["artefact"] == name and _is_listed(each, path, one, other) for each in listed)
     ]
+
+
+def _is_listed(difference: dict[str, str], path: str, golden: str, today: str) -> bool:
+    values = {"field": path, "golden": golden, "today": today}
+    return all(fnmatchcase(value, difference.get(key, "*")) for key, value in values.items())
 
 
 def _compared(path: str, golden: Any, today: Any, tolerance: float) -> Iterator[tuple[str, Any, Any]]:

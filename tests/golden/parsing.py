@@ -1,0 +1,41 @@
+"""Calls read from the texts of models, well and badly formed, by every family's template and in V0's own function form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from golden import read
+
+from openhands_rl_plugin import make_template
+from openhands_rl_plugin.core.templates.function_text import parse_function_text
+
+FAMILIES = ("hermes", "llama3", "llama3.1", "qwen2.5", "qwen3", "qwen3-no-thinking", "qwen3-instruct", "smollm2")
+CORPUS = Path(__file__).parents[1] / "core" / "templates" / "corpus"
+
+
+def make_texts() -> dict[str, Any]:
+    """The corpus as it is now: texts, with and without tools that the calls must keep to."""
+    lines = [line for file in sorted(CORPUS.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    rows = [[row["text"], bool(row.get("tools"))] for row in map(json.loads, lines)]
+    return {"tools": json.loads((CORPUS / "tools.json").read_text()), "rows": rows}
+
+
+def parse_all() -> dict[str, dict[str, str]]:
+    """Row -> reading -> who reads it so."""
+    given = read("texts")
+    parsers = {name: make_template(name).parse for name in FAMILIES} | {"function text": parse_function_text}
+    made = {}
+    for at, (text, has_tools) in enumerate(given["rows"]):
+        readings = {name: reading(parse(text, given["tools"] if has_tools else ())) for name, parse in parsers.items()}
+        made[str(at)] = {"text": text, **readings}
+    return made
+
+
+def reading(answer: Any) -> str:
+    """In one line, its kinds of problems and notes first."""
+    problems = ",".join(problem.kind.value for problem in answer.problems)
+    notes = ",".join(note.kind.value for note in answer.notes)
+    calls = [[call.name, call.arguments] for call in answer.calls]
+    return f"problems({problems}) notes({notes}) {json.dumps([calls, answer.before, answer.after, answer.thought])}"
