@@ -1,4 +1,4 @@
-"""Calls read from the texts of models, well and badly formed, by every family's template and in V0's own function form."""
+"""Calls read from texts of models, well and badly formed, by every family's template and in the function form."""
 
 from __future__ import annotations
 
