@@ -1,1 +1,1 @@
-"""Rollouts as a service: tasks come over HTTP, wait in a queue on the disk, and are played by workers."""
+"""Rollouts over HTTP for trainers that submit tasks: Polar's routes in front of Ray actors that roll out episodes."""

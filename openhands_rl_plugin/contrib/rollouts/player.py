@@ -1,0 +1,69 @@
+"""The Ray actor of the service: rolls out episodes, several at a time, and stores them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import time
+
+from openhands_rl_plugin.apps.rollout.play import play
+from openhands_rl_plugin.cli.options.stores import storage_at
+from openhands_rl_plugin.contrib.rollouts.requests import (
+    Result,
+    ServiceOptions,
+    TaskRequest,
+    session_result,
+)
+from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+
+_FIRST_DELAY, _LONGEST_DELAY = 5.0, 60.0
+_WORTH_A_TRY = FailureKind.INFRASTRUCTURE.value
+
+
+class Player:
+    """Episodes of ``service``, stored at ``store`` as this machine sees it."""
+
+    def __init__(self, service: ServiceOptions, store: str) -> None:
+        os.environ.setdefault("LOG_LEVEL", "ERROR")  # otherwise OpenHands logs every step
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        self._service = service
+        self._where = store
+        self._storage: TrajectoryStorage | None = None
+
+    async def play(self, request: TaskRequest, session_id: str, run_id: str, sample: int) -> Result:
+        """One episode; where the infrastructure fails it is tried again. A stored episode is not rolled out again."""
+        began, node, attempt = time.monotonic(), platform.node(), 0
+        while True:
+            # Another try is another episode: of the former one the store has the failure.
+            outcome = await self._try(request, f"{run_id}~{attempt}" if attempt else run_id, sample)
+            failure = None if isinstance(outcome, tuple) else outcome.failure
+            kind = outcome[0] if isinstance(outcome, tuple) else failure and failure.kind.value
+            attempt += 1
+            if kind != _WORTH_A_TRY or attempt >= self._service.attempts:
+                timing = {"e2e_ms": 1000 * (time.monotonic() - began)}
+                if not isinstance(outcome, tuple):
+                    timing["run_ms"] = 1000 * outcome.seconds
+                return session_result(request, session_id, outcome, timing=timing, node=node)
+            await asyncio.sleep(min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (attempt - 1)))
+
+    async def _try(self, request: TaskRequest, run_id: str, sample: int) -> PlayedRollout | tuple[str, str]:
+        """The episode, or the kind and the reason of its failure."""
+        try:
+            self._storage = self._storage or storage_at(self._where)
+            options = request.options(self._service, sample, run_id)
+            with boundary(FailureKind.INFRASTRUCTURE, "rollout.play"):
+                played = await play(request.task, options, storage=self._storage)
+        except CaughtFailure as caught:
+            return caught.failure.kind.value, caught.failure.message
+        except StorageError as error:
+            return _WORTH_A_TRY, str(error)
+        except RLError as error:
+            return "configuration", f"{error} (on {platform.node()})"
+        if (failure := played.failure) is not None:
+            # A failure names the option that is to be raised, which here is the task's.
+            failure = failure.model_copy(update={"message": failure.message.replace("--timeout", "timeout_seconds")})
+        return played.model_copy(update={"failure": failure})

@@ -1,0 +1,329 @@
+"""The service: tasks, which wait in this process's memory, and the HTTP application in front of the Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from openhands_rl_plugin.config.host import host_of
+from openhands_rl_plugin.config.rollout import with_absolute_paths
+from openhands_rl_plugin.contrib.rollouts.requests import Result, ServiceOptions, TaskRequest, session_result
+from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.core.redaction import redact_text
+from openhands_rl_plugin.core.servers.door import Door, is_loopback, required_key
+from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.pool.ray_cluster import cluster_machines, join_cluster
+
+_STATES = ("REGISTERED", "RUNNING", "COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
+_DEATHS = 2
+"""Actors that may die with an episode before the third death is its result."""
+_MOST_WAITING = 10_000
+_REFUSED_SECONDS = 300.0
+"""How long a task that was deleted before it came is refused."""
+_KEPT_EVENTS, _EVENT_PAUSE = 20_000, 0.25
+
+
+@dataclass
+class Session:
+    """One episode of a task. ``call``: of the actor that has it."""
+
+    task: RolloutTask
+    sample: int
+    state: str = "REGISTERED"
+    result: Result | None = None
+    call: Any = None
+    began: float = 0.0
+
+    @property
+    def session_id(self) -> str:
+        """Its name, which is also that of its episode's run and sample in the store."""
+        return f"{self.task.run_id}-{self.sample}"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.result is not None or self.state == "CANCELLED"
+
+
+@dataclass
+class RolloutTask:
+    """A submitted task: ``running``, ``completed`` or ``cancelled``. ``collected``: its results were fetched."""
+
+    request: TaskRequest
+    run_id: str = field(default_factory=lambda: f"rollouts-{uuid.uuid4().hex[:12]}")
+    status: str = "running"
+    sessions: list[Session] = field(default_factory=list)
+    updated: float = field(default_factory=time.time)
+    collected: bool = False
+
+    def to_json(self) -> str:
+        """Polar's ``TaskStatus``, with the results that are there."""
+        results = [each.result.body for each in self.sessions if each.result is not None]
+        head = {
+            "task_id": self.request.task_id,
+            "status": self.status,
+            "total_sessions": len(self.sessions),
+            "completed_sessions": len(results),
+            "result_paths": [],
+        }
+        # Results are JSON already, and may be long.
+        return f'{json.dumps(head)[:-1]}, "results": [{",".join(results)}]}}'
+
+
+class Rollouts:
+    """The tasks of the service and its routes, for one event loop. ``stopped`` ends the streams of events."""
+
+    def __init__(self, service: ServiceOptions) -> None:
+        self._service = service
+        self.stopped = False
+        self._tasks: dict[str, RolloutTask] = {}
+        self._refused: dict[str, float] = {}
+        self._events: deque[tuple[int, str, str]] = deque(maxlen=_KEPT_EVENTS)
+        self._numbers = itertools.count(1)
+        self._order = itertools.count()
+        self._waiting: asyncio.PriorityQueue[tuple[int, int, Session]] = asyncio.PriorityQueue()
+
+    def _take(self, request: TaskRequest) -> str:
+        """Take a task; its status. The same request again is the same task, until its results were fetched.
+
+        Raises ``HTTPException`` for another task under the name of one that runs, and where too many wait.
+        """
+        now, task_id = time.time(), request.task_id
+        if now - self._refused.pop(task_id, 0.0) < _REFUSED_SECONDS:
+            raise HTTPException(409, f"task {task_id} was cancelled before submission")
+        found = self._tasks.get(task_id)
+        if found is not None and found.request == request and found.status != "cancelled" and not found.collected:
+            return found.status
+        if found is not None and found.status == "running":
+            raise HTTPException(409, f"task {task_id} is already running, with another request")
+        oldest = now - 3600 * self._service.keep_hours
+        self._tasks = {k: v for k, v in self._tasks.items() if v.status == "running" or v.updated > oldest}
+        if self._waiting.qsize() > _MOST_WAITING:
+            raise HTTPException(503, f"more than {_MOST_WAITING} episodes wait already; submit it later")
+        task = self._tasks[task_id] = RolloutTask(request)
+        self._note("task.created", task_id=task_id, status=task.status, num_samples=request.num_samples)
+        for sample in range(request.num_samples):
+            session = Session(task, sample)
+            task.sessions.append(session)
+            self._waiting.put_nowait((-request.dispatch_priority, next(self._order), session))
+        return task.status
+
+    def _cancel(self, task_id: str) -> RolloutTask | None:
+        """Cancel what has not ended."""
+        task = self._tasks.get(task_id)
+        if task is not None and task.status == "running":
+            for each in task.sessions:
+                if not each.ended:
+                    self._end(each, "CANCELLED", None)
+            self._finish(task, "cancelled")
+        return task
+
+    async def work(self, player: Any) -> None:
+        """Give ``player``, an actor, one episode after the other."""
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
+
+        while True:
+            *_, session = await self._waiting.get()
+            if session.ended:
+                continue
+            task, session.began = session.task, time.time()
+            self._enter(session, "RUNNING")
+            session.call = player.play.remote(task.request, session.session_id, task.run_id, session.sample)
+            try:
+                result: Result = await session.call
+            except ray.exceptions.RayError as error:
+                why = ("infrastructure", f"the Ray actors that had it ended: {describe(error)}")
+                result = session_result(task.request, session.session_id, why, timing={})
+            if session.ended:  # cancelled meanwhile
+                continue
+            self._end(session, result.state, result)
+            self._after_result(task)
+
+    def _after_result(self, task: RolloutTask) -> None:
+        """Cancel what the task needs no more, and end it with its last episode."""
+        wanted = task.request.early_stop_min_usable_sessions
+        usable = sum(each.result is not None and each.result.usable for each in task.sessions)
+        if wanted is not None and usable >= wanted:
+            why = f"cancelled: {usable} episodes of the group can be trained on, and {wanted} are wanted"
+            more: JsonObject = {"early_stop_cancelled": True, "early_stop_reason": "minimum_usable_sessions_reached"}
+            for each in [each for each in task.sessions if not each.ended]:
+                took = 1000 * (time.time() - each.began) if each.began else 0.0
+                own: JsonObject = {**more, "fully_masked": True, "early_stop_elapsed_ms": took}
+                found = session_result(task.request, each.session_id, ("cancelled", why), timing={}, more=own)
+                self._end(each, "ERROR", found)
+        done = sum(each.ended for each in task.sessions)
+        task_id, total = task.request.task_id, len(task.sessions)
+        task.updated = time.time()
+        self._note("task.updated", task_id=task_id, completed_sessions=done, total_sessions=total)
+        if done == total:
+            self._finish(task, "completed")
+
+    def _end(self, session: Session, state: str, result: Result | None) -> None:
+        session.result = result
+        if session.call is not None and session.state == "RUNNING":
+            import ray  # pyright: ignore[reportMissingImports]  # an extra
+
+            ray.cancel(session.call)  # of no effect on what has ended
+        session.call = None
+        self._enter(session, state)
+
+    def _enter(self, session: Session, state: str) -> None:
+        session.state = state
+        task_id = session.task.request.task_id
+        self._note("session.state_changed", task_id=task_id, session_id=session.session_id, status=state)
+
+    def _finish(self, task: RolloutTask, status: str) -> None:
+        task.status, task.updated = status, time.time()
+        self._note("task.completed", task_id=task.request.task_id, status=status)
+
+    def _note(self, kind: str, **body: object) -> None:
+        self._events.append((next(self._numbers), kind, json.dumps(body)))
+
+    async def health(self, _: Request) -> Response:
+        """``GET /health``."""
+        return JSONResponse({"status": "ok", "nodes": self._service.workers})
+
+    async def submit(self, request: Request) -> Response:
+        """``POST /rollout/task/submit``. What no episode can be rolled out with is refused here."""
+        asked = TaskRequest.model_validate_json(await request.body())
+        options = asked.options(self._service, 0, "check")
+        assert asked.task
+        await asyncio.to_thread(lambda: host_of(options.settings()))
+        return JSONResponse({"task_id": asked.task_id, "status": self._take(asked)})
+
+    async def get(self, request: Request) -> Response:
+        """``GET /rollout/task/{task_id}``."""
+        task = self._known(request)
+        task.collected = task.status != "running"
+        return Response(task.to_json(), media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """``DELETE /rollout/task/{task_id}?register_if_missing=``."""
+        task_id = request.path_params["task_id"]
+        early = request.query_params.get("register_if_missing", "false").lower() in ("1", "true", "yes", "on")
+        task = self._cancel(task_id)
+        if task is None and early and len(task_id) <= 150:
+            self._refused[task_id] = time.time()
+            return JSONResponse({"task_id": task_id, "status": "cancelled", "total_sessions": 0, "results": []})
+        return Response(self._known(request).to_json(), media_type="application/json")
+
+    async def status(self, _: Request) -> Response:
+        """``GET /rollout/status``: how many episodes are in each state, and how tasks stand."""
+        tasks = self._tasks
+        states = [each.state for task in tasks.values() for each in task.sessions]
+        counts = {state: states.count(state) for state in _STATES}
+        pending = {"pending_sessions": counts["REGISTERED"] + counts["RUNNING"], "states": counts}
+        return JSONResponse({"tasks": {name: task.status for name, task in tasks.items()}, "pipeline": pending})
+
+    async def events(self, request: Request) -> Response:
+        """``GET /events``: server-sent events; with ``Last-Event-ID`` those after it that are still known."""
+        last = request.headers.get("last-event-id", "")
+        newest = self._events[-1][0] if self._events else 0
+        number = int(last) if last.isascii() and last.isdigit() else newest
+
+        async def stream() -> AsyncIterator[str]:
+            nonlocal number
+            yield ": open\n\n"
+            while not self.stopped:
+                for at, kind, body in [each for each in self._events if each[0] > number]:
+                    number = at
+                    yield f"id: {at}\nevent: {kind}\ndata: {body}\n\n"
+                await asyncio.sleep(_EVENT_PAUSE)
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    def _known(self, request: Request) -> RolloutTask:
+        task = self._tasks.get(request.path_params["task_id"])
+        if task is None:
+            raise HTTPException(404, "Task not found")
+        return task
+
+    def app(self, lifespan: Any) -> Starlette:
+        """The ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/rollout/task/submit", self.submit, methods=["POST"]),
+                Route("/rollout/task/{task_id}", self.get),
+                Route("/rollout/task/{task_id}", self.delete, methods=["DELETE"]),
+                Route("/rollout/status", self.status),
+                Route("/events", self.events),
+            ],
+            exception_handlers={ValidationError: _refuse, HTTPException: _refuse, ConfigError: _refuse},
+            lifespan=lifespan,
+        )
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    """``detail`` is where Polar's clients look, ``error`` where those of our other servers do."""
+    status, why = 422, str(error)
+    if isinstance(error, HTTPException):
+        status, why = error.status_code, error.detail
+    if isinstance(error, ValidationError):
+        found = error.errors()[:3]
+        why = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in found)
+    why = redact_text(why)[:2000]
+    return JSONResponse({"detail": why, "error": {"message": why, "code": status}}, status)
+
+
+@contextmanager
+def running_service(service: ServiceOptions, store: str) -> Iterator[str]:
+    """The service, with its actors on the Ray cluster; yields its URL. ``store``: a folder or the URI of a database.
+
+    Raises ``ConfigError`` for options that no episode can be rolled out with and a public address without a key,
+    ``PortUnavailableError``, and for a Ray cluster as ``join_cluster``.
+    """
+    key = required_key(service.listen, service.service_key_env, protects="the model and this machine's processors")
+    service = with_absolute_paths(service)
+    base_url = service.options().settings().serving.base_url
+    join_cluster()
+    if (machines := len(cluster_machines())) > 1 and is_loopback(urlsplit(base_url).hostname or ""):
+        raise ConfigError(
+            f"--base-url {base_url} is another server on each of the Ray cluster's {machines} machines; give an "
+            "address that all of them reach"
+        )
+    rollouts = Rollouts(service)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
+
+        from openhands_rl_plugin.contrib.rollouts.player import Player
+
+        kind = ray.remote(Player).options(
+            num_cpus=1, max_concurrency=service.playing, max_restarts=-1, max_task_retries=_DEATHS
+        )
+        players = [kind.remote(service, store) for _ in range(service.workers)]
+        work = [asyncio.create_task(rollouts.work(player)) for player in players for _ in range(service.playing)]
+        yield
+        for each in work:
+            each.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        for player in players:
+            ray.kill(player)
+
+    with (
+        listening(service.listen, service.port) as listener,
+        serving(rollouts.app(lifespan), listener, door=Door(key), log_level="critical", lifespan="on") as url,
+    ):
+        try:
+            yield url
+        finally:
+            rollouts.stopped = True
