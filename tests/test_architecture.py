@@ -273,7 +273,7 @@ TORCH_ROOMS = (
             ("models/gateway/", "environments/openenv/websocket.py", "contrib/environments/verifiers/bridge.py"),
         ),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
-        ({"ray"}, ("hosts/pool/ray", "contrib/trainers/skyrl/entrypoint.py")),
+        ({"ray"}, ("hosts/pool/ray", "contrib/rollouts/service.py", "contrib/trainers/skyrl/entrypoint.py")),
         ({"skyrl"}, ("contrib/trainers/skyrl/",)),
         ({"verl"}, ("contrib/trainers/verl/agent_loop.py",)),
         ({"verifiers"}, ("contrib/environments/verifiers/bridge.py", "contrib/trainers/verifiers/plugin.py")),

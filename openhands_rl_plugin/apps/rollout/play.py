@@ -33,7 +33,6 @@ from openhands_rl_plugin.evals.runs.episodes import GradedEpisode
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model, stated_bounds
-from openhands_rl_plugin.evals.runs.stages import Stages
 from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, graded_by
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
@@ -47,14 +46,12 @@ _RETURN = "return"
 _SECONDS = 10.0
 
 
-async def play(
-    task: GivenTask, options: PlayOptions, *, storage: TrajectoryStorage | None = None, stages: Stages | None = None
-) -> PlayedRollout:
+async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStorage | None = None) -> PlayedRollout:
     """Play one episode of ``task`` against the endpoint of ``options``, grade it, and store it.
 
     ``task`` is an id (``"webshop-3"``, of ``swe-local`` or ``repair-1``, or the number of a task of ``[rl] env_name``),
     a file of rows, one row (SWE-bench's columns, or what the environment's ``reset`` takes), or a ``Task``. Without a
-    ``storage`` the episode is kept in that of ``[rl]``. ``stages``: bounds that many calls share.
+    ``storage`` the episode is kept in that of ``[rl]``.
 
     A failed episode is returned with its ``failure``. Raises ``ConfigError`` for what no episode can be played with,
     ``InfrastructureError`` where nothing answers at the endpoint, and ``StorageError``.
@@ -62,7 +59,7 @@ async def play(
     job = await asyncio.to_thread(_prepared, find_task(task, options, options.settings()), options)
     own = storage or open_storage(job.settings)
     try:
-        return await _played(job, own, stages)
+        return await _played(job, own)
     finally:
         if storage is None:
             await own.close()
@@ -121,15 +118,13 @@ def base_of(serving: ServingSettings) -> str:
     return bases[0]
 
 
-async def _played(job: _Job, storage: TrajectoryStorage, stages: Stages | None) -> PlayedRollout:
+async def _played(job: _Job, storage: TrajectoryStorage) -> PlayedRollout:
     found, options = job.found, job.options
     with scratch_folder(_SCRATCH) as folder:
         plan = _plan(job, folder)
         async with (
             _backend(found, options) as backend,
-            open_eval_runner(
-                plan, found.suite, job.settings, storage, backend, job.graded, True, folder, 0, stages
-            ) as runner,
+            open_eval_runner(plan, found.suite, job.settings, storage, backend, job.graded, True, folder, 0) as runner,
         ):
             graded = await runner.run(_request(job, plan), found.entry)
     return await _rollout(job, graded)

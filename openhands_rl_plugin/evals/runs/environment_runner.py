@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.stages import Stages
 from openhands_rl_plugin.evals.swe.dataset import read_rows
 from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.rollout.scoring import judge
@@ -37,12 +37,11 @@ class EnvironmentRunner:
         strategy: StrategySpec,
         storage: TrajectoryStorage,
         success: SuccessRule = CERTAIN,
-        stages: Stages | None = None,
     ) -> None:
         self._strategy = strategy
         self._storage = storage
         self._host = host
-        self._stages = stages or Stages(playing=plan.workers, grading=1)
+        self._places = asyncio.Semaphore(plan.workers)
         self._rule = success
         at = success.at
         self._success: Reward = (
@@ -56,7 +55,7 @@ class EnvironmentRunner:
         found = await stored_with_scores(self._storage, trajectory_id(request), self._strategy)
         trajectory, scores = found or (None, ())
         if trajectory is None or trajectory.stop is StopReason.UNFINISHED:
-            async with self._stages.place(), self._stages.play():
+            async with self._places:
                 trajectory = await self._host.run(request)
         if trajectory.failure is not None:
             return GradedEpisode(trajectory)

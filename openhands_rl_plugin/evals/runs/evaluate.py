@@ -20,7 +20,6 @@ from openhands_rl_plugin.evals.runs.outcome import Outcome
 from openhands_rl_plugin.evals.runs.own_suites import own_suite
 from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, SessionAccess
 from openhands_rl_plugin.evals.runs.prompts import REPLIES
-from openhands_rl_plugin.evals.runs.stages import Stages
 from openhands_rl_plugin.evals.runs.suites import TESTS, Suite, graded_by
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
@@ -83,10 +82,8 @@ async def open_eval_runner(
     grade: bool,
     scratch: Path,
     processes: int,
-    stages: Stages | None = None,
 ) -> AsyncIterator[EvalRunner]:
-    """The runner of a plan, with its own shop where that is the suite. ``scratch`` holds checkouts in use; ``stages``
-    are bounds that it shares with other runners."""
+    """The runner of a plan, with its own shop where that is the suite. ``scratch`` holds checkouts in use."""
     options = options_of(plan, suite, processes)
     with ExitStack() as opened:
         if (own := own_suite(suite.name)) is not None:
@@ -94,13 +91,9 @@ async def open_eval_runner(
         async with open_runner(settings, options, storage=storage, workers=processes) as host:
             strategy = options.strategy_spec(settings)
             if backend is None:
-                yield EnvironmentRunner(
-                    plan, host, strategy=strategy, storage=storage, success=plan.success, stages=stages
-                )
+                yield EnvironmentRunner(plan, host, strategy=strategy, storage=storage, success=plan.success)
             else:
-                yield open_swe_runner(
-                    plan, host, strategy, storage, backend, scratch, reward=reward, grade=grade, stages=stages
-                )
+                yield open_swe_runner(plan, host, strategy, storage, backend, scratch, reward=reward, grade=grade)
 
 
 def open_swe_runner(
@@ -113,7 +106,6 @@ def open_swe_runner(
     *,
     reward: RewardSettings = _BY_TESTS,
     grade: bool = True,
-    stages: Stages | None = None,
 ) -> SweRunner:
     """A runner for SWE-bench instances. ``backend`` gives the checkouts and grades; ``reward``: see ``graded_by``."""
     return SweRunner(
@@ -125,7 +117,6 @@ def open_swe_runner(
         grader=backend if grade else None,
         scratch=scratch,
         reward=make_reward(reward),
-        stages=stages,
     )
 
 

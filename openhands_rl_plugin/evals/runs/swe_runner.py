@@ -27,7 +27,6 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.prompts import directory_of
-from openhands_rl_plugin.evals.runs.stages import Stages
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.run_evaluation import grade_with_retries
@@ -43,9 +42,8 @@ class SweRunner:
     """Rolls out instances with ``host``, which stores episodes, and grades them with ``grader`` (``None``: no grading).
     ``reward`` makes scores of the verdicts.
 
-    ``stages`` bound checkouts, episodes and gradings; by default the plan's ``workers`` are for checkouts and episodes
-    and its ``graders`` for gradings, so that patches are tested while other episodes wait for the model. ``scratch``
-    holds the checkouts in use.
+    The plan's ``workers`` bound checkouts and episodes and its ``graders`` gradings, so that patches are tested while
+    other episodes wait for the model. ``scratch`` holds the checkouts in use.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class SweRunner:
         grader: InstanceBackend | None,
         scratch: Path,
         reward: Reward,
-        stages: Stages | None = None,
     ) -> None:
         self._plan = plan
         self._checkouts = checkouts
@@ -69,18 +66,19 @@ class SweRunner:
         self._host = host
         self._strategy = strategy
         self._reward = reward
-        self._stages = stages or Stages(playing=plan.workers, grading=plan.graders)
+        self._playing = asyncio.Semaphore(plan.workers)
+        self._grading = asyncio.Semaphore(plan.graders)
 
     async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
         """As in ``EvalRunner``."""
         assert eval_task.instance is not None
         stored = await self._stored(trajectory_id(request))
         if stored is None or stored.trajectory.stop is StopReason.UNFINISHED:
-            async with self._stages.place():
+            async with self._playing:
                 stored = GradedEpisode(await self._roll_out(request, eval_task.instance))
         if stored.verdict is not None or stored.trajectory.failure is not None or self._grader is None:
             return stored
-        async with self._stages.grade():
+        async with self._grading:
             verdict = await self._grade(stored.trajectory, eval_task.instance, self._grader)
         return await self._scored(with_verdict(stored.trajectory, verdict), verdict)
 
@@ -104,8 +102,7 @@ class SweRunner:
             place = await self._place(instance, root)
             if isinstance(place, Failure):
                 return await self._failed(request, place, started)
-            async with self._stages.play():
-                return await self._host.run(request, place)
+            return await self._host.run(request, place)
         finally:
             await asyncio.to_thread(remove_tree, root)
 
@@ -114,8 +111,7 @@ class SweRunner:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, _CHECKOUT):
                 root.mkdir(parents=True, mode=0o700)
-                async with self._stages.set_up():
-                    checkout = await self._checkouts.checkout(instance, directory)
+                checkout = await self._checkouts.checkout(instance, directory)
         except CaughtFailure as caught:
             return caught.failure
         except ConfigError as error:

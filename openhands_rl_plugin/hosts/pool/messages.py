@@ -139,9 +139,9 @@ def to_line(message: Frozen) -> bytes:
     return message.model_dump_json().encode() + b"\n"
 
 
-def from_line[T](adapter: TypeAdapter[T], line: bytes, *, strict: bool | None = None) -> T:
-    """Read one line; ``strict`` is pydantic's. Raises ``InfrastructureError`` for anything but a complete message."""
+def from_line[T](adapter: TypeAdapter[T], line: bytes) -> T:
+    """Read one line. Raises ``InfrastructureError`` for anything but a complete message."""
     try:
-        return adapter.validate_json(line, strict=strict)
+        return adapter.validate_json(line)
     except ValidationError as error:
         raise InfrastructureError(f"not a message: {describe(error)}") from error

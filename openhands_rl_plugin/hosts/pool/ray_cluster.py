@@ -57,11 +57,10 @@ class Actor(ABC):
 
 
 class RayChannel:
-    """A ``WorkerChannel`` to one ``Actor``, which has ``close_timeout`` seconds to close."""
+    """A ``WorkerChannel`` to one ``Actor``."""
 
-    def __init__(self, actor: Any, close_timeout: float = CLOSE_TIMEOUT) -> None:
+    def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._close_timeout = close_timeout
         self._exit_message = ""
 
     async def send(self, line: bytes) -> None:
@@ -93,18 +92,18 @@ class RayChannel:
     async def close(self) -> None:
         """As in ``WorkerChannel``."""
         with suppress(TimeoutError, InfrastructureError):
-            async with asyncio.timeout(self._close_timeout):
+            async with asyncio.timeout(CLOSE_TIMEOUT):
                 await _called(self._actor.close.remote())
         self.kill()
 
 
-def started_actor(kind: type[Actor], *, cpus: float = 1.0, close_timeout: float = CLOSE_TIMEOUT) -> RayChannel:
+def started_actor(kind: type[Actor], *, cpus: float = 1.0) -> RayChannel:
     """A new actor with ``cpus`` of its machine; returns before it runs. Raises ``InfrastructureError``."""
     import ray  # pyright: ignore[reportMissingImports]  # an extra
 
     try:
         with boundary(FailureKind.INFRASTRUCTURE, "ray"):
-            return RayChannel(ray.remote(kind).options(num_cpus=cpus).remote(), close_timeout)
+            return RayChannel(ray.remote(kind).options(num_cpus=cpus).remote())
     except CaughtFailure as caught:
         raise InfrastructureError(f"no Ray actor could be started: {caught.failure.message}") from caught
 

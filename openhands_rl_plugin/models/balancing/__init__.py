@@ -1,1 +1,0 @@
-"""Several model servers with the same weights behind one address."""
