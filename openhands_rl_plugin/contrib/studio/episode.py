@@ -77,7 +77,6 @@ def header_of(opened: Opened) -> JsonObject:
             "instruction": view.task.instruction[:_LONGEST_DATA],
         },
         "sub_agent": None if parent is None else parent.model_dump(),
-        "sub_agents": [each.model_dump() for each in opened.sub_agents],
         "strategy": {"name": trajectory.strategy.name, "options": trajectory.strategy.options},
         "policy": trajectory.policy.model_dump(),
         "stop": view.stop.value,

@@ -27,7 +27,6 @@ from openhands_rl_plugin.evals.runs.run_files import OUTPUT
 from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
 from openhands_rl_plugin.trajectories.query.text_index import TextIndex
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
-from openhands_rl_plugin.trajectories.view.episode import SubAgent, sub_agents_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -191,7 +190,6 @@ class Opened(NamedTuple):
     trajectory: Trajectory
     scores: tuple[Score, ...]
     labels: tuple[Label, ...]
-    sub_agents: tuple[SubAgent, ...]
 
 
 class EpisodeShelf:
@@ -220,8 +218,7 @@ class EpisodeShelf:
 async def read_episode(storage: TrajectoryStorage, identity: str, revision: str = "") -> Opened:
     """An episode of a store. Raises ``HTTPException`` 404 and ``StorageError``."""
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,), finished=None)):
-        labels, begun = await labels_of(storage, [identity]), await sub_agents_of(storage, trajectory)
-        return Opened(storage, revision, trajectory, scores, labels, begun)
+        return Opened(storage, revision, trajectory, scores, await labels_of(storage, [identity]))
     raise HTTPException(404, f"no store has the episode {identity[:80]!r}")
 
 

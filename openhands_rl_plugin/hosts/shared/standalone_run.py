@@ -144,3 +144,15 @@ class StandaloneRun:
         async for stored, scores in self._storage.find(TrajectoryFilter(ids=(trajectory.id,))):
             return run_summary(stored, scores, settings)
         return run_summary(redact_trajectory(trajectory), (), settings)
+
+
+class RunBeside:
+    """Stores a sub-agent's episode while it runs, where the runner of ``parent`` stores that one."""
+
+    def __init__(self, episode: HostEpisode, parent: HostEpisode) -> None:
+        self._episode = episode
+        episode.keep_beside(parent)
+
+    def keep(self, failure: Failure | None = None) -> None:
+        """Close the episode; called once. Raises ``StorageError``."""
+        background().wait_for(self._episode.end(self._episode.freeze(failure=failure)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -35,9 +35,8 @@ from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisod
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
-from openhands_rl_plugin.hosts.v1.recording_note import note_unrecorded
 from openhands_rl_plugin.hosts.v1.resumed import settings_that_changed
-from openhands_rl_plugin.hosts.v1.sub_agents import Delegation, adopting
+from openhands_rl_plugin.hosts.v1.sub_agents import adopting
 
 log = logging.getLogger("openhands")
 
@@ -59,7 +58,7 @@ class RLAgent(Agent):
     """Calls that the SDK repaired are replayed to the model as they were sampled, so that prompts extend each other."""
 
     _conversations: Conversations = PrivateAttr(default_factory=Conversations)
-    _delegation: Delegation | None = PrivateAttr(default=None)
+    _parent: tuple[ConversationEpisode, str] | None = PrivateAttr(default=None)
 
     @field_validator("rl")
     @classmethod
@@ -131,20 +130,18 @@ class RLAgent(Agent):
     @property
     def delegated_by(self) -> HostEpisode | None:
         """The episode in which this agent was made, as a sub-agent."""
-        return self._delegation.by.episode if self._delegation is not None else None
+        return self._parent[0].episode if self._parent is not None else None
 
     def _adopt(self, by: ConversationEpisode, made: AgentBase, kind: str) -> AgentBase:
         """The same agent, recorded as a sub-agent."""
         if type(made) is Agent:
-            made = as_rl_agent(made, self.rl, type(self))
-        elif isinstance(made, RLAgent):
-            made = made.model_copy()
-        else:
+            fields = {name: getattr(made, name) for name in Agent.model_fields if name != "kind"}
+            made = type(self).model_validate({**fields, "rl": self.rl})
+        if not isinstance(made, RLAgent):
             log.warning("openhands_rl_plugin: a sub-agent is not recorded: %s is no Agent of the SDK", type(made))
-            if (conversation := by.conversation) is not None:
-                note_unrecorded(conversation, f"the sub-agent {kind} ({type(made).__name__})")
             return made
-        made._delegation = Delegation(by, kind)
+        made = made.model_copy()
+        made._parent = (by, kind)
         return made
 
     def _settings(self) -> RLSettings:
@@ -155,7 +152,7 @@ class RLAgent(Agent):
     def _playing(self, conversation: LocalConversation) -> Iterator[Agent]:
         """The agent for one step."""
         episode = self._conversations.begin_step(
-            conversation, self.llm, self._settings, exact=self.replays_sampled, delegation=self._delegation
+            conversation, self.llm, self._settings, exact=self.replays_sampled, parent=self._parent
         )
         if episode is None:
             yield self
@@ -173,12 +170,6 @@ class RLAgent(Agent):
             episode.end(over.stop)
         finally:
             self._conversations.end_step(conversation)
-
-
-def as_rl_agent(agent: Agent, rl: Mapping[str, Any], kind: type[RLAgent] = RLAgent) -> RLAgent:
-    """The same agent, recorded."""
-    fields = {name: getattr(agent, name) for name in type(agent).model_fields if name != "kind"}
-    return kind.model_validate({**fields, "rl": dict(rl)})
 
 
 class RecordedAgent(RLAgent):

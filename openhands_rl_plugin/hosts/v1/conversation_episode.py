@@ -36,11 +36,10 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.delegated_episode import DelegatedRun
 from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime, runtime_of
-from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun
+from openhands_rl_plugin.hosts.shared.standalone_run import RunBeside, StandaloneRun
 from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
 from openhands_rl_plugin.hosts.v1.endings import conversation_end
 from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, ConversationTurn
@@ -80,7 +79,7 @@ class ConversationEpisode:
         *,
         calls: SampledCalls,
         own: LLMEngine | None,
-        standalone: StandaloneRun | DelegatedRun | None,
+        standalone: StandaloneRun | RunBeside | None,
         exact: bool = True,
     ) -> None:
         self.episode = episode

@@ -21,16 +21,15 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, RLError, boundary
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.delegated_episode import DelegatedRun, delegated_episode
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.served_adapter import adapter_in_use, listed_models
-from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
+from openhands_rl_plugin.hosts.shared.standalone_run import RunBeside, StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.endings import ENDED, conversation_end, last_instruction, said_finish
 from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
 from openhands_rl_plugin.hosts.v1.recording_note import note_failure, note_recording
-from openhands_rl_plugin.hosts.v1.sub_agents import Delegation
+from openhands_rl_plugin.hosts.v1.sub_agents import sub_agent_episode
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
@@ -71,11 +70,11 @@ class Conversations:
         settings: Callable[[], RLSettings],
         *,
         exact: bool,
-        delegation: Delegation | None = None,
+        parent: tuple[ConversationEpisode, str] | None = None,
     ) -> ConversationEpisode | None:
         """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
 
-        ``delegation``: whose sub-agent it is.
+        ``parent``: the episode whose sub-agent it is, and the registered kind of the agent.
 
         When the user says something after an end, or the watch saw the end, a new episode begins. A reply is an end as
         well, but in an episode of a runner, which answers by itself.
@@ -89,7 +88,7 @@ class Conversations:
             played.episode.end(played.stop)
         if played is None or played.episode is None or played.episode.over:
             calls = played.calls if played else SampledCalls()
-            played = self._begin(conversation, llm, settings(), calls, exact, delegation)
+            played = self._begin(conversation, llm, settings(), calls, exact, parent)
             with self._lock:
                 self._played[session] = played
             self._watch()
@@ -154,13 +153,13 @@ class Conversations:
         settings: RLSettings,
         calls: SampledCalls,
         exact: bool,
-        delegation: Delegation | None,
+        parent: tuple[ConversationEpisode, str] | None,
     ) -> _Played:
-        bound = current_episode() if delegation is None else None
+        bound = current_episode() if parent is None else None
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
-                if delegation is not None:
-                    return _Played(calls, _delegated(delegation, conversation, llm, calls, exact))
+                if parent is not None:
+                    return _Played(calls, _sub_agents(parent, conversation, llm, calls, exact))
                 begun = _episode(conversation, llm, settings, calls, exact)
                 if begun.standalone:
                     note_recording(conversation, begun.episode, forks=begun.sandboxed)
@@ -242,25 +241,19 @@ def _episode(
     return ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=standalone, exact=exact)
 
 
-def _delegated(
-    delegation: Delegation, conversation: LocalConversation, llm: LLM, calls: SampledCalls, exact: bool
+def _sub_agents(
+    parent: tuple[ConversationEpisode, str], conversation: LocalConversation, llm: LLM, calls: SampledCalls, exact: bool
 ) -> ConversationEpisode:
     """The episode of a sub-agent, which ends with its parent's at the latest."""
-    by, parent = delegation.by, delegation.by.episode
-    live = by.conversation
-    other = live is not None and live.agent.llm.model != llm.model
-    spec = parent.strategy_spec
-    episode = delegated_episode(
-        parent,
-        session=str(conversation.state.id),
-        kind=delegation.kind,
-        instruction=last_instruction(conversation.state.events),
-        strategy=registry.build("strategies", spec.name, spec.options) if exact else type(parent.strategy)(),
-        model=split_provider(llm.model)[1] if other else None,
-    )
-    own = _own_engine(episode) if exact and not other else None
+    by, kind = parent
+    live, spec = by.conversation, by.episode.strategy_spec
+    other = split_provider(llm.model)[1] if live is not None and live.agent.llm.model != llm.model else None
+    strategy = registry.build("strategies", spec.name, spec.options) if exact else type(by.episode.strategy)()
+    instruction = last_instruction(conversation.state.events)
+    episode = sub_agent_episode(by.episode, kind, str(conversation.state.id), instruction, strategy, other)
+    own = _own_engine(episode) if exact and other is None else None
     _check_llm(llm, own)
-    run = StandaloneRun(episode) if by.standalone else DelegatedRun(episode, parent)
+    run = StandaloneRun(episode) if by.standalone else RunBeside(episode, by.episode)
     made = ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=run, exact=exact)
     by.delegated.add(made)
     return made

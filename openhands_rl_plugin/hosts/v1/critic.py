@@ -12,62 +12,40 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 from openhands.sdk.critic import CriticBase, CriticResult
 from openhands.sdk.event import LLMConvertibleEvent, MessageEvent
-from openhands.sdk.llm import Message as SdkMessage
-from openhands.sdk.llm import TextContent
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.concurrency import LoopThread, bound
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, RLError, boundary
 from openhands_rl_plugin.core.judgements import OPINION
 from openhands_rl_plugin.core.protocols import Reward
-from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import (
-    Completion,
-    EpisodeRequest,
-    FailureKind,
-    JsonObject,
-    Message,
-    PolicyRef,
-    Score,
-    StopReason,
-    StrategySpec,
-    Task,
-    Times,
-    ToolCall,
-    Trajectory,
-)
+from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.transcript import last_answer
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
-from openhands_rl_plugin.hosts.v1.critic_evidence import Gathering
 from openhands_rl_plugin.hosts.v1.endings import said_finish
+from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.values import trajectory_of
+from openhands_rl_plugin.rollout.scoring import workspace_command
 
 CRITIC = "critic"
 """The key of a sampled node's metadata with what the critic said of it."""
 
-VERSION = f"{OPINION}critic@"
-"""How the version of a critic's score begins: an opinion, which never takes the place of an outcome."""
-
-_UNKNOWN = PolicyRef(base_model="unknown")
-_judged: ContextVar[_Judged | None] = ContextVar("rl_judged_episode", default=None)
+_judged: ContextVar[tuple[HostEpisode, str] | None] = ContextVar("rl_judged_episode", default=None)
 
 
 class NoScoreError(RLError):
     """The critic has no score; ``str()`` is one line with the cause."""
 
 
-class _Judged(NamedTuple):
-    episode: HostEpisode
-    session: str
-
-
 def judged_in(episode: HostEpisode, session: str) -> AbstractContextManager[object]:
     """Until the end of the block, critics judge the steps of ``episode``, in the workspace of ``session``."""
-    return bound(_judged, _Judged(episode, session))
+    return bound(_judged, (episode, session))
 
 
 class RewardCritic(CriticBase):
@@ -89,92 +67,90 @@ class RewardCritic(CriticBase):
     evidence: dict[str, Any] = Field(default_factory=dict, description='Known of the task, such as {"label": "42"}.')
 
     _reward: Reward | None = PrivateAttr(default=None)
-    _busy: threading.Lock = PrivateAttr(default_factory=threading.Lock)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> RewardCritic:
         return type(self).model_validate(self.model_dump())
 
-    @field_validator("reward")
-    @classmethod
-    def _is_known(cls, reward: str) -> str:
+    @model_validator(mode="after")
+    def _is_usable(self) -> Self:
+        if not self.reward_range[0] < self.reward_range[1]:
+            raise ValueError("reward_range: the first has to be below the second")
         try:
-            registry.check("rewards", reward)
+            registry.check("rewards", self.reward)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        return reward
-
-    @field_validator("reward_range")
-    @classmethod
-    def _is_range(cls, given: tuple[float, float]) -> tuple[float, float]:
-        if not given[0] < given[1]:
-            raise ValueError("the first has to be below the second")
-        return given
+        return self
 
     def evaluate(self, events: Sequence[LLMConvertibleEvent], git_patch: str | None = None) -> CriticResult:
         """The score of the conversation up to its last event. Raises ``NoScoreError``, which the SDK logs."""
-        judged = _judged.get()
-        episode, workspace = (judged.episode, runtime_of(judged.session)) if judged is not None else (None, None)
+        episode, session = _judged.get() or (None, "")
         given: JsonObject = {**self.evidence, **({"git_patch": git_patch} if git_patch is not None else {})}
-        ends = isinstance(events[-1], MessageEvent) or said_finish(events) if events else False
+        ends = events and (isinstance(events[-1], MessageEvent) or said_finish(events))
         stop = StopReason.TERMINATED if ends else StopReason.UNFINISHED
         if episode is not None:
             trajectory = episode.freeze(stop=stop, evidence={**(episode.evidence or {}), **given})
         else:
-            trajectory = _told_by(events, stop, given)
-        score = self._score(trajectory, Gathering(workspace, tests=self.tests, seconds=self.timeout))
-        result = self._result(score)
-        if episode is not None:
-            _note(episode, score, result.score)
-        return result
-
-    def _result(self, score: Score) -> CriticResult:
-        low, high = self.reward_range
-        if score.reward is None:
-            raise self._none("there is nothing to judge yet")
-        if not low <= score.reward <= high:
-            raise self._none(f"{score.reward:g} is outside of reward_range [{low:g}, {high:g}]; widen it")
-        return CriticResult(
-            score=(score.reward - low) / (high - low),
-            message=score.reward_version,
-            metadata={"reward": score.reward, "detail": score.detail},
-        )
-
-    def _score(self, trajectory: Trajectory, gathering: Gathering) -> Score:
-        if not self._busy.acquire(blocking=False):
-            raise self._none("an earlier judgement still runs")
-        running = asyncio.run_coroutine_threadsafe(self._judge(trajectory, gathering), _loop().loop)
+            trajectory = trajectory_of(LLMConvertibleEvent.events_to_messages(list(events)), stop, given)
+        (low, high), given_up = self.reward_range, threading.Event()
+        judging = asyncio.run_coroutine_threadsafe(self._judge(trajectory, runtime_of(session), given_up), _loop().loop)
         try:
             # A reward that blocks the loop is not cancelled by it; it ends by itself.
-            return running.result(self.timeout)
-        except TimeoutError as error:
-            raise self._none(f"it took longer than {self.timeout:g} s; raise the critic's timeout") from error
+            score = judging.result(self.timeout)
+        except TimeoutError:
+            why = f"it took longer than {self.timeout:g} s; raise the critic's timeout"
         except RLError as error:
-            raise self._none(str(error).partition("\n")[0]) from error
-
-    async def _judge(self, trajectory: Trajectory, gathering: Gathering) -> Score:
-        try:
-            async with asyncio.timeout(self.timeout):
-                with boundary(FailureKind.GRADER, f"critic.{self.reward}"):
-                    made = self._reward or await asyncio.to_thread(registry.build, "rewards", self.reward, self.options)
-                    self._reward = made
-                    found = await asyncio.to_thread(gathering.evidence, made, trajectory)
-                    evidence = {**found, **trajectory.evidence}
-                    return await made(trajectory.model_copy(update={"evidence": evidence}))
-        except CaughtFailure as caught:
-            raise GraderError(caught.failure.message) from caught
+            why = error.failure.message if isinstance(error, CaughtFailure) else str(error)
+        else:
+            reward, version, why = score.reward, score.reward_version, "there is nothing to judge yet"
+            if reward is not None and low <= reward <= high:
+                value = (reward - low) / (high - low)
+                if episode is not None:
+                    # On the completion that was judged; the last score is stored when the episode ends.
+                    if episode.tree.head is not None and (node := episode.tree.nodes[episode.tree.head]).sampled:
+                        node.metadata[CRITIC] = {"score": value, "reward": reward, "version": version}
+                    episode.opinion = score.model_copy(update={"reward_version": f"{OPINION}critic@{version}"})
+                return CriticResult(score=value, message=version, metadata={"reward": reward, "detail": score.detail})
+            if reward is not None:
+                why = f"{reward:g} is outside of reward_range [{low:g}, {high:g}]; widen it"
         finally:
-            gathering.give_up()
-            self._busy.release()
+            given_up.set()
+            judging.cancel()
+        raise NoScoreError(f"no score of {self.reward}: {why.partition(chr(10))[0]}")
 
-    def _none(self, cause: str) -> NoScoreError:
-        return NoScoreError(f"no score of {self.reward}: {cause}")
+    async def _judge(self, trajectory: Trajectory, workspace: object, given_up: threading.Event) -> Score:
+        with boundary(FailureKind.GRADER, f"critic.{self.reward}"):
+            made = self._reward or await asyncio.to_thread(registry.build, "rewards", self.reward, self.options)
+            self._reward = made
+            found = await asyncio.to_thread(self._gather, made, trajectory, workspace, given_up)
+            return await made(trajectory.model_copy(update={"evidence": {**found, **trajectory.evidence}}))
+
+    def _gather(self, reward: Reward, judged: Trajectory, workspace: object, given_up: threading.Event) -> JsonObject:
+        """The last answer, the label, and the commands that the reward needs. Blocks; raises ``GraderError``."""
+
+        def run(asked: WorkspaceCommand) -> CommandEvidence:
+            if not isinstance(workspace, ConversationWorkspace):
+                raise GraderError("its command needs the workspace of an RLAgent in a sandbox (isolation)")
+            bounded = asked.model_copy(update={"timeout": min(asked.timeout, self.timeout)})
+            ran = workspace.check_copy(bounded, given_up)
+            if ran.timed_out and asked.timeout > self.timeout:
+                raise GraderError(f"its command took longer than {self.timeout:g} s; raise the critic's timeout")
+            return ran
+
+        known = {"answer": last_answer(judged), "label": judged.task.data.get("label")}
+        found: JsonObject = {name: value for name, value in known.items() if value is not None}
+        if (asked := workspace_command(reward)) is not None:
+            found[CHECKED] = run(asked).model_dump(mode="json")
+        if self.tests:
+            ran = run(WorkspaceCommand(command=self.tests))
+            if ran.exit_code in (None, 126, 127):  # what a shell exits with when it cannot execute or find a command
+                raise GraderError(f"the tests could not be run: {ran.error or ran.output.strip()[-200:]}")
+            found["test_result"] = {"report": {"resolved": ran.exit_code == 0}, "test_output": ran.output}
+        return found
 
 
 class _OneLine(logging.Filter):
-    """The SDK logs a critic's error with its traceback; a cause that is known needs none."""
-
     def filter(self, record: logging.LogRecord) -> bool:
-        """Pass every record, that of a ``NoScoreError`` as one line."""
+        """The SDK logs a critic's error with its traceback; a cause that is known needs none."""
         if record.exc_info and isinstance(record.exc_info[1], NoScoreError):
             record.exc_info = None
         return True
@@ -187,48 +163,3 @@ logging.getLogger("openhands.sdk.agent.critic_mixin").addFilter(_OneLine())
 def _loop() -> LoopThread:
     """A loop of their own: a reward that blocks it delays no strategy."""
     return LoopThread("rl-critics")
-
-
-def _note(episode: HostEpisode, score: Score, value: float) -> None:
-    """Put the score on the answer that was judged, and the last one into the store when the episode ends."""
-    if episode.tree.head is not None and (node := episode.tree.nodes[episode.tree.head]).sampled:
-        node.metadata[CRITIC] = {"score": value, "reward": score.reward, "version": score.reward_version}
-    episode.opinion = score.model_copy(update={"reward_version": f"{VERSION}{score.reward_version}"})
-
-
-def _told_by(events: Sequence[LLMConvertibleEvent], stop: StopReason, evidence: JsonObject) -> Trajectory:
-    """The conversation as its events tell it."""
-    tree = EpisodeTree()
-    for each in LLMConvertibleEvent.events_to_messages(list(events)):
-        message = message_of(each)
-        if message.role == "assistant":
-            tree.commit(tree.propose(Completion(message=message, policy=_UNKNOWN)))
-        else:
-            tree.head = tree.append(message)
-    asked = next((message.content for message in tree.messages() if message.role == "user"), None)
-    return tree.freeze(
-        EpisodeRequest(
-            task=Task(id="conversation", environment="workspace", instruction=asked or ""),
-            run_id=CRITIC,
-            group_id=CRITIC,
-        ),
-        trajectory_id="conversation",
-        strategy=StrategySpec(name=CRITIC),
-        policy=_UNKNOWN,
-        stop=stop,
-        times=Times(started=0.0, finished=0.0),
-        evidence=evidence,
-    )
-
-
-def message_of(said: SdkMessage) -> Message:
-    text = "\n".join(part.text for part in said.content if isinstance(part, TextContent))
-    return Message(
-        role=said.role,
-        content=text or None,
-        tool_calls=tuple(
-            ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in said.tool_calls or ()
-        ),
-        tool_call_id=said.tool_call_id,
-        name=said.name,
-    )

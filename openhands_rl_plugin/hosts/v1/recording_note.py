@@ -14,8 +14,6 @@ from openhands_rl_plugin.hosts.shared.run_summary import SHORT_ID, store_name
 KEY = "openhands_rl"
 """In the state's ``agent_state``."""
 
-RECORDED = "recorded in "
-
 _LONGEST = 300
 _WITHOUT_FORKS = "StandardReAct"
 
@@ -25,19 +23,12 @@ def note_recording(conversation: LocalConversation, episode: HostEpisode, *, for
     store, short = store_name(episode.settings), trajectory_id(episode.request)[:SHORT_ID]
     strategy = episode.strategy_spec.name
     flat = "" if forks or strategy == _WITHOUT_FORKS else f'; {strategy} forks nothing: isolation = "none"'
-    _note(conversation, f"{RECORDED}{store} on {socket.gethostname()} as {short}{flat}")
+    _note(conversation, f"recorded in {store} on {socket.gethostname()} as {short}{flat}")
 
 
 def note_failure(conversation: LocalConversation, why: str) -> None:
     """Say why the conversation is not recorded from here on."""
     _note(conversation, f"not recorded: {one_line(why, _LONGEST)}")
-
-
-def note_unrecorded(conversation: LocalConversation, what: str) -> None:
-    """Say that something in the conversation is not recorded, beside what is said already."""
-    said, more = str(conversation.state.agent_state.get(KEY, "")), f"; {one_line(what, _LONGEST)} is not recorded"
-    if more not in said:
-        _note(conversation, f"{said}{more}".removeprefix("; "))
 
 
 def _note(conversation: LocalConversation, text: str) -> None:

@@ -1,16 +1,15 @@
-"""Sub-agents of an ``RLAgent``: what the SDK's tools for delegation make of a registered kind is an ``RLAgent``, too.
+"""Sub-agents: what the SDK's tools for delegation make during a step of an ``RLAgent`` is an ``RLAgent``, too.
 
-The tools ask ``get_agent_factory`` for the kind. While a step of an ``RLAgent`` executes them, what the factory gives
-is adopted: the same agent, with the strategy, the store and the sandbox of the one that delegates.
+Each has an episode of its own, whose task names the parent's in ``data["sub_agent"]``. The tools ask
+``get_agent_factory`` for a kind of agent; what it makes is passed to ``adopt``.
 """
 
 from __future__ import annotations
 
-import logging
+import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -18,25 +17,14 @@ from openhands.sdk import LLM, AgentBase
 from openhands.sdk.subagent import get_agent_factory
 
 from openhands_rl_plugin.core.concurrency import bound
-from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
-
-log = logging.getLogger("openhands")
+from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode
+from openhands_rl_plugin.hosts.shared.standalone_run import workspace_task_id
 
 Adopt = Callable[[AgentBase, str], AgentBase]
-"""Makes the agent of a kind one whose completions are recorded, where it can."""
-
-_ASKING = ("openhands.tools.delegate.impl", "openhands.tools.task.manager")
-"""Modules that make sub-agents; not every release has both."""
-
+"""Makes the agent of a registered kind one whose completions are recorded, where it can."""
 _adopting: ContextVar[Adopt | None] = ContextVar("rl_sub_agents", default=None)
-
-
-@dataclass(frozen=True)
-class Delegation:
-    """An agent is the sub-agent, of the kind ``kind``, of the one whose episode is ``by``."""
-
-    by: ConversationEpisode
-    kind: str
 
 
 def adopting(adopt: Adopt) -> AbstractContextManager[object]:
@@ -56,14 +44,37 @@ def _factory_of(name: str | None = None) -> Any:
     return factory._replace(factory_func=make)
 
 
-def _install() -> None:
-    for name in _ASKING:
-        try:
-            module = import_module(name)
-        except ModuleNotFoundError:
-            continue
-        if hasattr(module, "get_agent_factory"):
-            module.get_agent_factory = _factory_of  # type: ignore[attr-defined]
+for _name in ("openhands.tools.delegate.impl", "openhands.tools.task.manager"):  # not every release has both
+    with suppress(ModuleNotFoundError):
+        if hasattr(_module := import_module(_name), "get_agent_factory"):
+            _module.get_agent_factory = _factory_of  # type: ignore[attr-defined]
 
 
-_install()
+def sub_agent_episode(
+    parent: HostEpisode, kind: str, session: str, instruction: str, strategy: Strategy, model: str | None
+) -> HostEpisode:
+    """The episode of a sub-agent, stored where the parent's is. ``model``: the served name where it is another one.
+
+    Its run and its group are its own, because it is no sample of the parent's task. Its split is the parent's.
+    """
+    asked, data = parent.request, {SUB_AGENT: {"parent": trajectory_id(parent.request), "kind": kind}}
+    named = {"id": workspace_task_id(instruction, session), "instruction": instruction, "data": data}
+    changes = {
+        "task": asked.task.model_copy(update=named),
+        "run_id": sub_agents_run(asked.run_id),
+        "group_id": session,
+        "sample": 0,
+        "attempt": 0,
+        "seed": zlib.crc32("\0".join((str(asked.seed), kind, instruction)).encode()),
+        "served_model": asked.served_model if model is None else None,
+    }
+    return HostEpisode(
+        asked.model_copy(update=changes),
+        parent.settings,
+        strategy=strategy,
+        strategy_spec=parent.strategy_spec,
+        base_model=model or parent.base_model,
+        environment_mode=parent.environment_mode,
+        workspace=parent.workspace,
+        token_ids=parent.token_ids,
+    )

@@ -13,7 +13,21 @@ from openhands.sdk.llm import Message as SdkMessage
 
 from openhands_rl_plugin.core.messages import is_json_object
 from openhands_rl_plugin.core.reasoning import reasoning_in
-from openhands_rl_plugin.core.types import Completion, Message, Tokens, ToolCall
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    JsonObject,
+    Message,
+    PolicyRef,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Tokens,
+    ToolCall,
+    Trajectory,
+)
 
 _numbers = itertools.count()
 
@@ -30,6 +44,39 @@ def sdk_message(message: Message) -> SdkMessage:
         tool_calls=calls or None,
         tool_call_id=message.tool_call_id,
         name=message.name,
+    )
+
+
+def message_of(said: SdkMessage) -> Message:
+    """The SDK's message as one of the project."""
+    text = "\n".join(part.text for part in said.content if isinstance(part, TextContent))
+    return Message(
+        role=said.role,
+        content=text or None,
+        tool_calls=_calls_of(said),
+        tool_call_id=said.tool_call_id,
+        name=said.name,
+    )
+
+
+def trajectory_of(messages: Sequence[SdkMessage], stop: StopReason, evidence: JsonObject) -> Trajectory:
+    """A conversation that was not recorded, as an episode of an unknown policy."""
+    tree, policy = EpisodeTree(), PolicyRef(base_model="unknown")
+    for message in map(message_of, messages):
+        if message.role == "assistant":
+            tree.commit(tree.propose(Completion(message=message, policy=policy)))
+        else:
+            tree.head = tree.append(message)
+    asked = next((message.content for message in tree.messages() if message.role == "user"), None)
+    task = Task(id="conversation", environment="workspace", instruction=asked or "")
+    return tree.freeze(
+        EpisodeRequest(task=task, run_id="conversation", group_id="conversation"),
+        trajectory_id="conversation",
+        strategy=StrategySpec(name="unknown"),
+        policy=policy,
+        stop=stop,
+        times=Times(started=0.0, finished=0.0),
+        evidence=evidence,
     )
 
 

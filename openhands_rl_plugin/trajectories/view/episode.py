@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from openhands_rl_plugin.core.acted import TURN, kind_of
-from openhands_rl_plugin.core.browsing.terms import Column, Match, Term, begins
+from openhands_rl_plugin.core.browsing.terms import Column, begins
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import (
@@ -14,8 +14,6 @@ from openhands_rl_plugin.core.records import (
     Label,
     TrajectoryFilter,
     prompt_of,
-    sub_agent_of,
-    sub_agents_run,
 )
 from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import (
@@ -90,18 +88,10 @@ class Totals(Frozen):
     seconds: float
 
 
-class SubAgent(Frozen):
-    """An episode that was begun in another one."""
-
-    id: str
-    kind: str
-
-
 class Episode(Frozen):
     """An episode, its scores, its labels and its turns: every node of the tree, in the order of their making.
 
-    ``sub_agents``: the episodes begun in it that the same store has, which are judged by themselves. ``prompt``: what
-    ``[rl.workspace] prompt`` gave the agent.
+    ``prompt``: what ``[rl.workspace] prompt`` gave the agent.
     """
 
     id: str
@@ -118,7 +108,6 @@ class Episode(Frozen):
     turns: tuple[Turn, ...]
     totals: Totals
     usage: Usage
-    sub_agents: tuple[SubAgent, ...] = ()
 
     @property
     def acted(self) -> tuple[Turn, ...]:
@@ -138,25 +127,8 @@ async def find_episode(storage: TrajectoryStorage, beginning: str) -> Episode:
             raise StorageError(f"{many} episodes have an id that begins with {beginning!r}; give more of it: {named}")
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(ids), finished=None)):
         labels = await storage.labels(ids) if isinstance(storage, TakesLabels) else ()
-        begun = await sub_agents_of(storage, trajectory)
-        return view_of(trajectory, scores, labels).model_copy(update={"sub_agents": begun})
+        return view_of(trajectory, scores, labels)
     raise StorageError(f"no episode has an id that begins with {beginning!r}; `openhands-rl list` lists them")
-
-
-async def sub_agents_of(storage: TrajectoryStorage, parent: Trajectory) -> tuple[SubAgent, ...]:
-    """The episodes begun in ``parent`` that the same store has. Raises ``StorageError``."""
-    where = TrajectoryFilter(run_id=sub_agents_run(parent.run_id), terms=_meanwhile(parent), finished=None)
-    found = [(each.id, sub_agent_of(each.task)) async for each, _ in storage.find(where)]
-    return tuple(SubAgent(id=at, kind=link.kind) for at, link in found if link and link.parent == parent.id)
-
-
-def _meanwhile(parent: Trajectory) -> tuple[Term, ...]:
-    """A run may have very many sub-agents, of all its episodes."""
-    times = parent.times
-    if times.started <= 0:
-        return ()
-    until = None if parent.stop is StopReason.UNFINISHED else times.finished
-    return (Term(column=Column.STARTED, any_of=(Match(at_least=times.started, at_most=until),)),)
 
 
 def view_of(trajectory: Trajectory, scores: Sequence[Score] = (), labels: Sequence[Label] = ()) -> Episode:

@@ -57,8 +57,6 @@ def _print_head(console: Console, episode: Episode) -> None:
     console.print(Text(visible(f"{episode.strategy}  {episode.policy.served_name}{prompt}")), soft_wrap=True)
     if (link := sub_agent_of(episode.task)) is not None:
         console.print(Text(visible(f"sub-agent {link.kind} of {link.parent}")), soft_wrap=True)
-    for each in episode.sub_agents:
-        console.print(Text(visible(f"its sub-agent {each.kind}: {each.id}")), soft_wrap=True)
     console.print()
 
 

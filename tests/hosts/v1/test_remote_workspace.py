@@ -12,7 +12,7 @@ import httpx
 import pytest
 from agent_server_process import NO_AGENTS_OF_OTHERS, running_agent_server, takes_agents_of_others
 from needs import needs_bubblewrap
-from openhands.sdk import Agent, Conversation, Tool, Workspace
+from openhands.sdk import Agent, Conversation, Workspace
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, finish, make_agent, make_llm, stored
 
@@ -31,12 +31,6 @@ def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(autouse=True)
-def warnings_are_heard(caplog: pytest.LogCaptureFixture) -> None:
-    """A runner in another test may have raised the level."""
-    caplog.set_level("WARNING", logger="openhands")
-
-
 def play(url: str, agent: Agent, workspace: Path) -> str | None:
     """One task, from a client; what the conversation then says of its recording."""
     remote = Workspace(host=url, working_dir=str(workspace))
@@ -47,12 +41,6 @@ def play(url: str, agent: Agent, workspace: Path) -> str | None:
     assert info["execution_status"] == "finished"
     conversation.close()
     return info["agent_state"].get(KEY)
-
-
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the terminal of the client has of the plugin, as warnings."""
-    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    return [line for line in lines if line.startswith("openhands_rl_plugin: ")]
 
 
 def finishes(body: dict[str, Any]) -> dict[str, Any]:
@@ -97,40 +85,20 @@ async def test_a_search_in_the_servers_own_sandbox(
     assert said == f"recorded in {tmp_path / 'store'} on {socket.gethostname()} as {episode.id[:8]}"
 
 
-async def test_a_server_that_cannot_record_says_so_to_its_client(
-    agent_server: str,
-    server: ScriptedModel,
-    workspace: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+async def test_a_server_that_cannot_record_says_so_in_the_conversations_state(
+    agent_server: str, server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
     server.policies["unrecorded"] = finishes
     (tmp_path / "store").write_text("a file")
     said = play(agent_server, make_agent(make_llm(server, "unrecorded"), tmp_path / "store"), workspace)
     assert said is not None and said.startswith("not recorded: ")
     assert str(tmp_path / "store") in said and "\n" not in said
-    assert told(caplog) == [f"openhands_rl_plugin: {said}"]
 
 
-async def test_a_search_that_forks_nothing_says_so_to_its_client(
-    agent_server: str,
-    server: ScriptedModel,
-    workspace: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+async def test_a_search_that_forks_nothing_says_so_in_the_conversations_state(
+    agent_server: str, server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
     server.policies["flat"] = finishes
     rl = {"workspace": {"isolation": "none"}, "rollout_strategy": "BestOfN", "strategy": {"n": 1}}
     said = play(agent_server, make_agent(make_llm(server, "flat"), tmp_path / "store", rl=rl), workspace)
     assert said is not None and said.endswith('; BestOfN forks nothing: isolation = "none"')
-    assert told(caplog) == [f"openhands_rl_plugin: {said}"]
-
-
-def test_another_agent_is_not_recorded_and_its_client_is_told(
-    agent_server: str, server: ScriptedModel, workspace: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.policies["plain"] = finishes
-    agent = Agent(llm=make_llm(server, "plain"), tools=[Tool(name=TERMINAL)])
-    assert play(agent_server, agent, workspace) is None
-    [line] = told(caplog)
-    assert line.startswith("openhands_rl_plugin: not recorded: the agent is Agent; take RLAgent") and "\n" not in line

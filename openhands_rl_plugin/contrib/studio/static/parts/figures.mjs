@@ -38,7 +38,6 @@ function OfEpisode({header, store}) {
     ['Split', header.task.split],
     ['Run', html`<a href=${link('r', header.run, {store})}><${Shown} text=${header.run} most=${80} /></a>`],
     ['Sub-agent of', header.sub_agent && html`<${Linked} id=${header.sub_agent.parent} kind=${header.sub_agent.kind} store=${store} />`],
-    ['Sub-agents', header.sub_agents.length ? header.sub_agents.map(each => html`<${Linked} key=${each.id} ...${each} store=${store} />`) : null],
     ['Group', html`<a href=${link('g', header.group, {store})}><${Shown} text=${header.group} most=${80} /></a>`],
   ]} />`;
 }
