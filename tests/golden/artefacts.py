@@ -10,6 +10,7 @@ from typing import Any, Literal
 import gateway_sessions
 import parsing
 import stores
+import worlds
 from golden import run_script
 
 
@@ -49,4 +50,5 @@ ARTEFACTS = {
     "v1_sessions": Artefact(lambda: run_script("sessions.py", "v1"), host="v1", sandboxed=True),
     "gateway_sessions": Artefact(gateway_sessions.both),
     "parsing": Artefact(parsing.parse_all),
+    "worlds": Artefact(worlds.episodes, tolerance=1e-9),
 }
