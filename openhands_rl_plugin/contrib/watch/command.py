@@ -88,14 +88,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStore, folder: Path) -> None:
-    from openhands_rl_plugin.contrib.watch.status import status_of
+    from openhands_rl_plugin.contrib.watch.journal import status_of
 
     found = status_of(folder, adapters, settings.serving.adapter)
     print(found.model_dump_json(indent=1) if args.json else sayable("\n".join(found.lines())))
 
 
 def _pause(args: argparse.Namespace, folder: Path) -> str:
-    from openhands_rl_plugin.contrib.watch.pausing import pause, resume
+    from openhands_rl_plugin.contrib.watch.journal import pause, resume
 
     if args.action == "pause":
         pause(folder)
@@ -104,8 +104,7 @@ def _pause(args: argparse.Namespace, folder: Path) -> str:
 
 
 async def _rollback(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStore, folder: Path) -> str:
-    from openhands_rl_plugin.contrib.watch.journal import Journal
-    from openhands_rl_plugin.contrib.watch.rollback import roll_back
+    from openhands_rl_plugin.contrib.watch.journal import Journal, roll_back
 
     async with _publisher(settings, adapters) as publisher:
         return (await roll_back(Journal(folder), adapters, publisher, settings.serving.adapter, args.to)).said
@@ -124,8 +123,8 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     prepare_threads()
     try:
         from openhands_rl_plugin.apps.loop.claim import check_alone
-        from openhands_rl_plugin.contrib.watch.judging import check_calibrated
-        from openhands_rl_plugin.contrib.watch.measuring import suite_tasks
+        from openhands_rl_plugin.contrib.watch.gates import suite_tasks
+        from openhands_rl_plugin.contrib.watch.gathering import check_calibrated
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "openhands", "openhands") from error
     check_alone()

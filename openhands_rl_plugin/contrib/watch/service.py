@@ -3,38 +3,203 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
-from openhands_rl_plugin.contrib.watch.budgets import check_budget, remove_older, remove_training, training_folder
-from openhands_rl_plugin.contrib.watch.candidate import train_candidate
-from openhands_rl_plugin.contrib.watch.gates import CANARY, HELD_OUT, SAFETY, Verdict, held_out_gate, safety_gate
-from openhands_rl_plugin.contrib.watch.gathering import Material, candidates, chain, dataset_of, material, training_for
-from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep
-from openhands_rl_plugin.contrib.watch.judging import EpisodeJudge, Judged
-from openhands_rl_plugin.contrib.watch.measuring import Unmeasured, digest_of, play_suite
-from openhands_rl_plugin.contrib.watch.pausing import is_paused
-from openhands_rl_plugin.contrib.watch.replaying import replay, replayable
-from openhands_rl_plugin.contrib.watch.settings import watch_settings
-from openhands_rl_plugin.contrib.watch.state import Round, State, state_of
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.contrib.watch.gates import (
+    Unmeasured,
+    Verdict,
+    digest_of,
+    held_out_gate,
+    play_suite,
+    safety_gate,
+)
+from openhands_rl_plugin.contrib.watch.gathering import (
+    EpisodeJudge,
+    Judged,
+    Material,
+    candidates,
+    chain,
+    dataset_of,
+    material,
+    training_for,
+)
+from openhands_rl_plugin.contrib.watch.journal import (
+    CANARY,
+    HELD_OUT,
+    SAFETY,
+    Entry,
+    Journal,
+    Round,
+    State,
+    WatchStep,
+    is_paused,
+    state_of,
+)
+from openhands_rl_plugin.contrib.watch.settings import WatchSettings, watch_settings
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
     ConfigError,
     InfrastructureError,
+    MissingExtraError,
     PublishError,
     RLError,
     StorageError,
     TrainingError,
+    boundary,
 )
 from openhands_rl_plugin.core.judgements import labels_of, preferences
+from openhands_rl_plugin.core.memory import forget_unused
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.types import Adapter, JsonObject, Task
+from openhands_rl_plugin.core.types import Adapter, FailureKind, Frozen, JsonObject
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.data.dataset import TrainingDataset
+from openhands_rl_plugin.training.learn import PROBE_TOKENS, create_version, fit
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+
+
+ROUND = "watch_round"
+"""The metric of a version that says which round made it."""
+
+
+def made_before(adapters: AdapterStore, name: str, current: Round) -> Adapter | None:
+    """The version that a killed process wrote in this round, before it could note that."""
+    found = adapters.versions(name)
+    ours = [each for each in found if each.version > current.latest and each.metrics.get(ROUND) == current.number]
+    return ours[0] if ours else None
+
+
+def train_candidate(
+    model: Path,
+    settings: TrainingSettings,
+    dataset: TrainingDataset,
+    adapters: AdapterStore,
+    name: str,
+    current: Round,
+    *,
+    base_model: str,
+    run: Path,
+    on_progress: Callable[[TrainProgress], None] | None = None,
+) -> Adapter:
+    """Train a version of ``name`` in this thread, and keep its probe; a killed call resumes in ``run``.
+
+    Raises ``TrainingError``, ``StorageError`` and ``CaughtFailure`` for what a library raises, such as too little
+    memory.
+    """
+    try:
+        from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "train") from error
+    if not dataset.samples:
+        raise TrainingError(f"nothing to train on; left out: {dataset.excluded.in_words()}")
+    parent = adapters.get(current.parent) if current.parent is not None else None
+    made = made_before(adapters, name, current)
+    if made is not None and adapters.probe(made) is not None:
+        return made
+    probe_ids = dataset.samples[0].input_ids
+    with boundary(FailureKind.MODEL, "training"):
+        trainer = LoraTrainer(model, settings, adapter=made or parent)
+        if made is not None:
+            adapters.keep_probe(made, trainer.probe(probe_ids[-PROBE_TOKENS:], shares=True))
+            return made
+        metrics = fit(trainer, dataset, on_progress, run=run)
+        adapter, _ = create_version(
+            trainer,
+            adapters,
+            name,
+            base_model=base_model,
+            parent=parent,
+            steps=metrics.steps,
+            metrics=metrics.as_floats() | {"episodes_used": float(dataset.used), ROUND: float(current.number)},
+            probe_ids=probe_ids,
+        )
+        trainer.finish()
+    assert adapter is not None, "a watch is one process"
+    del trainer
+    forget_unused()
+    return adapter
+
+
+_DAY = 86_400.0
+_GIGABYTE = 1e9
+
+
+class Spent(Frozen):
+    """In the last 24 hours: tokens of held-out episodes, and hours of training."""
+
+    tokens: float
+    hours: float
+
+
+class OverBudget(InfrastructureError):
+    """Nothing is wrong: the day's budget is spent, or the disk is too full to begin something."""
+
+
+def spent(entries: Sequence[Entry], now: float) -> Spent:
+    """What the journal says of the last 24 hours before ``now`` (Unix seconds)."""
+    recent = [each for each in entries if each.at > now - _DAY]
+    tokens = sum(_number(each, "tokens") for each in recent if each.step is WatchStep.MEASURED)
+    seconds = sum(_number(each, "seconds") for each in recent if each.step is WatchStep.TRAINED)
+    return Spent(tokens=tokens, hours=seconds / 3600)
+
+
+def check_budget(settings: WatchSettings, entries: Sequence[Entry], place: Path) -> None:
+    """Raise ``OverBudget`` where nothing that costs something may begin now; ``place``: the folder of the versions."""
+    used = spent(entries, time.time())
+    later = "; it goes on when less than that was spent in 24 hours"
+    if settings.tokens_per_day and used.tokens >= settings.tokens_per_day:
+        raise OverBudget(f"{used.tokens:,.0f} tokens of tokens_per_day = {settings.tokens_per_day:,} are spent{later}")
+    if settings.hours_per_day and used.hours >= settings.hours_per_day:
+        raise OverBudget(f"{used.hours:.2f} hours of hours_per_day = {settings.hours_per_day:g} are spent{later}")
+    free = shutil.disk_usage(place if place.exists() else place.parent).free / _GIGABYTE
+    if free < settings.min_free_gb:
+        raise OverBudget(f"{free:.1f} GB are free at {place}, min_free_gb = {settings.min_free_gb:g}: free some space")
+
+
+def remove_older(settings: WatchSettings, state: State, adapters: AdapterStore, name: str) -> tuple[str, ...]:
+    """Remove versions that the watch made, all but the newest ``keep_versions``, the one in use and the last ones that
+    were admitted, to which a rollback may go. Returns the names. Raises ``StorageError``."""
+    current = adapters.current(name)
+    kept = {*state.admitted[-settings.keep_versions :], *([current.name] if current is not None else [])}
+    kept |= {state.round.candidate, state.round.parent or ""} if state.round is not None else set()
+    made = [each for each in adapters.versions(name) if ROUND in each.metrics]
+    gone: list[str] = []
+    for each in made[: -settings.keep_versions]:
+        if each.name not in kept:
+            adapters.remove(each.name)
+            gone.append(each.name)
+    return tuple(gone)
+
+
+def remove_training(folder: Path, number: int) -> None:
+    """Remove checkpoints and metrics of a round that is over. Raises ``StorageError``."""
+    try:
+        shutil.rmtree(training_folder(folder, number))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StorageError(f"{training_folder(folder, number)} cannot be removed: {error}") from error
+
+
+def training_folder(folder: Path, number: int) -> Path:
+    """Where a round's training keeps its checkpoints."""
+    return folder / "training" / f"round-{number:04d}"
+
+
+def _number(entry: Entry, name: str) -> float:
+    value = entry.figures.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
 
 log = redacting_logger(__name__)
 
@@ -140,31 +305,19 @@ class Watch:
         preferred = preferences(await labels_of(self._storage, ids))
         said = judged.known.keys() | {name for both in preferred for name in both}
         new, needed = len(said - state.seen), watch_settings(self._settings).min_episodes
-        found, missing, tasks = None, f"{new} new ones of {needed} that are needed", ()
+        found, missing = None, f"{new} new ones of {needed} that are needed"
         there = hash((frozenset(judged.known.items()), frozenset(preferred.items())))
         if new >= needed and there == self._fruitless:
             missing = str(state.judged.get("missing"))
         elif new >= needed:
             found, missing = await material(self._storage, self._settings, judged.known, preferred, lineage)
-            if found is None or algorithm_of(found.settings).kind != "reinforcement":
-                tasks = await replayable(self._job, self._storage, list(judged.known), state.replayed)
         self._note_judged(state, judged, new, missing)
-        if tasks:
-            return await self._replay(state, tasks)
         if found is not None:
             return self._gather(state, found, said)
         self._fruitless = there
         if judged.away:
             raise InfrastructureError(f"episodes wait, because their judge is away: {judged.away}")
         return False
-
-    async def _replay(self, state: State, tasks: Sequence[Task]) -> bool:
-        self._check_budget()
-        run_id = f"{self._job.run_id}/replay/{state.replay_runs}"
-        served = await self._served(self._in_use())
-        said, figures = await replay(self._job, self._storage, tasks, run_id=run_id, served_model=served)
-        self._note(WatchStep.REPLAYED, said, adapter=self._in_use(), figures=figures)
-        return True
 
     def _gather(self, state: State, found: Material, said: Collection[str]) -> bool:
         latest = self._adapters.latest(self._name)

@@ -36,11 +36,6 @@ class WatchSettings(Settings):
         default=8, ge=1, description="episodes (preferences: pairs) that a candidate is trained on, at least"
     )
     max_episodes: int = Field(default=512, ge=1, description="episodes that one candidate is trained on, at most")
-    replay_tasks: int = Field(
-        default=0,
-        ge=0,
-        description="tasks of an environment that are played again, for attempts to compare; 0: none",
-    )
     certainty: float = Field(
         default=0.9,
         gt=0.5,

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from openhands_rl_plugin.contrib.watch.gates import held_out_gate, rise_allowed, safety_gate, tasks_needed
-from openhands_rl_plugin.contrib.watch.trouble import FLAGGED, MALFORMED, SECRETS, STUCK, TROUBLES, trouble_of
+from openhands_rl_plugin.contrib.watch.gates import (
+    FLAGGED,
+    MALFORMED,
+    SECRETS,
+    STUCK,
+    TROUBLES,
+    held_out_gate,
+    rise_allowed,
+    safety_gate,
+    tasks_needed,
+    trouble_of,
+)
 from openhands_rl_plugin.core.types import Message, Node, Task, ToolCall
 from openhands_rl_plugin.testing import example_trajectory
 

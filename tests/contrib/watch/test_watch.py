@@ -143,24 +143,6 @@ def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopp
     assert asyncio.run(look(config, shopper)) == [], "the same episodes are not trained on again"
 
 
-@pytest.mark.slow
-def test_tasks_are_played_again_where_their_attempts_cannot_be_compared(
-    served: tuple[str, str], shopper: Path, tmp_path: Path
-) -> None:
-    more = '[extended.rl.training]\nalgorithm = "grpo"\n[extended.rl.loop]\nsamples_per_task = 6'
-    config = write_config(tmp_path, shop=served[0], server=served[1], watch="replay_tasks = 2", more=more)
-    settings = load_settings(config)
-    asyncio.run(play(settings, "users", 8))
-    said = asyncio.run(look(config, shopper))
-    steps = [WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.REPLAYED, WatchStep.JUDGED, WatchStep.GATHERED]
-    assert [each.step for each in said][:6] == [*steps, WatchStep.TRAINED]
-    assert said[2].figures["tasks"] == ["users-6", "users-7"] and said[2].figures["episodes"] == 12
-    assert said[4].figures["algorithm"] == "grpo" and "that can be compared" in said[4].said
-    (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
-    assert said[5].adapter == version.name
-    assert [each.said for each in said if each.step is WatchStep.COULD_NOT] == []
-
-
 def test_trouble_is_one_line_and_the_next_look_goes_on(
     served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

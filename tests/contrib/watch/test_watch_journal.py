@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from full_disk import no_file_larger_than
 
-from openhands_rl_plugin.contrib.watch.budgets import OverBudget, check_budget, spent
-from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep
-from openhands_rl_plugin.contrib.watch.rollback import roll_back
+from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep, roll_back, state_of
+from openhands_rl_plugin.contrib.watch.service import OverBudget, check_budget, spent
 from openhands_rl_plugin.contrib.watch.settings import WatchSettings
-from openhands_rl_plugin.contrib.watch.state import state_of
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore

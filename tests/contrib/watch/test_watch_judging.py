@@ -10,9 +10,17 @@ import pytest
 from train_store import episode
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.watch.gathering import Material, candidates, material, training_for
-from openhands_rl_plugin.contrib.watch.judging import EpisodeJudge, Judged, Judgement, check_calibrated
-from openhands_rl_plugin.contrib.watch.state import State
+from openhands_rl_plugin.contrib.watch.gathering import (
+    EpisodeJudge,
+    Judged,
+    Judgement,
+    Material,
+    candidates,
+    check_calibrated,
+    material,
+    training_for,
+)
+from openhands_rl_plugin.contrib.watch.journal import State
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, TrainingError
 from openhands_rl_plugin.core.judgements import labels_of, preferences
 from openhands_rl_plugin.core.records import Label, LabelKind

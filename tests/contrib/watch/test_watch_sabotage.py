@@ -12,8 +12,7 @@ from damage import DAMAGE
 from watched import Killed, current, journal_of, look, play, watching, watching_folder, write_config
 
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.contrib.watch.gates import CANARY
-from openhands_rl_plugin.contrib.watch.journal import WatchStep
+from openhands_rl_plugin.contrib.watch.journal import CANARY, WatchStep
 from openhands_rl_plugin.contrib.watch.service import Watch
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
