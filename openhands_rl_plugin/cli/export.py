@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.stored import add_filters, add_query, positive, queried
+from openhands_rl_plugin.cli.options.stored import add_filters, filter_of, positive
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = "the model that will be trained: rows are checked with its chat template"
     parser.add_argument("--model", type=Path, metavar="DIR", help=model)
     parser.add_argument("--limit", type=positive, metavar="EPISODES", help="at most so many trajectories")
-    add_query(parser)
     add_filters(parser)
     parser.add_argument(
         "--resolved",
@@ -66,7 +65,7 @@ async def run(args: argparse.Namespace) -> int:
     if check is not None:
         rows = check.watching(rows)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        where = _within(chosen.scope, await queried(args, storage)).model_copy(update={"limit": args.limit})
+        where = _within(chosen.scope, filter_of(args)).model_copy(update={"limit": args.limit})
         total = await storage.count(where)
         with chosen.sink(args.out, arguments) as sink, progress_bar("exporting", total) as bar:
             report = await export_store(

@@ -5,15 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from openhands_rl_plugin.cli.options.stored import (
-    add_filters,
-    add_query,
-    add_reward,
-    add_store,
-    natural,
-    positive,
-    queried,
-)
+from openhands_rl_plugin.cli.options.stored import add_filters, add_reward, add_store, filter_of, natural, positive
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.records import TrajectoryOrder
@@ -21,7 +13,7 @@ from openhands_rl_plugin.core.records import TrajectoryOrder
 EPILOG = """examples:
   openhands-rl list ~/.openhands/rl_trajectories
   openhands-rl list ~/.openhands/rl_trajectories --run demo --sort reward --desc --limit 10
-  openhands-rl list ~/.openhands/rl_trajectories --query 'run:demo reward:<0.5 "No such file" sort:-tokens'
+  openhands-rl list ~/.openhands/rl_trajectories --contains webshop --max-reward 0.5 --sort tokens --desc
   openhands-rl list ~/.openhands/rl_trajectories --reward human --sort reward
   openhands-rl list ~/.openhands/rl_trajectories --failure infrastructure --since 2025-01-31
 """
@@ -31,10 +23,9 @@ DEFAULT_LIMIT = 50
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, filters, order and page."""
     add_store(parser)
-    add_query(parser)
     add_filters(parser)
     orders = [each.value for each in TrajectoryOrder]
-    parser.add_argument("--sort", choices=orders, help="order of the list (default: that of --query, or stored)")
+    parser.add_argument("--sort", choices=orders, default="stored", help="order of the list (default: stored)")
     parser.add_argument("--desc", action="store_true", help="highest or newest first")
     parser.add_argument(
         "--limit", type=positive, default=DEFAULT_LIMIT, metavar="EPISODES", help="at most so many episodes"
@@ -46,22 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Print the list. Raises ``RLError`` when the store or a filter is wrong."""
-    from openhands_rl_plugin.trajectories.query.named_reward import rewarded_by
+    from openhands_rl_plugin.trajectories.view.named_reward import rewarded_by
     from openhands_rl_plugin.trajectories.view.tables import list_table
     from openhands_rl_plugin.trajectories.view.terminal import console
 
-    page: dict[str, object] = {"limit": args.limit, "offset": args.offset}
-    if args.sort is not None or args.desc:
-        page |= {"sort": TrajectoryOrder(args.sort or "stored"), "descending": args.desc}
+    order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc}
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        chosen = await queried(args, storage)
-        shown = chosen.model_copy(update=page)
+        chosen = filter_of(args).model_copy(update=order)
         if args.reward is None:
-            found = [summary async for summary in storage.summaries(shown)]
+            page = {"limit": args.limit, "offset": args.offset}
+            found = [summary async for summary in storage.summaries(chosen.model_copy(update=page))]
             matching = await storage.count(chosen)
         else:
-            every = shown.model_copy(update={"limit": None, "offset": 0})
-            ranked = [summary async for summary in rewarded_by(storage, every, args.reward)]
+            ranked = [summary async for summary in rewarded_by(storage, chosen, args.reward)]
             found, matching = ranked[args.offset : args.offset + args.limit], len(ranked)
         said = await opinions_of(storage, [each.id for each in found])
     if args.json:

@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from openhands_rl_plugin.cli.options.stored import add_filters, add_query, add_reward, add_store, finite, queried
+from openhands_rl_plugin.cli.options.stored import add_filters, add_reward, add_store, filter_of, finite
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.validation import unknown_name
@@ -22,7 +22,6 @@ EPILOG = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, filters and groups."""
     add_store(parser)
-    add_query(parser)
     add_reward(parser)
     add_filters(parser)
     parser.add_argument(
@@ -43,9 +42,9 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.config.success import success_rule
     from openhands_rl_plugin.config.toml import load_settings
     from openhands_rl_plugin.trajectories.drift import segments
-    from openhands_rl_plugin.trajectories.query.named_reward import rewarded_by, without_rewards
     from openhands_rl_plugin.trajectories.view import gaps
     from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of, noting_opinions
+    from openhands_rl_plugin.trajectories.view.named_reward import rewarded_by, without_rewards
     from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
@@ -56,7 +55,7 @@ async def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         counted: dict[str, Counter[str]] = {}
-        chosen = await queried(args, storage)
+        chosen = filter_of(args)
         if args.reward is None:
             summaries = storage.summaries(chosen)
         else:

@@ -10,8 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched
 
-from openhands_rl_plugin.core.browsing.listing import ReadsScores
-from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import ReadsScores, TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Task, pays_rewards
 
@@ -19,7 +18,7 @@ Preferences = dict[frozenset[str], str | None]
 """Two episodes' ids -> that of the better one, or ``None`` where somebody found them equally good."""
 
 GOOD, BAD = "good", "bad"
-"""What a query finds labelled episodes by, beside the kind and the text of a label."""
+"""What lists call a verdict."""
 
 ALIKE = 0.5
 """A preference's value where neither episode is better."""
@@ -102,16 +101,6 @@ def standing(labels: Iterable[Label]) -> tuple[Label, ...]:
     known = tuple(labels)
     withdrawn = {label.withdraws for label in known}
     return tuple(label for label in known if label.withdraws is None and label.id not in withdrawn)
-
-
-def words_of(labels: Iterable[Label]) -> dict[str, set[str]]:
-    """Episode -> the words by which it is found, of labels that hold: their kinds, their texts, ``good`` and ``bad``
-    for a verdict of at least 1 or at most 0."""
-    words: dict[str, set[str]] = defaultdict(set)
-    for label in labels:
-        for about in {label.trajectory_id, label.other or label.trajectory_id}:
-            words[about] |= {label.kind.value, label.text, *([word] if (word := verdict_word(label)) else [])}
-    return words
 
 
 def verdict_word(label: Label) -> str | None:

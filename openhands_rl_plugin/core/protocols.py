@@ -9,7 +9,7 @@ Each seam shows one use, with the small implementations of ``openhands_rl_plugin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from openhands_rl_plugin.core.records import (
     EpisodeGrowth,
     EpisodeStart,
     Label,
+    StoreChanges,
     TrajectoryFilter,
     TrajectorySummary,
 )
@@ -326,6 +327,31 @@ class SkipsDamage(Protocol):
         Returns:
             A list to which every record that is left out is added once.
         """
+        ...
+
+
+@runtime_checkable
+class TellsChanges(Protocol):
+    """A storage that says what has changed. A capability, not a flag; both methods may raise ``StorageError``."""
+
+    async def changed_since(self, cursor: str | None) -> StoreChanges:
+        """What happened since; nothing for ``None``. Of unfinished episodes the newest are looked at.
+
+        Raises ``StorageError`` for a cursor that is none of this store's.
+        """
+        ...
+
+    async def revision(self, trajectory_id: str | None = None) -> str:
+        """A text that is another one when this episode, or anything in the store, has changed."""
+        ...
+
+
+@runtime_checkable
+class ReadsScores(Protocol):
+    """A storage that reads scores without their episodes. A capability, not a flag; it may raise ``StorageError``."""
+
+    async def scores(self, trajectory_ids: Sequence[str]) -> Mapping[str, tuple[Score, ...]]:
+        """Id -> its scores, oldest first, of those that have some."""
         ...
 
 

@@ -8,7 +8,6 @@ from typing import Self
 
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.core.browsing.terms import Term
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
     EpisodeRequest,
@@ -274,6 +273,10 @@ HELD_OUT_SPLITS = frozenset({HELD_OUT, "held-out", "validation"})
 """
 
 
+SEARCHED = ("id", "run_id", "group_id", "task_id", "environment", "strategy", "base_model", "adapter")
+"""Fields of an episode's header that ``TrajectoryFilter.contains`` looks into."""
+
+
 class TrajectoryFilter(Frozen):
     """Which stored trajectories to stream, in which order. Every field that is set must match; bounds are inclusive.
 
@@ -283,7 +286,7 @@ class TrajectoryFilter(Frozen):
     ``until`` bound the time at which the episode finished. Unfinished episodes (no sample of anything yet) are left out
     by default: ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages; so does
     ``after``, the id of the last episode of the page before, which costs the same on every page (``StorageError`` when
-    that episode is gone). ``terms`` are further conditions.
+    that episode is gone). ``contains`` is a text that one of ``SEARCHED`` has in it, upper and lower case apart.
     """
 
     ids: tuple[str, ...] | None = None
@@ -303,7 +306,7 @@ class TrajectoryFilter(Frozen):
     reward_at_most: float | None = None
     since: float | None = None
     until: float | None = None
-    terms: tuple[Term, ...] = ()
+    contains: str | None = None
     sort: TrajectoryOrder = TrajectoryOrder.STORED
     descending: bool = False
     after: str | None = None
@@ -337,3 +340,29 @@ class TrajectorySummary(Frozen):
     reward: float | None
     usage: Usage
     times: Times
+
+    @property
+    def judged(self) -> float | None:
+        """The reward by which it is found and sorted."""
+        return None if self.failure else self.episode_return if self.reward is None else self.reward
+
+
+class StoreChanges(Frozen):
+    """What happened in a store since a cursor: ids of episodes, each at most once in a field, and the next ``cursor``.
+
+    ``more``: so much that some is left out; look at everything again.
+    """
+
+    cursor: str
+    began: tuple[str, ...] = ()
+    grew: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
+    gone: int = 0
+    scored: tuple[str, ...] = ()
+    labelled: tuple[str, ...] = ()
+    more: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether anything happened."""
+        return bool(self.began or self.grew or self.ended or self.gone or self.scored or self.labelled or self.more)

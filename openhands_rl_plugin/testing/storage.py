@@ -9,10 +9,9 @@ from typing import NoReturn
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.browsing.listing import ReadsScores
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import newest_outcome
-from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import ReadsScores, TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import (
     EpisodeEnd,
     EpisodeGrowth,

@@ -8,10 +8,9 @@ import json
 import math
 from datetime import datetime
 
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, index_at
+from openhands_rl_plugin.cli.options.stores import STORE_HELP
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import SEARCHED, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, StopReason
 
 
@@ -55,6 +54,8 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
         help="ended at this local time or later: 2025-01-31T12:00, or seconds since 1970",
     )
     group.add_argument("--until", type=_time, metavar="TIME", help="ended at this time or before")
+    searched = ", ".join(name.removesuffix("_id").replace("_", " ") for name in SEARCHED)
+    group.add_argument("--contains", metavar="TEXT", help=f"with this text in one of {searched}")
     ended = group.add_mutually_exclusive_group()
     ended.add_argument("--unfinished", action="store_true", help="only episodes that have not ended")
     ended.add_argument("--all", action="store_true", help="also episodes that have not ended")
@@ -86,13 +87,8 @@ def filter_of(args: argparse.Namespace) -> TrajectoryFilter:
         reward_at_most=args.max_reward,
         since=args.since,
         until=args.until,
+        contains=args.contains,
     )
-
-
-def add_query(parser: argparse.ArgumentParser) -> None:
-    """``--query``, the same language as in the studio."""
-    about = 'such as: run:demo adapter:shop@7..9 reward:<0.5 failed:* turns:>20 -label:* break:template "No such file"'
-    parser.add_argument("--query", default="", metavar="QUERY", help=f"{about}; filters that are given must hold too")
 
 
 def add_reward(parser: argparse.ArgumentParser) -> None:
@@ -101,29 +97,6 @@ def add_reward(parser: argparse.ArgumentParser) -> None:
         "take the scores of this reward as the rewards: human, verifier, tests, ... (default: the newest judgement of "
     )
     parser.add_argument("--reward", metavar="NAME", help=f"{about}the outcome, or else the return)")
-
-
-async def queried(args: argparse.Namespace, storage: TrajectoryStorage) -> TrajectoryFilter:
-    """The filter that ``--query`` and the other options give. Raises what ``resolved_query`` does."""
-    return await resolved_query(args.query, args.store, storage, filter_of(args))
-
-
-async def resolved_query(text: str, store: str, storage: TrajectoryStorage, base: TrajectoryFilter) -> TrajectoryFilter:
-    """The filter of what a query finds among what ``base`` does. Texts are looked up in an index, which is brought up
-    to date first. Raises ``ConfigError``, and ``StorageError`` for a store or an index that cannot be read."""
-    from openhands_rl_plugin.trajectories.query.language import parse_query
-    from openhands_rl_plugin.trajectories.query.query import Note
-    from openhands_rl_plugin.trajectories.query.resolving import resolved
-    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
-
-    if not text:
-        return base
-    query, index = parse_query(text), None
-    if query.texts or any(note.note is Note.BREAK for note in query.notes):
-        index = index_at(store)
-        with progress_bar("reading texts") as bar:
-            await index.update(storage, bar.update)
-    return await resolved(query, storage, index, base)
 
 
 def author() -> str:

@@ -15,7 +15,6 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, DamagedError
 from openhands_rl_plugin.core.protocols import SkipsDamage, TrajectoryStorage
 from openhands_rl_plugin.core.records import DamagedRecord
-from openhands_rl_plugin.trajectories.query.text_index import TextIndex, cache_file
 
 _MOST_NAMED = 20
 
@@ -84,19 +83,6 @@ def _tell(lost: Sequence[DamagedRecord]) -> None:
         print(f"  {record.in_words()}", file=sys.stderr)
     if len(lost) > _MOST_NAMED:
         print(f"  and {len(lost) - _MOST_NAMED} more", file=sys.stderr)
-
-
-def index_at(where: str) -> TextIndex:
-    """The text index of a STORE, which is a cache. Raises ``ConfigError`` for a URI that cannot be used."""
-    uri = _mongodb_uri(where)
-    if uri is not None or where.endswith(_CONFIGURATION):
-        place = urlsplit(uri or "")
-        named = f"{place.hostname}:{place.port}{place.path}" if uri else str(Path(where).expanduser().resolve())
-        return TextIndex(cache_file(named))
-    folder = Path(where).expanduser().resolve()
-    file = folder / _CONTENTS[0]
-    # Another file in the same place is another store.
-    return TextIndex(cache_file(str(folder)), str(file.stat().st_ino) if file.exists() else "")
 
 
 def is_folder(where: str) -> bool:

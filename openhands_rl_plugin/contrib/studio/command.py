@@ -17,8 +17,8 @@ from openhands_rl_plugin.cli.options.foreground import (
     sayable,
     wait_until_stopped,
 )
-from openhands_rl_plugin.cli.options.stored import author, resolved_query
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, index_at, is_folder, open_store, storage_at
+from openhands_rl_plugin.cli.options.stored import add_filters, author, filter_of
+from openhands_rl_plugin.cli.options.stores import STORE_HELP, is_folder, open_store, storage_at
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -26,12 +26,11 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 if TYPE_CHECKING:
     from openhands_rl_plugin.contrib.studio.sources import StudioSources
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
-    from openhands_rl_plugin.trajectories.query.text_index import TextIndex
 
 EPILOG = """examples:
   openhands-rl studio ~/.openhands/rl_trajectories
   openhands-rl studio ./demo-run
-  openhands-rl studio export ./trajectories --query "run:demo reward:<0.5" --out failed.html
+  openhands-rl studio export ./trajectories --run demo --max-reward 0.5 --out failed.html
   openhands-rl studio ./trajectories mongodb://127.0.0.1/night --tokenizer ./Qwen3-0.6B
   OPENHANDS_RL_API_KEY=... openhands-rl studio ./trajectories --host 0.0.0.0 --allow-host studio.example.org
 
@@ -51,10 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sources", nargs="+", metavar="SOURCE", help=f"{STORE_HELP}; or a folder with runs, evaluations or adapters"
     )
     add_fields(parser, StudioConfig, lists="commas")
-    parser.add_argument(
-        "--query", default="", metavar="QUERY", help=f"{EXPORT}: which episodes, as in the page's search"
-    )
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"{EXPORT}: the HTML file to write")
+    add_filters(parser)
     add_access_log(parser)
 
 
@@ -62,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped, or write a page. Raises ``RLError`` when a source, an option or the port cannot be used."""
     if args.sources[0] == EXPORT:
         return asyncio.run(_export(args))
-    if args.query or args.out:
+    if args.out or args.skip_damaged or filter_of(args) != TrajectoryFilter():
         raise ConfigError(
-            f"--query and --out are for a page to keep: openhands-rl studio {EXPORT} STORE --out FILE.html"
+            f"--out and filters are for a page to keep: openhands-rl studio {EXPORT} STORE --out FILE.html"
         )
     from openhands_rl_plugin.contrib.studio.config import StudioConfig
     from openhands_rl_plugin.contrib.studio.server import running_studio
@@ -90,14 +87,14 @@ async def _export(args: argparse.Namespace) -> int:
     if len(args.sources) != 2 or args.out is None:
         raise ConfigError(f"give one store and a file: openhands-rl studio {EXPORT} STORE --out FILE.html")
     text = TokenText(read_fields(args, StudioConfig).tokenizer)
-    async with open_store(args.sources[1]) as storage:
-        where = await resolved_query(args.query, args.sources[1], storage, TrajectoryFilter(finished=None))
-        where = where.model_copy(update={"limit": MOST_EPISODES})
+    async with open_store(args.sources[1], skip_damaged=args.skip_damaged) as storage:
+        chosen = filter_of(args)
+        where = chosen.model_copy(update={"finished": chosen.finished and None, "limit": MOST_EPISODES})
         try:
             found = [await read_episode(storage, each.id) async for each in storage.summaries(where)]
             page = await ExportResource.page(found, text)
         except HTTPException as error:
-            raise ConfigError(f"{error.detail}: narrow --query") from error
+            raise ConfigError(f"{error.detail}: narrow the filters") from error
     write_file(args.out, page, PRIVATE)
     print(f"{args.out}: {len(found)} episodes, {len(page) / 2**20:.1f} MB")
     return 0
@@ -109,7 +106,6 @@ def sources_at(places: Sequence[str]) -> StudioSources:
     from openhands_rl_plugin.contrib.studio.sources import Found, Growing, StudioSources, discover, look
 
     stores: Growing[TrajectoryStorage] = Growing()
-    indexes: Growing[TextIndex] = Growing()
     folders = {kind: Growing[Path]() for kind in ("runs", "evaluations", "adapters")}
     given: dict[Path, set[Path]] = {}
 
@@ -117,7 +113,7 @@ def sources_at(places: Sequence[str]) -> StudioSources:
         for path in found.stores:
             if ("stores", path) not in shown:
                 name = _name(path, folder, stores)
-                indexes[name], stores[name] = index_at(str(path)), storage_at(str(path))
+                stores[name] = storage_at(str(path))
         for kind, known in folders.items():
             for path in getattr(found, kind):
                 if (kind, path) not in shown:
@@ -129,7 +125,7 @@ def sources_at(places: Sequence[str]) -> StudioSources:
     shown: set[tuple[str, Path]] = set()
     for where in places:
         if not is_folder(where):
-            stores[sayable(where)], indexes[sayable(where)] = storage_at(where), index_at(where)
+            stores[sayable(where)] = storage_at(where)
             continue
         folder = Path(where).expanduser().resolve()
         given[folder] = set()
@@ -143,7 +139,7 @@ def sources_at(places: Sequence[str]) -> StudioSources:
     def waiting() -> list[str]:
         return [folder.name for folder, found in given.items() if not found]
 
-    return StudioSources(stores, **folders, indexes=indexes, look_again=look_again if given else None, waiting=waiting)
+    return StudioSources(stores, **folders, look_again=look_again if given else None, waiting=waiting)
 
 
 def _name(path: Path, folder: Path, known: Collection[str]) -> str:

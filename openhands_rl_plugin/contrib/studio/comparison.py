@@ -1,4 +1,4 @@
-"""``/api/compare``: two episodes turn by turn, or what two queries find, task by task."""
+"""``/api/compare``: two episodes turn by turn, or two policies or runs, task by task."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from starlette.responses import Response
 
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.studio.replies import columns, number, reply
-from openhands_rl_plugin.contrib.studio.searching import SearchIndexes
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources
-from openhands_rl_plugin.core.browsing.listing import value_of
-from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.evals.report.comparison import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
-from openhands_rl_plugin.trajectories.query.language import parse_query
-from openhands_rl_plugin.trajectories.query.resolving import resolved
 
 _RESAMPLES = 2000
 _MOST_TASKS = 2000
@@ -36,30 +31,32 @@ _Tasks = dict[tuple[str, str], list[tuple[str, float]]]
 
 
 class CompareResource:
-    """``?a=&b=``: ids of episodes; with ``of=queries`` two queries, such as ``adapter:shop@7``."""
+    """``?a=&b=``: ids of episodes; with ``of=sets`` two versions of adapters, such as ``shop@7``, or two runs."""
 
-    def __init__(self, sources: StudioSources, shelf: EpisodeShelf, indexes: SearchIndexes) -> None:
+    def __init__(self, sources: StudioSources, shelf: EpisodeShelf) -> None:
         self._sources = sources
-        self._indexes = indexes
         self._shelf = shelf
 
     async def get(self, request: Request) -> Response:
-        """The comparison of either kind. Raises ``HTTPException`` 400 and 404, ``ConfigError`` for a wrong query."""
+        """The comparison of either kind. Raises ``HTTPException`` 400 and 404."""
         one, other = (request.query_params.get(name, "") for name in ("a", "b"))
         if not one or not other:
             raise HTTPException(400, "give both sides: a= and b=")
-        if request.query_params.get("of") == "queries":
+        if request.query_params.get("of") == "sets":
             storage = self._sources.store(request)
             return reply(request, tasks_compared(await self._tasks(storage, one), await self._tasks(storage, other)))
         first, second = await self._shelf.open(request, one), await self._shelf.open(request, other)
         return reply(request, episodes_compared(first, second))
 
     async def _tasks(self, storage: TrajectoryStorage, text: str) -> _Tasks:
-        query = parse_query(text)
-        index = await self._indexes.of(storage, query)
-        where = await resolved(query, storage, index, TrajectoryFilter(failed=False))
+        adapter, at, version = text.rpartition("@")
+        if at and version.isdecimal():
+            named: dict[str, object] = {"adapter": adapter, "policy_version": int(version)}
+        else:
+            named = {"run_id": text}
+        where = TrajectoryFilter(failed=False, limit=_MOST_EPISODES, **named)
         found: _Tasks = defaultdict(list)
-        async for each in storage.summaries(where.model_copy(update={"limit": _MOST_EPISODES})):
+        async for each in storage.summaries(where):
             if (success := _succeeded(each)) is not None:
                 found[each.environment, each.task_id].append((each.id, success))
         return found
@@ -91,8 +88,8 @@ def _said(trajectory: Trajectory, at: int) -> str:
 
 
 def _succeeded(summary: TrajectorySummary) -> float | None:
-    reward = value_of(summary, Column.REWARD)
-    if not isinstance(reward, float) or not math.isfinite(reward):
+    reward = summary.judged
+    if reward is None or not math.isfinite(reward):
         return None
     return float(success_rule(summary.environment).holds(reward, summary.stop))
 

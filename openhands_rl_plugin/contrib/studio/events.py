@@ -16,8 +16,9 @@ from starlette.responses import Response, StreamingResponse
 from openhands_rl_plugin.apps.loop.parts import STATE
 from openhands_rl_plugin.contrib.studio.runs import metrics_files, stage_of
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.core.browsing.listing import Browsable, StoreChanges
 from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.protocols import TellsChanges
+from openhands_rl_plugin.core.records import StoreChanges
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.training.loop.plan import LoopState
 
@@ -79,14 +80,14 @@ class EventResource:
         known = _read_id(last) if last else {}
         found: dict[str, str] = {}
         for name, storage in self._sources.stores.items():
-            if isinstance(storage, Browsable):
+            if isinstance(storage, TellsChanges):
                 found[name] = known.get(name) or (await storage.changed_since(None)).cursor
         return found
 
     async def _changes(self, cursors: dict[str, str]) -> AsyncIterator[str]:
         for name, cursor in list(cursors.items()):
             storage = self._sources.stores[name]
-            assert isinstance(storage, Browsable), "only those have cursors"
+            assert isinstance(storage, TellsChanges), "only those have cursors"
             try:
                 changes = await storage.changed_since(cursor)
             except StorageError as error:

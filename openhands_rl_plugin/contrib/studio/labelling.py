@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from openhands_rl_plugin.contrib.studio.replies import reply
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.core.browsing.listing import Browsable
 from openhands_rl_plugin.core.judgements import ALIKE, asked_in_common, labels_of, standing
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
@@ -72,10 +71,9 @@ class LabelResource:
         if episode:
             storage = await self._sources.holding(request, episode)
             found = await labels_of(storage, [episode])
-        elif isinstance(storage, Browsable):
-            found = await storage.all_labels()
         else:
-            raise HTTPException(400, f"{type(storage).__name__} does not list its labels; give ?episode=ID")
+            every = storage.summaries(TrajectoryFilter(finished=None))
+            found = await labels_of(storage, [each.id async for each in every])
         return reply(request, {"labels": [label.model_dump(mode="json") for label in standing(found)]})
 
     async def post(self, request: Request) -> Response:

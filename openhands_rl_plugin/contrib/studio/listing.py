@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
@@ -11,48 +11,58 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.contrib.studio.replies import Columns, columns, number, reply, whole
-from openhands_rl_plugin.contrib.studio.searching import SearchIndexes, progress_of
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.core.browsing.listing import Browsable, FacetCount, RewardHistogram
-from openhands_rl_plugin.core.browsing.terms import Column, Match, Term
-from openhands_rl_plugin.core.judgements import OPINIONS, labels_of, opinions_of, standing, verdict_word, words_of
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
+from openhands_rl_plugin.core.judgements import OPINIONS, labels_of, opinions_of, standing, verdict_word
+from openhands_rl_plugin.core.protocols import TellsChanges
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.core.validation import unknown_name
-from openhands_rl_plugin.trajectories.query.language import parse_query
-from openhands_rl_plugin.trajectories.query.printing import column_clause, query_text
-from openhands_rl_plugin.trajectories.query.query import Note, NoteTerm, Query
-from openhands_rl_plugin.trajectories.query.resolving import resolved
 
 MOST_ROWS = 1000
 _ROWS = 100
-_MOST_VALUES = 200
 _VALUES = 20
 _BINS = 40
-_FACETS = (Column.RUN, Column.ADAPTER, Column.STOP, Column.FAILED)
+_MOST_COUNTED = 20_000
+
+_FIELDS: Mapping[str, str] = {
+    **{name: f"{name}_id" for name in ("run", "group", "task")},
+    **{name: name for name in ("environment", "split", "strategy", "adapter", "stop", "contains")},
+    "version": "policy_version",
+    "failure": "failure_kind",
+    "min_reward": "reward_at_least",
+    "max_reward": "reward_at_most",
+}
+"""Parameter of a request -> the field of ``TrajectoryFilter``."""
+_FACETS = ("stop", "failure", "adapter", "version", "task", "run", "split", "strategy", "environment")
+
+
+def filter_of(request: Request) -> TrajectoryFilter:
+    """The filter that the parameters give, of finished and unfinished episodes. Raises ``ValidationError``."""
+    given = {field: value for name, field in _FIELDS.items() if (value := request.query_params.get(name))}
+    return TrajectoryFilter.model_validate({"finished": None, **given})
 
 
 class ListResource:
-    """The episodes of a store that a query finds."""
+    """The episodes of a store that a filter finds."""
 
-    def __init__(self, sources: StudioSources, indexes: SearchIndexes) -> None:
+    def __init__(self, sources: StudioSources) -> None:
         self._sources = sources
-        self._indexes = indexes
 
     async def page(self, request: Request) -> Response:
-        """``revision, total, offset, next, query, rows``. Raises ``ConfigError`` for a query that cannot be read."""
+        """``revision, total, offset, next, rows``. Raises ``HTTPException`` 400."""
         storage = self._sources.store(request)
-        query = parse_query(request.query_params.get("q", ""))
-        sort, descending = _order(request, query)
+        sort, descending = _order(request)
         limit = whole(request, "limit", _ROWS, least=1, most=MOST_ROWS)
         offset = whole(request, "offset", 0, most=2**53)
         page = {"sort": sort, "descending": descending, "limit": limit, "offset": offset}
         page["after"] = request.query_params.get("after") or None
-        revision = await _revision(storage)
-        index = await self._indexes.of(storage, query)
-        searched = progress_of(index)  # before the question: what is indexed meanwhile is not in the answer
-        where = (await resolved(query, storage, index)).model_copy(update=page)
+        revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
+        where = filter_of(request)
+        if request.query_params.get("unlabelled"):
+            ids = [each.id async for each in storage.summaries(where)]
+            known = {label.trajectory_id for label in standing(await labels_of(storage, ids))}
+            where = where.model_copy(update={"ids": tuple(each for each in ids if each not in known)})
+        where = where.model_copy(update=page)
         total = await storage.count(where)
         found = [each async for each in storage.summaries(where)]
         ids = [each.id for each in found]
@@ -63,86 +73,53 @@ class ListResource:
             "total": total,
             "offset": offset,
             "next": found[-1].id if found and more else None,
-            "indexed": searched,
             "rows": dict(rows_of(found, labels, said)),
         }
-        settled = f"{revision} {request.url.query}" if revision and index is None else None
-        return reply(request, body, revision=settled)
+        return reply(request, body, revision=f"{revision} {request.url.query}" if revision else None)
 
     async def facets(self, request: Request) -> Response:
-        """``facets: {NAME: [{value, count, query}]}``, ``rewards``. Raises ``ConfigError`` as ``page`` does."""
-        storage = self._sources.store(request)
-        query = parse_query(request.query_params.get("q", ""))
-        names = [name for name in request.query_params.get("by", "").split(",") if name] or list(_FACETS)
-        most = whole(request, "most", _VALUES, least=1, most=_MOST_VALUES)
-        known = [Note.LABEL.value, *(each.value for each in Column)]
-        for name in names:
-            if name not in known:
-                raise HTTPException(400, f"by: {unknown_name('column', name[:80], known)}")
-        if not isinstance(storage, Browsable):
-            raise HTTPException(404, f"{type(storage).__name__} counts no values")
-        revision = await storage.revision()
-        where = await resolved(query, storage, await self._indexes.of(storage, query))
-        by = [Column(name) for name in names if name != Note.LABEL]
-        counts = await storage.facets(where, by, most)
-        wanted = request.query_params.get("rewards") != "0"
-        histogram = await storage.rewards(where, _BINS) if wanted else RewardHistogram()
-        facets: JsonObject = {
-            column.value: [_facet(column, each) for each in found] for column, found in zip(by, counts, strict=True)
-        }
-        if Note.LABEL in names:
-            facets[Note.LABEL.value] = await _label_facet(storage, where, most)
-        body: JsonObject = {
-            "revision": revision,
-            "facets": facets,
-            "rewards": histogram.model_dump(mode="json"),
-        }
-        return reply(request, body)
+        """``facets: {NAME: [{value, count}]}``, ``rewards``, of the newest episodes."""
+        newest = {"descending": True, "limit": _MOST_COUNTED}
+        where = filter_of(request).model_copy(update=newest)
+        found = [each async for each in self._sources.store(request).summaries(where)]
+        facets: JsonObject = {}
+        for name in _FACETS:
+            counts = Counter(str(value) for each in found if (value := _value(each, name)) is not None)
+            facets[name] = [{"value": value, "count": count} for value, count in counts.most_common(_VALUES)]
+        return reply(request, {"facets": facets, "rewards": histogram([each.judged for each in found])})
 
 
-async def _label_facet(storage: TrajectoryStorage, where: TrajectoryFilter, most: int) -> list[JsonValue]:
-    """The kinds of the labels that hold, ``good``, ``bad``, and the tags, each with how many of the
-    matches have it."""
-    assert isinstance(storage, Browsable), "it was asked for its columns too"
-    about: dict[str, set[str]] = {}
-    labels = standing(await storage.all_labels())
-    for identity, words in words_of(
-        label if label.kind is LabelKind.TAG else _wordless(label) for label in labels
-    ).items():
-        for value in words - {""}:
-            about.setdefault(value, set()).add(identity)
-    frequent = sorted(about, key=lambda value: (-len(about[value]), value))[:most]
-    found: list[JsonValue] = []
-    for value in frequent:
-        named = Term(column=Column.ID, any_of=tuple(Match(text=each) for each in sorted(about[value])))
-        count = await storage.count(where.model_copy(update={"terms": (*where.terms, named)}))
-        clause = query_text(Query(notes=(NoteTerm(note=Note.LABEL, any_of=(Match(text=value),)),)))
-        if count:
-            found.append({"value": value, "count": count, "query": clause})
-    return found
+def histogram(rewards: Sequence[float | None]) -> JsonObject:
+    """Counts in bins of one width between ``low`` and ``high``; ``unknown`` have no reward."""
+    known = [reward for reward in rewards if reward is not None and reward == reward]
+    body: JsonObject = {"low": None, "high": None, "counts": [], "unknown": len(rewards) - len(known)}
+    if not known:
+        return body
+    low, high = min(known), max(known)
+    width = (high - low) / _BINS or 1.0
+    counts = Counter(min(int((reward - low) / width), _BINS - 1) for reward in known)
+    return body | {"low": low, "high": high, "counts": [counts[at] for at in range(_BINS)]}
 
 
-def _wordless(label: Label) -> Label:
-    """Remarks and notes are too many to choose from."""
-    return label.model_copy(update={"text": ""})
+def _value(summary: TrajectorySummary, name: str) -> object:
+    match name:
+        case "adapter":
+            return summary.policy.adapter
+        case "version":
+            return summary.policy.version
+        case "failure":
+            return summary.failure and summary.failure.value
+        case _:
+            return getattr(summary, _FIELDS[name])
 
 
-async def _revision(storage: TrajectoryStorage) -> str:
-    return await storage.revision() if isinstance(storage, Browsable) else ""
-
-
-def _order(request: Request, query: Query) -> tuple[TrajectoryOrder, bool]:
-    """``?sort=-tokens``, or that of the query, or the newest first."""
-    said = request.query_params.get("sort", "")
-    if said:
-        named = parse_query(f"sort:{json.dumps(said)[1:-1]}")
-        if named.sort is not None:
-            return named.sort, named.descending
-    return (TrajectoryOrder.STORED, True) if query.sort is None else (query.sort, query.descending)
-
-
-def _facet(column: Column, found: FacetCount) -> JsonObject:
-    return {"value": found.value, "count": found.count, "query": column_clause(column, found.value)}
+def _order(request: Request) -> tuple[TrajectoryOrder, bool]:
+    """``?sort=-tokens``, by default the newest first."""
+    said = request.query_params.get("sort") or "-stored"
+    name = said.removeprefix("-")
+    if name not in list(TrajectoryOrder):
+        raise HTTPException(400, unknown_name("order", name[:80], [each.value for each in TrajectoryOrder]))
+    return TrajectoryOrder(name), said != name
 
 
 def rows_of(

@@ -20,14 +20,12 @@ from openhands_rl_plugin.apps.loop.parts import STATE
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.core.browsing.listing import Browsable, value_of
-from openhands_rl_plugin.core.browsing.terms import Column, Match, Term
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
-from openhands_rl_plugin.core.types import Adapter, JsonObject
+from openhands_rl_plugin.core.types import Adapter, JsonObject, StopReason
 from openhands_rl_plugin.evals.report.comparison import Comparison, compare
 from openhands_rl_plugin.evals.report.figures import EvaluationFigures, figures_of, grouped
 from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs
@@ -182,7 +180,6 @@ def _text(file: Path) -> str:
 _VERSION = re.compile(r"(?P<name>.+)-v(?P<version>\d{6,})")
 _MOST_VERSIONS = 2000
 _MOST_EPISODES = 50_000
-_HELD_OUT = Term(column=Column.SPLIT, any_of=tuple(Match(text=split) for split in sorted(HELD_OUT_SPLITS)))
 
 _Measured = dict[str, JsonObject]
 """Served name -> what the stores know of it."""
@@ -216,35 +213,29 @@ class AdapterResource:
     async def _measured(self, name: str, storage: TrajectoryStorage) -> tuple[_Measured, dict[str, Counter[str]]]:
         """Served name -> its success on held-out tasks, and what its episodes took; counted anew when the store has
         changed."""
-        revision = await storage.revision() if isinstance(storage, Browsable) else ""
+        revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
         known = self._known.get(name)
         if known is None or not revision or known[0] != revision:
-            known = self._known[name] = revision, await _held_out(storage), await _spent(storage)
+            known = self._known[name] = (revision, *await _count(storage))
         return known[1:]
 
 
-async def _spent(storage: TrajectoryStorage) -> dict[str, Counter[str]]:
-    """Of all episodes, also those that failed or did not end."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    for each in await storage.tokens(TrajectoryFilter(finished=None)) if isinstance(storage, Browsable) else ():
-        counts = {"episodes": each.episodes, "prompt": each.prompt_tokens, "completion": each.completion_tokens}
-        found[each.policy.served_name].update(counts)
-    return found
-
-
-async def _held_out(storage: TrajectoryStorage) -> _Measured:
+async def _count(storage: TrajectoryStorage) -> tuple[_Measured, dict[str, Counter[str]]]:
+    """What failed or did not end took tokens, too."""
+    spent: dict[str, Counter[str]] = defaultdict(Counter)
     tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    where = TrajectoryFilter(failed=False, terms=(_HELD_OUT,), limit=_MOST_EPISODES)
-    async for each in storage.summaries(where):
-        reward = value_of(each, Column.REWARD)
-        if isinstance(reward, float):
-            success = float(success_rule(each.environment).holds(reward, each.stop))
-            tasks[each.policy.served_name][f"{each.environment}\0{each.task_id}"].append(success)
+    async for each in storage.summaries(TrajectoryFilter(finished=None, descending=True, limit=_MOST_EPISODES)):
+        served, usage = each.policy.served_name, each.usage
+        counts = {"episodes": 1, "prompt": usage.prompt_tokens, "completion": usage.completion_tokens}
+        spent[served].update(counts)
+        if each.split in HELD_OUT_SPLITS and each.stop is not StopReason.UNFINISHED and each.judged is not None:
+            success = float(success_rule(each.environment).holds(each.judged, each.stop))
+            tasks[served][f"{each.environment}\0{each.task_id}"].append(success)
     found: _Measured = {}
     for served, attempts in tasks.items():
         estimate = over_tasks([sum(each) / len(each) for each in attempts.values()])
         found[served] = {name: number(value) for name, value in estimate.model_dump().items()}
-    return found
+    return found, spent
 
 
 def versions_in(root: Path) -> list[JsonObject]:

@@ -33,8 +33,6 @@ from openhands_rl_plugin.contrib.studio.reports import ExportResource
 from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report as write_evaluation_report
 from openhands_rl_plugin.contrib.studio.reports import write_run_report as write_run_report
 from openhands_rl_plugin.contrib.studio.runs import AdapterResource, EvaluationResource, RunResource
-from openhands_rl_plugin.contrib.studio.search import SearchResource
-from openhands_rl_plugin.contrib.studio.searching import SearchIndexes
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, StudioSources, TokenText
 from openhands_rl_plugin.contrib.studio.tickets import COOKIE, Tickets
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -60,8 +58,7 @@ def build_app(
     """
     entrance = Entrance(tickets, key)
     labels, events = LabelResource(sources, config.author), EventResource(sources)
-    indexes = SearchIndexes(sources)
-    resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer), indexes)
+    resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -72,7 +69,6 @@ def build_app(
         yield
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-        await indexes.close()
         await sources.close()
 
     return Starlette(
@@ -93,12 +89,12 @@ def build_app(
     )
 
 
-def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) -> dict[str, Endpoint]:
+def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
     shelf = EpisodeShelf(sources)
     episodes = EpisodeResource(shelf, text)
-    listing, breaks = ListResource(sources, indexes), BreakResource(shelf, text)
+    listing, breaks = ListResource(sources), BreakResource(shelf, text)
     runs, evaluations = RunResource(sources), EvaluationResource(sources)
-    groups, compared = GroupResource(sources), CompareResource(sources, shelf, indexes)
+    groups, compared = GroupResource(sources), CompareResource(sources, shelf)
 
     async def about(request: Request) -> Response:
         folders = {"runs": sources.runs, "evaluations": sources.evaluations, "adapters": sources.adapters}
@@ -122,7 +118,6 @@ def _resources(sources: StudioSources, text: TokenText, indexes: SearchIndexes) 
         "/api/episodes/{id:path}": episodes.header,
         "/api/groups/{id:path}": groups.get,
         "/api/compare": compared.get,
-        "/api/search": SearchResource(sources, indexes).get,
         "/api/export": ExportResource(shelf, text).get,
         "/api/runs": runs.all,
         "/api/runs/{id:path}/metrics": runs.metrics,

@@ -16,16 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from openhands_rl_plugin.apps.loop.parts import STATE
-from openhands_rl_plugin.core.browsing.listing import Browsable
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
 from openhands_rl_plugin.core.judgements import labels_of
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Score, Trajectory
 from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT
 from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
-from openhands_rl_plugin.trajectories.query.text_index import TextIndex
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
 
 if TYPE_CHECKING:
@@ -45,16 +43,14 @@ class Growing[Value](UserDict[str, Value]):
 
 @dataclass(frozen=True)
 class StudioSources:
-    """Name -> store, or folder. The first store is meant where a request names none. ``indexes``: of the stores
-    in which texts are searched. ``look_again`` adds what has come since, from a thread; ``waiting``: the folders
-    in which nothing has been found so far.
+    """Name -> store, or folder. The first store is meant where a request names none. ``look_again`` adds what has come
+    since, from a thread; ``waiting``: the folders in which nothing has been found so far.
     """
 
     stores: Mapping[str, TrajectoryStorage] = field(default_factory=dict)
     runs: Mapping[str, Path] = field(default_factory=dict)
     evaluations: Mapping[str, Path] = field(default_factory=dict)
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    indexes: Mapping[str, TextIndex] = field(default_factory=dict)
     look_again: Callable[[], None] | None = None
     waiting: Callable[[], Sequence[str]] = tuple[str, ...]
 
@@ -203,7 +199,7 @@ class EpisodeShelf:
         """The episode of the path, or another one. Raises ``HTTPException`` 404 and ``StorageError``."""
         asked = request.path_params["id"] if identity is None else identity
         storage = await self._sources.holding(request, asked)
-        revision = await storage.revision(asked) if isinstance(storage, Browsable) else ""
+        revision = await storage.revision(asked) if isinstance(storage, TellsChanges) else ""
         key = (id(storage), asked)
         known = self._kept.get(key)
         if known is None or not revision or known.revision != revision:

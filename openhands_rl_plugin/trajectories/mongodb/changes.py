@@ -11,10 +11,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from openhands_rl_plugin.core.browsing.listing import StoreChanges
+from openhands_rl_plugin.core.records import StoreChanges
 from openhands_rl_plugin.trajectories.mongodb.client import Collection as Documents
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
-from openhands_rl_plugin.trajectories.mongodb.conditions import Query
+from openhands_rl_plugin.trajectories.mongodb.headers import Query
 from openhands_rl_plugin.trajectories.storages.documents import cursor_lost
 
 _MOST = 1000
@@ -69,6 +69,22 @@ async def store_changes(database: MongoDatabase, cursor: str | None) -> StoreCha
         labelled=tuple(dict.fromkeys(each["episode"] for each in new["l"].documents)),
         more=any(each.more for each in new.values()),
     )
+
+
+async def stored_revision(database: MongoDatabase, trajectory_id: str | None) -> str:
+    """A text that is another one when the episode, or anything in the store, has changed."""
+    if trajectory_id is None:
+        total: Query = {"_id": None, "count": {"$sum": 1}, "chunks": {"$sum": "$chunks"}}
+        found = await (await database.episodes.aggregate([{"$match": {"open": True}}, {"$group": total}])).to_list()
+        # A number is taken before what it numbers is written.
+        collections = (database.episodes, database.scores, database.labels)
+        written = [await each.estimated_document_count() for each in collections]
+        return f"{await last_numbers(database)} {written} {[(each['count'], each['chunks']) for each in found]}"
+    fields = {"generation": 1, "chunks": 1, "open": 1, "scored": 1}
+    episode = await database.episodes.find_one({"_id": trajectory_id}, fields)
+    scores = await database.scores.count_documents({"episode": trajectory_id})
+    labels = await database.labels.count_documents({"episode": trajectory_id})
+    return f"{episode} {scores} {labels}"
 
 
 async def last_numbers(database: MongoDatabase) -> tuple[int, int, int]:

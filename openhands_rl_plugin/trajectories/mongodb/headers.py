@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-from openhands_rl_plugin.core.browsing.terms import Column
-from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder, TrajectorySummary
-from openhands_rl_plugin.trajectories.mongodb.conditions import Query, term_query
+from openhands_rl_plugin.core.records import SEARCHED, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader
 
+Query = dict[str, Any]
+
+COMPUTED_ORDERS: dict[TrajectoryOrder, Query] = {
+    TrajectoryOrder.TOKENS: {"$add": ["$prompt_tokens", "$completion_tokens"]},
+    TrajectoryOrder.SECONDS: {"$subtract": ["$finished", "$started"]},
+}
+"""Sort keys that are computed."""
 _COLUMNS = tuple(name for name in EpisodeHeader._fields if name != "id")
 _DIRECTIONS = {False: 1, True: -1}
 
@@ -87,9 +93,18 @@ def query_of(where: TrajectoryFilter) -> Query:
         query |= {"unrewarded": False, "reward": reward}
     if finished := _bounds(where.since, where.until):
         query["finished"] = finished
-    if where.terms:
-        query["$and"] = [*query.get("$and", ()), *map(term_query, where.terms)]
+    if where.contains is not None:
+        # The server takes no NUL in a pattern.
+        pattern = re.escape(where.contains).replace("\0", r"\x00")
+        query["$or"] = [{"_id" if name == "id" else name: {"$regex": pattern}} for name in SEARCHED]
     return query
+
+
+def summed(document: Mapping[str, Any], order: TrajectoryOrder) -> float:
+    """A computed sort key of a document."""
+    if order is TrajectoryOrder.TOKENS:
+        return document["prompt_tokens"] + document["completion_tokens"]
+    return document["finished"] - document["started"]
 
 
 def order_of(where: TrajectoryFilter) -> list[tuple[str, int]]:
@@ -104,8 +119,7 @@ def order_of(where: TrajectoryFilter) -> list[tuple[str, int]]:
 def asks_for_reward(where: TrajectoryFilter) -> bool:
     """Whether the matches or their order depend on scores."""
     bounded = not (where.reward_at_least is None and where.reward_at_most is None)
-    named = any(term.column is Column.REWARD for term in where.terms)
-    return where.sort is TrajectoryOrder.REWARD or bounded or named
+    return where.sort is TrajectoryOrder.REWARD or bounded
 
 
 _EQUAL = (

@@ -11,8 +11,14 @@ from openhands_rl_plugin.core.errors import DamagedError, describe
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
-from openhands_rl_plugin.trajectories.mongodb.conditions import COMPUTED_ORDERS, Query, summed
-from openhands_rl_plugin.trajectories.mongodb.headers import StoredEpisode, order_of, query_of
+from openhands_rl_plugin.trajectories.mongodb.headers import (
+    COMPUTED_ORDERS,
+    Query,
+    StoredEpisode,
+    order_of,
+    query_of,
+    summed,
+)
 from openhands_rl_plugin.trajectories.mongodb.log import log_range, replay
 from openhands_rl_plugin.trajectories.storages.documents import page_lost
 from openhands_rl_plugin.trajectories.storages.header import so_far, whole

@@ -90,13 +90,12 @@ class ScoreBook:
         await self._database.labels.bulk_write(changes)
 
     async def labels_of(
-        self, trajectory_ids: Sequence[str] | None, lost: list[DamagedRecord] | None = None
+        self, trajectory_ids: Sequence[str], lost: list[DamagedRecord] | None = None
     ) -> tuple[Label, ...]:
-        """The labels of these episodes, or all, oldest first. ``lost`` as for ``of``."""
-        if trajectory_ids is not None and not trajectory_ids:
+        """The labels of these episodes, oldest first. ``lost`` as for ``of``."""
+        if not trajectory_ids:
             return ()
-        some = {} if trajectory_ids is None else {"episode": {"$in": list(trajectory_ids)}}
-        found = await self._database.labels.find(some).to_list()
+        found = await self._database.labels.find({"episode": {"$in": list(trajectory_ids)}}).to_list()
         ordered = sorted(found, key=lambda document: document["order"])
         labels: list[Label] = []
         for each in ordered:

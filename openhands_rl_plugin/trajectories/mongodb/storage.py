@@ -8,8 +8,6 @@ from itertools import batched
 from types import TracebackType
 from typing import Self
 
-from openhands_rl_plugin.core.browsing.listing import FacetCount, PolicyTokens, RewardHistogram, StoreChanges
-from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.errors import DamagedError, MissingExtraError
 from openhands_rl_plugin.core.records import (
     DamagedRecord,
@@ -17,6 +15,7 @@ from openhands_rl_plugin.core.records import (
     EpisodeGrowth,
     EpisodeStart,
     Label,
+    StoreChanges,
     TrajectoryFilter,
     TrajectorySummary,
 )
@@ -51,7 +50,6 @@ class MongoDBTrajectoryStorage:
         durable: bool = True,
     ) -> None:
         try:
-            from openhands_rl_plugin.trajectories.mongodb import browsing as mongodb_browsing
             from openhands_rl_plugin.trajectories.mongodb import changes as mongodb_changes
             from openhands_rl_plugin.trajectories.mongodb import reading as mongodb_reading
             from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
@@ -65,7 +63,6 @@ class MongoDBTrajectoryStorage:
         self._writer = MongoEpisodeWriter(self._database)
         self._scores = ScoreBook(self._database)
         self._reading = mongodb_reading
-        self._browsing = mongodb_browsing
         self._changes = mongodb_changes
 
     async def add(self, trajectory: Trajectory) -> None:
@@ -171,35 +168,15 @@ class MongoDBTrajectoryStorage:
                 await self._scores.settle()
             return await self._reading.count(self._database, where)
 
-    async def facets(self, where: TrajectoryFilter, by: Sequence[Column], most: int) -> list[tuple[FacetCount, ...]]:
-        """As in ``Browsable``. Raises ``StorageError``."""
-        async with self._settled(where):
-            return await self._browsing.facet_counts(self._database, where, by, most)
-
-    async def rewards(self, where: TrajectoryFilter, bins: int) -> RewardHistogram:
-        """As in ``Browsable``. Raises ``StorageError``."""
-        async with self._settled(where, rewards=True):
-            return await self._browsing.reward_histogram(self._database, where, bins)
-
-    async def tokens(self, where: TrajectoryFilter) -> tuple[PolicyTokens, ...]:
-        """As in ``Browsable``. Raises ``StorageError``."""
-        async with self._settled(where):
-            return await self._browsing.policy_tokens(self._database, where)
-
     async def changed_since(self, cursor: str | None) -> StoreChanges:
-        """As in ``Browsable``. Raises ``StorageError``."""
+        """As in ``TellsChanges``. Raises ``StorageError``."""
         async with self._database.explained():
             return await self._changes.store_changes(self._database, cursor)
 
-    async def all_labels(self) -> tuple[Label, ...]:
-        """As in ``Browsable``. Raises ``StorageError``."""
-        async with self._database.explained():
-            return await self._scores.labels_of(None, self._lost)
-
     async def revision(self, trajectory_id: str | None = None) -> str:
-        """As in ``Browsable``. Raises ``StorageError``."""
+        """As in ``TellsChanges``. Raises ``StorageError``."""
         async with self._database.explained():
-            return await self._browsing.stored_revision(self._database, trajectory_id)
+            return await self._changes.stored_revision(self._database, trajectory_id)
 
     async def close(self) -> None:
         """Disconnect. The storage can be used again; it then connects again."""
@@ -219,13 +196,6 @@ class MongoDBTrajectoryStorage:
             if settled:
                 await self._scores.settle()
             return await self._reading.matching_ids(self._database, where)
-
-    @asynccontextmanager
-    async def _settled(self, where: TrajectoryFilter, *, rewards: bool = False) -> AsyncIterator[None]:
-        async with self._database.explained():
-            if rewards or asks_for_reward(where):
-                await self._scores.settle()
-            yield
 
     @asynccontextmanager
     async def _ready_to_write(self) -> AsyncIterator[None]:

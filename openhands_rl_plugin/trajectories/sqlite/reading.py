@@ -132,15 +132,13 @@ def has_labels(connection: sqlite3.Connection) -> bool:
     return bool(connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'labels'").fetchone()[0])
 
 
-def load_labels(
-    connection: sqlite3.Connection, ids: Sequence[str] | None, lost: list[DamagedRecord] | None
-) -> list[Label]:
-    """The labels of these episodes, or all, oldest first."""
+def load_labels(connection: sqlite3.Connection, ids: Sequence[str], lost: list[DamagedRecord] | None) -> list[Label]:
+    """The labels of these episodes, oldest first."""
     if not has_labels(connection):
         return []
-    some = "TRUE" if ids is None else "trajectory_id IN (SELECT value FROM json_each(?))"
-    values = [] if ids is None else [one_value(ids)]
-    found = connection.execute(f"SELECT row, trajectory_id, label FROM labels WHERE {some} ORDER BY row", values)
+    some = "trajectory_id IN (SELECT value FROM json_each(?))"
+    query = f"SELECT row, trajectory_id, label FROM labels WHERE {some} ORDER BY row"
+    found = connection.execute(query, (one_value(ids),))
     return [each for row, identity, document in found for each in _parsed(Label, row, identity, document, lost)]
 
 

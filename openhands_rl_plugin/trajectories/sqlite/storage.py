@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from openhands_rl_plugin.core.browsing.listing import FacetCount, PolicyTokens, RewardHistogram, StoreChanges
-from openhands_rl_plugin.core.browsing.terms import Column
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import (
     DamagedRecord,
@@ -21,19 +19,13 @@ from openhands_rl_plugin.core.records import (
     EpisodeGrowth,
     EpisodeStart,
     Label,
+    StoreChanges,
     TrajectoryFilter,
     TrajectorySummary,
 )
 from openhands_rl_plugin.core.redaction import secrets_looked_up_once
 from openhands_rl_plugin.core.types import Score, Trajectory
-from openhands_rl_plugin.trajectories.sqlite.browsing import (
-    EMPTY,
-    facet_counts,
-    policy_tokens,
-    reward_histogram,
-    store_changes,
-    stored_revision,
-)
+from openhands_rl_plugin.trajectories.sqlite.changes import EMPTY, store_changes, stored_revision
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect, explained, make_database, torn
 from openhands_rl_plugin.trajectories.sqlite.group_commit import GroupCommitter, WriteCall
 from openhands_rl_plugin.trajectories.sqlite.reading import (
@@ -119,7 +111,7 @@ class FileTrajectoryStorage:
 
     async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
         """The labels of these episodes, oldest first. Raises ``StorageError``."""
-        return tuple(await self._read(lambda connection: load_labels(connection, [*trajectory_ids], self._lost), []))
+        return tuple(await self._read(lambda connection: load_labels(connection, trajectory_ids, self._lost), []))
 
     async def scores(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
         """As in ``ReadsScores``. Raises ``StorageError``."""
@@ -155,31 +147,14 @@ class FileTrajectoryStorage:
         """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
         return await self._read(lambda connection: count(connection, where or TrajectoryFilter()), 0)
 
-    async def facets(self, where: TrajectoryFilter, by: Sequence[Column], most: int) -> list[tuple[FacetCount, ...]]:
-        """As in ``Browsable``. Raises ``StorageError``."""
-        nothing: list[tuple[FacetCount, ...]] = [() for _ in by]
-        return await self._read(lambda connection: facet_counts(connection, where, by, most), nothing)
-
-    async def rewards(self, where: TrajectoryFilter, bins: int) -> RewardHistogram:
-        """As in ``Browsable``. Raises ``StorageError``."""
-        return await self._read(lambda connection: reward_histogram(connection, where, bins), RewardHistogram())
-
-    async def tokens(self, where: TrajectoryFilter) -> tuple[PolicyTokens, ...]:
-        """As in ``Browsable``. Raises ``StorageError``."""
-        return await self._read(lambda connection: policy_tokens(connection, where), ())
-
     async def changed_since(self, cursor: str | None) -> StoreChanges:
-        """As in ``Browsable``. Raises ``StorageError``."""
+        """As in ``TellsChanges``. Raises ``StorageError``."""
         return await self._read(
             lambda connection: store_changes(connection, cursor), StoreChanges(cursor=cursor or EMPTY)
         )
 
-    async def all_labels(self) -> tuple[Label, ...]:
-        """As in ``Browsable``. Raises ``StorageError``."""
-        return tuple(await self._read(lambda connection: load_labels(connection, None, self._lost), []))
-
     async def revision(self, trajectory_id: str | None = None) -> str:
-        """As in ``Browsable``. Raises ``StorageError``."""
+        """As in ``TellsChanges``. Raises ``StorageError``."""
         return await self._read(lambda connection: stored_revision(connection, trajectory_id), "")
 
     def skip_damaged(self) -> list[DamagedRecord]:

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from openhands_rl_plugin.core.acted import TURN, kind_of
-from openhands_rl_plugin.core.browsing.terms import Column, begins
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import (
@@ -119,12 +118,13 @@ async def find_episode(storage: TrajectoryStorage, beginning: str) -> Episode:
     """The episode whose id begins like that, finished or not. Raises ``StorageError`` unless there is just one."""
     ids = [beginning] if await storage.count(TrajectoryFilter(ids=(beginning,), finished=None)) else []
     if not ids:
-        where = TrajectoryFilter(terms=(begins(Column.ID, beginning),), finished=None)
-        ids = [summary.id async for summary in storage.summaries(where.model_copy(update={"limit": MOST_NAMED}))]
+        where = TrajectoryFilter(contains=beginning, finished=None)
+        ids = [each.id async for each in storage.summaries(where) if each.id.startswith(beginning)]
         if len(ids) > 1:
-            many = await storage.count(where)
-            named = ", ".join(ids) + (" ..." if many > len(ids) else "")
-            raise StorageError(f"{many} episodes have an id that begins with {beginning!r}; give more of it: {named}")
+            named = ", ".join(ids[:MOST_NAMED]) + (" ..." if len(ids) > MOST_NAMED else "")
+            raise StorageError(
+                f"{len(ids)} episodes have an id that begins with {beginning!r}; give more of it: {named}"
+            )
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(ids), finished=None)):
         labels = await storage.labels(ids) if isinstance(storage, TakesLabels) else ()
         return view_of(trajectory, scores, labels)

@@ -23,25 +23,32 @@ def test_the_list_has_the_newest_first(opener: Opener, client: Client) -> None:
     assert following["rows"]["id"] == ["episode 2", "episode 1"]
     last = browser.get(f"/api/episodes?limit=2&after={following['next']}").json()
     assert (last["rows"]["id"], last["total"]) == (["episode 0"], 5)
-    found = browser.get("/api/episodes", params={"q": "reward:0.1..0.3 run:run sort:reward"}).json()
+    bounds = {"min_reward": "0.1", "max_reward": "0.3", "run": "run", "sort": "reward"}
+    found = browser.get("/api/episodes", params=bounds).json()
     assert (found["total"], found["rows"]["id"]) == (2, ["episode 1", "episode 2"])
     assert browser.get("/api/episodes?sort=-turns").status_code == 200
-    wrong = browser.get("/api/episodes?q=rum:demo")
-    assert wrong.status_code == 400 and "did you mean 'run'" in wrong.json()["error"]["message"]
+    assert browser.get("/api/episodes?contains=sode+3").json()["rows"]["id"] == ["episode 3"]
+    for wrong, said in (
+        ("min_reward=x", "reward_at_least"),
+        ("stop=never", "stop"),
+        ("sort=turn", "did you mean 'turns'"),
+    ):
+        answer = browser.get(f"/api/episodes?{wrong}")
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
-def test_facets_count_values_and_say_how_to_ask_for_them(opener: Opener, client: Client) -> None:
+def test_facets_count_values_that_filters_find(opener: Opener, client: Client) -> None:
     fill(opener, [sample_episode(f"episode {at}", run=f"run {at % 2}", reward=at / 4) for at in range(5)])
     browser = client(opener())
     found = browser.get("/api/facets").json()
-    assert found["facets"]["run"][0] == {"value": "run 0", "count": 3, "query": 'run:"run 0"'}
-    assert found["facets"]["adapter"] == [{"value": "shop@7", "count": 5, "query": "adapter:shop@7"}]
-    assert found["facets"]["failed"] == [{"value": None, "count": 5, "query": "-failed:*"}]
+    assert found["facets"]["run"] == [{"value": "run 0", "count": 3}, {"value": "run 1", "count": 2}]
+    assert found["facets"]["adapter"] == [{"value": "shop", "count": 5}]
+    assert found["facets"]["version"] == [{"value": "7", "count": 5}] and found["facets"]["failure"] == []
     assert sum(found["rewards"]["counts"]) == 5 and found["rewards"]["high"] == 1.0
-    for values in found["facets"].values():
+    for name, values in found["facets"].items():
         for each in values:
-            assert browser.get("/api/episodes", params={"q": each["query"]}).json()["total"] == each["count"]
-    assert browser.get("/api/facets?by=runs").status_code == 400
+            assert browser.get("/api/episodes", params={name: each["value"]}).json()["total"] == each["count"]
+    assert browser.get("/api/facets?run=run+1").json()["facets"]["run"] == [{"value": "run 1", "count": 2}]
 
 
 def test_an_episode_comes_as_a_skeleton_and_its_bodies_by_the_page(opener: Opener, client: Client) -> None:

@@ -60,9 +60,8 @@ def test_two_versions_are_compared_over_the_same_tasks(opener: Opener, client: C
     episodes = [played(7, at, float(at == 0)) for at in range(6)] + [played(8, at, float(at > 0)) for at in range(7)]
     fill(opener, episodes)
     browser = client(opener())
-    found = browser.get("/api/compare?of=queries&a=adapter:shop@7&b=adapter:shop@8").json()
+    found = browser.get("/api/compare?of=sets&a=shop@7&b=shop@8").json()
     assert (found["tasks"], found["only_b"], found["gained"], found["lost"]) == (6, 1, 5, 1)
     assert found["p"] == 0.21875 and found["test"] == "exact McNemar"
     assert found["rows"]["a_id"][0] == "7-0" and abs(found["difference"]["mean"] - 4 / 6) < 1e-9
     assert browser.get("/api/compare?a=one").status_code == 400
-    assert browser.get("/api/compare?of=queries&a=run:a&b=rum:b").status_code == 400

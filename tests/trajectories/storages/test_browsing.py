@@ -1,22 +1,16 @@
-"""Looking through a store: terms, pages, counts and changes, the same from SQLite and from MongoDB."""
+"""Looking through a store: a text, pages and changes, the same from SQLite and from MongoDB."""
 
 from __future__ import annotations
 
 import itertools
-import sqlite3
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.browsing.listing import Browsable, matches, value_of
-from openhands_rl_plugin.core.browsing.terms import TEXTS, Column, Match, Term, begins
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TakesLabels, TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import (
     EpisodeGrowth,
     EpisodeStart,
@@ -29,15 +23,13 @@ from openhands_rl_plugin.core.records import (
 from openhands_rl_plugin.core.types import PolicyRef, Trajectory
 from openhands_rl_plugin.testing.samples import GONE, sample_episode, sample_score, steps_of, unrewarded
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
-from openhands_rl_plugin.trajectories.sqlite.conditions import condition_of
-from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.view.episode import find_episode
 
 ALL = TrajectoryFilter(finished=None)
 
 
-class Both(TrajectoryStorage, TakesLabels, Browsable, Protocol): ...
+class Both(TrajectoryStorage, TakesLabels, TellsChanges, Protocol): ...
 
 
 Make = Callable[[], Both]
@@ -78,46 +70,21 @@ async def listed(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[Tr
     return [each async for each in storage.summaries(where)]
 
 
-TEXT = st.sampled_from(["a", "ab", "a*b", "*", "?", "[a]", "ä", "A", "a\nb", "", "shop", "m1", "terminated", "open"])
-NUMBER = st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.5, 4.0, 8.0, 16.0])
-BOUNDS = st.fixed_dictionaries({}, optional={name: NUMBER for name in ("at_least", "at_most", "above", "below")})
-NUMBERS = BOUNDS.map(lambda bounds: Match(**bounds))
-VERSIONS = st.fixed_dictionaries({}, optional={name: st.integers(0, 4) for name in ("first_version", "last_version")})
-TEXTUAL = st.one_of(
-    TEXT.map(lambda text: Match(text=text)),
-    st.lists(TEXT, min_size=2, max_size=3).map(lambda pieces: Match(like=tuple(pieces))),
-    st.just(Match()),
-)
-
-
-@st.composite
-def terms(draw: st.DrawFn) -> Term:
-    column = draw(st.sampled_from(list(Column)))
-    match = TEXTUAL if column in TEXTS else NUMBERS
-    found = draw(st.lists(match, min_size=1, max_size=3))
-    if column is Column.ADAPTER:
-        found = [each.model_copy(update=draw(VERSIONS)) for each in found]
-    return Term(column=column, any_of=tuple(found), negated=draw(st.booleans()))
-
-
-async def test_terms_find_what_they_say(make: Make) -> None:
+@pytest.mark.parametrize("text", ["a", "ab", "*", "?", "[a]", "ä", "A", "a\nb", "", "shop", "m1", "terminated", "\0"])
+async def test_a_text_is_looked_for_in_the_header(make: Make, text: str) -> None:
     storage = await filled(make)
-    everything = await listed(storage, ALL)
-    examples: list[tuple[Term, ...]] = []
-    many = 150 if isinstance(storage, FileTrajectoryStorage) else 40
-
-    @settings(max_examples=many, database=None)
-    @given(st.lists(terms(), min_size=1, max_size=2))
-    def gather(found: list[Term]) -> None:
-        examples.append(tuple(found))
-
-    gather()
-    for each in examples:
-        where = ALL.model_copy(update={"terms": each})
-        expected = [summary.id for summary in everything if matches(summary, each)]
-        assert [summary.id for summary in await listed(storage, where)] == expected, each
-        assert await storage.count(where) == len(expected)
+    columns = [(each, set(header_of(each))) for each in await listed(storage, ALL)]
+    expected = [each.id for each, values in columns if any(text in value for value in values if value is not None)]
+    where = ALL.model_copy(update={"contains": text})
+    assert [each.id for each in await listed(storage, where)] == expected
+    assert await storage.count(where) == len(expected)
     await storage.close()
+
+
+def header_of(summary: TrajectorySummary) -> tuple[str | None, ...]:
+    policy = summary.policy
+    ids = summary.id, summary.run_id, summary.group_id, summary.task_id
+    return *ids, summary.environment, summary.strategy, policy.base_model, policy.adapter
 
 
 @pytest.mark.parametrize("order", TrajectoryOrder)
@@ -132,39 +99,6 @@ async def test_pages_put_together_are_the_list(make: Make, order: TrajectoryOrde
     assert found == everything and len(found) == 10
     with pytest.raises(StorageError, match="begin with the first page"):
         await listed(storage, where.model_copy(update={"after": "gone"}))
-    await storage.close()
-
-
-async def test_tokens_are_those_of_the_summaries(make: Make) -> None:
-    storage = await filled(make)
-    summaries = await listed(storage, ALL)
-    found = {each.policy: each for each in await storage.tokens(ALL)}
-    assert set(found) == {each.policy for each in summaries}
-    for policy, each in found.items():
-        own = [one.usage for one in summaries if one.policy == policy]
-        assert each.episodes == len(own) and each.completion_tokens == sum(one.completion_tokens for one in own)
-        assert each.prompt_tokens == sum(one.prompt_tokens for one in own)
-    await storage.close()
-
-
-async def test_counts_are_those_of_the_summaries(make: Make) -> None:
-    storage = await filled(make)
-    where = ALL.model_copy(update={"terms": (Term(column=Column.RUN, any_of=(Match(text="a"),), negated=True),)})
-    summaries = await listed(storage, where)
-    by = (Column.RUN, Column.STOP, Column.FAILED, Column.ADAPTER)
-    found = await storage.facets(where, by, 100)
-    for column, counts in zip(by, found, strict=True):
-        expected = Counter(value_of(each, column) for each in summaries)
-        if column is Column.ADAPTER:
-            named = [(each.policy.adapter, each.policy.version) for each in summaries]
-            expected = Counter(name if None in (name, version) else f"{name}@{version}" for name, version in named)
-        assert {each.value: each.count for each in counts} == expected
-        assert [each.count for each in counts] == sorted(expected.values(), reverse=True)
-    histogram = await storage.rewards(where, 4)
-    rewards = [reward for each in summaries if (reward := value_of(each, Column.REWARD)) is not None]
-    assert (histogram.low, histogram.high) == (0.0, 0.75)
-    assert sum(histogram.counts) == len(rewards) and histogram.unknown == len(summaries) - len(rewards)
-    assert histogram.counts == tuple(rewards.count(at / 4) for at in range(4))
     await storage.close()
 
 
@@ -204,15 +138,6 @@ async def test_a_prefix_finds_an_episode(make: Make) -> None:
     with pytest.raises(StorageError, match="5 episodes"):
         await find_episode(storage, "a")
     await storage.close()
-
-
-async def test_a_prefix_is_a_range_of_an_index(tmp_path: Path) -> None:
-    await FileTrajectoryStorage(tmp_path).add(sample_episode("one"))
-    where = TrajectoryFilter(terms=(begins(Column.ID, "on"),), finished=None)
-    condition, values = condition_of(where)
-    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
-        plan = connection.execute(f"EXPLAIN QUERY PLAN SELECT row FROM episodes WHERE {condition}", values).fetchall()
-    assert "episodes_id (id>? AND id<?)" in str(plan)
 
 
 @pytest.mark.parametrize("finished", [None, True])

@@ -25,7 +25,7 @@ def attempt(at: int) -> Trajectory:
 
 
 def click_verdict(pages: Pages, at: int, words: str) -> None:
-    page = pages.open(f"/q?query=id:attempt-{at}", wait=".item.assistant")
+    page = pages.open(f"/q?contains=attempt-{at}", wait=".item.assistant")
     page.get_by_role("button", name=words).click()
     page.wait_for_selector(".empty")
 
@@ -37,7 +37,7 @@ def test_clicks_become_a_trained_pair(model: Path, tmp_path: Path, capsys: pytes
     with pages_of(store, author="ann") as pages:
         click_verdict(pages, 0, "Good")
         click_verdict(pages, 1, "Bad")
-        page = pages.open("/q?query=id:attempt-1&pairs=1", wait=".two")
+        page = pages.open("/q?contains=attempt-1&pairs=1", wait=".two")
         page.wait_for_selector(".verdicts button:not([disabled]) >> text=Left is better")
         left = page.locator(".two section").first.inner_text()
         page.get_by_role("button", name="Left is better" if "way 1" in left else "Right is better").click()

@@ -13,16 +13,16 @@ from studio_pages import pages_of
 from openhands_rl_plugin.contrib.studio.command import sources_at
 
 PAGES = {
-    "/?n=2&q=version:3": ".row:not(.head) a",
-    "/?q=adaptr:x": ".wrong",
+    "/?n=2&version=3": ".row:not(.head) a",
+    "/?stop=never": ".wrong",
     "/e/fix-orders-breaks?node=5&n=1": ".item .call",
     "/e/kettle-mcts?view=tree&node=30": ".point.here",
     "/e/fix-orders-breaks?view=tokens&node=2&tokens=2.60": ".t.at",
     "/e/fix-orders-breaks?view=breaks": ".break .cure",
     "/g/fix-cache%2F3": ".twig.forks",
     "/c?a=fix-cache-v3-1&b=fix-cache-v3-2": ".part.differs .one",
-    "/c?of=queries&a=adapter:shop@1&b=adapter:shop@3": ".row.tasks a",
-    "/q?query=version:3": ".verdicts",
+    "/c?of=sets&a=shop@1&b=shop@3": ".row.tasks a",
+    "/q?version=3": ".verdicts",
     "/r": "table",
     "/r/night": ".curve canvas",
     "/a": ".lineage",

@@ -26,7 +26,7 @@ def stored(folder: Path, episode: str) -> Sequence[Label]:
 
 
 def test_keys_of_the_queue_make_labels(pages: Pages, seeded: Path) -> None:
-    page = pages.open("/q?query=id:fix-cache-v1-*", wait=".verdicts")
+    page = pages.open("/q?contains=fix-cache-v1-", wait=".verdicts")
     page.wait_for_selector(".item.assistant")
     assert not page.query_selector(".reward"), "who judges does not see what a grader said"
     pages.keys("m")
@@ -44,7 +44,7 @@ def test_keys_of_the_queue_make_labels(pages: Pages, seeded: Path) -> None:
 
 
 def test_a_pair_becomes_a_preference(pages: Pages, seeded: Path) -> None:
-    page = pages.open("/q?query=id:fix-parser-v2-2&pairs=1", wait=".two")
+    page = pages.open("/q?contains=fix-parser-v2-2&pairs=1", wait=".two")
     # Nobody judges what is not there yet: the keys and the buttons wait for both sides.
     page.wait_for_selector(".verdicts button:not([disabled]) >> text=Left is better")
     assert page.locator(".two section:has(.item.assistant)").count() == 2
@@ -89,7 +89,7 @@ def test_a_comment_on_tokens_is_stored_shown_and_exported(pages: Pages, seeded: 
     page.locator('[data-t="2.0"]').click()
     page.wait_for_function("() => document.querySelector('#remark').placeholder === 'Comment, or #tag'")
     out = tmp_path / "all.jsonl"
-    exported = ["export", str(seeded / "store"), "--format", "trajectories", "--query", "id:fix-config-v1-1"]
+    exported = ["export", str(seeded / "store"), "--format", "trajectories", "--contains", "fix-config-v1-1"]
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(cli.main, [*exported, "--out", str(out)]).result() == 0
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())

@@ -1,4 +1,4 @@
-// The list of episodes for a query, as far as it was looked at: pages of rows, found by their number in the list.
+// The list of episodes for some filters, as far as it was looked at: pages of rows, found by their number in the list.
 import {signal} from '@preact/signals';
 import {ask, query, row, rowsOf} from 'studio/base/api';
 
@@ -58,7 +58,7 @@ class Listing {
   }
 }
 
-/** The list for `{store, q, sort}`; the same one for the same words. */
+/** The list for `{store, sort}` and filters; the same one for the same values. */
 export function listing(params) {
   const key = query(params);
   if (!lists.has(key)) {

@@ -52,6 +52,10 @@ export function param(name) {
   return signals.get(name).value;
 }
 
+/** What narrows a list of episodes: fields of an episode, bounds of its reward, and a text that its header contains. */
+const FILTERS = ['contains', 'run', 'group', 'task', 'environment', 'split', 'strategy', 'adapter', 'version', 'stop', 'failure', 'min_reward', 'max_reward', 'unlabelled'];
+export const filters = () => Object.fromEntries(FILTERS.map((name) => [name, param(name)]).filter(([, value]) => value));
+
 // Links within the studio need no loading; those to a new tab or window stay the browser's.
 addEventListener('click', (event) => {
   const anchor = event.target.closest?.('a[href]');

@@ -43,9 +43,9 @@ function Folder({folder}) {
 }
 
 function Version({each, keys, parent}) {
-  const name = html`<span class="indent" style=${{width: `${each.depth * 16}px`}}></span><a href=${link('', '', {q: `adapter:${each.adapter}@${each.version}`, store: param('store')})}><b><${Shown} text=${each.name} most=${80} /></b></a>${each.current && html` <span class="chip good">current</span>`}`;
+  const name = html`<span class="indent" style=${{width: `${each.depth * 16}px`}}></span><a href=${link('', '', {adapter: each.adapter, version: each.version, store: param('store')})}><b><${Shown} text=${each.name} most=${80} /></b></a>${each.current && html` <span class="chip good">current</span>`}`;
   if (each.problem) return html`<tr><td>${name}</td><td colspan=${keys.length + 8} class="bad"><${Shown} text=${each.problem} /></td></tr>`;
-  return html`<tr><td>${name}</td><td><${Shown} text=${each.parent ?? each.base_model ?? '–'} most=${60} />${parent && html` <a class="also" href=${link('c', '', {of: 'queries', a: `adapter:${parent.adapter}@${parent.version}`, b: `adapter:${each.adapter}@${each.version}`, store: param('store')})}>compare</a>`}</td>
+  return html`<tr><td>${name}</td><td><${Shown} text=${each.parent ?? each.base_model ?? '–'} most=${60} />${parent && html` <a class="also" href=${link('c', '', {of: 'sets', a: `${parent.adapter}@${parent.version}`, b: `${each.adapter}@${each.version}`, store: param('store')})}>compare</a>`}</td>
     <td class="chart"><${Interval} found=${each.held_out} /></td><td class="number"><${Spent} found=${each.spent} /></td><td class="number">${count(each.step)}</td>
     ${keys.map((key) => html`<td key=${key} class="number">${typeof each.metrics?.[key] === 'number' ? fixed(each.metrics[key], 3) : '–'}</td>`)}
     <td><code>${each.sha256?.slice(0, 12) ?? '–'}</code></td><td>${each.loaded?.length ? each.loaded.map((url) => html`<small key=${url}><${Shown} text=${url} most=${60} /></small> `) : html`<span class="muted">${each.probe ? 'no, has a probe' : 'no'}</span>`}</td><td class="number"><${Probed} found=${each.probed} /></td><td class="number">${when(each.made)}</td></tr>`;

@@ -16,7 +16,7 @@ import {judged} from 'studio/parts/figures';
 export function Compare() {
   const [a, b, of] = [param('a'), param('b'), param('of')];
   const store = param('store');
-  if (of === 'queries' || !a || !b) return html`<div class="page compare"><${Queries} a=${a} b=${b} store=${store} ready=${of === 'queries' && a && b} /></div>`;
+  if (of === 'sets' || !a || !b) return html`<div class="page compare"><${Sets} a=${a} b=${b} store=${store} ready=${of === 'sets' && a && b} /></div>`;
   return html`<div class="page compare"><${Pair} a=${a} b=${b} store=${store} /></div>`;
 }
 
@@ -78,22 +78,22 @@ function Side({model, node, store}) {
     <${Body} body=${body} excerpt=${model.of('text')(node)} kind=${role === 'tool' ? 'code' : 'said'} place=${{id: model.header.id, node, store}} /></div>`;
 }
 
-function Queries({a, b, store, ready}) {
-  const answer = useAnswer(ready ? `compare${query({of: 'queries', a, b, store})}` : null, {keep: false});
+function Sets({a, b, store, ready}) {
+  const answer = useAnswer(ready ? `compare${query({of: 'sets', a, b, store})}` : null, {keep: false});
   const submit = (event) => {
     event.preventDefault();
-    put({of: 'queries', a: event.target.elements.a.value.trim(), b: event.target.elements.b.value.trim()}, {push: true});
+    put({of: 'sets', a: event.target.elements.a.value.trim(), b: event.target.elements.b.value.trim()}, {push: true});
   };
-  return html`<header class="title"><h1>Compare</h1><p class="muted">Two queries over the same tasks: what the second one gained and lost. Two episodes: mark them in the list and press =.</p></header>
+  return html`<header class="title"><h1>Compare</h1><p class="muted">Two versions of adapters (NAME@VERSION) or two runs, on the same tasks: what the second one gained and lost. Two episodes: mark them in the list and press =.</p></header>
     <form class="queries" onSubmit=${submit}>
-      <label>From <input name="a" required spellcheck="false" defaultValue=${a} placeholder="adapter:shop@7" /></label>
-      <label>to <input name="b" required spellcheck="false" defaultValue=${b} placeholder="adapter:shop@9" /></label>
+      <label>From <input name="a" required spellcheck="false" defaultValue=${a} placeholder="shop@7" /></label>
+      <label>to <input name="b" required spellcheck="false" defaultValue=${b} placeholder="shop@9" /></label>
       <button class="primary">Compare</button></form>
     ${ready && html`<${Answer} answer=${answer}>${(found) => html`<${Gains} found=${found} store=${store} />`}</${Answer}>`}`;
 }
 
 function Gains({found, store}) {
-  if (!found.tasks) return html`<${Empty} title="No task in common">The first query finds ${plural(found.only_a, 'task')}, the second one ${plural(found.only_b, 'task')}, and none is the same.</${Empty}>`;
+  if (!found.tasks) return html`<${Empty} title="No task in common">The first one has ${plural(found.only_a, 'task')}, the second one ${plural(found.only_b, 'task')}, and none is the same.</${Empty}>`;
   const {difference} = found;
   const sure = difference && (difference.low > 0 || difference.high < 0);
   return html`<div class="columns"><section class="middle">

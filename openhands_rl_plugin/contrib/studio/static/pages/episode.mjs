@@ -7,7 +7,7 @@ import {modelOf, siblings} from 'studio/base/episode';
 import {useKeys} from 'studio/base/keys';
 import {useLive} from 'studio/base/live';
 import {listing, mark, marked} from 'studio/base/listing';
-import {go, link, param, put} from 'studio/base/route';
+import {filters, go, link, param, put} from 'studio/base/route';
 import {Outcome} from 'studio/parts/episode_row';
 import {Figures, judged} from 'studio/parts/figures';
 import {Neighbours} from 'studio/parts/neighbours';
@@ -17,7 +17,7 @@ import {VIEWS} from 'studio/views';
 export function Episode({id}) {
   const store = param('store');
   const answer = useAnswer(`episodes/${encodeURIComponent(id)}${query({store})}`, {keep: false});
-  const context = {store, q: param('q'), sort: param('sort')};
+  const context = {store, sort: param('sort'), ...filters()};
   useSteps(id, context);
   // An episode that is being played grows on the page.
   useLive((events) => events.some(({kind, ids}) => kind === 'reset' || ids?.includes(id)) && answer.again());

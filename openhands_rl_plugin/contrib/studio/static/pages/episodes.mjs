@@ -1,12 +1,13 @@
 // All episodes of a store: searched, narrowed by facets, and one row each.
 import {useEffect, useRef, useState} from 'preact/hooks';
 import {html} from 'studio/base/html';
+import {Shown} from 'studio/base/text';
 import {useKeys} from 'studio/base/keys';
 import {useLive} from 'studio/base/live';
 import {PAGE, listing, mark, marked} from 'studio/base/listing';
 import {exported, query} from 'studio/base/api';
 import {count, plural} from 'studio/base/format';
-import {go, link, param, put} from 'studio/base/route';
+import {filters, go, link, param, put} from 'studio/base/route';
 import {EpisodeRow, HEAD, OPINIONS} from 'studio/parts/episode_row';
 import {Narrow} from 'studio/parts/narrow';
 import {Rows} from 'studio/parts/rows';
@@ -15,7 +16,8 @@ import {Empty, Problem, Waiting} from 'studio/parts/states';
 const HEIGHT = 36;
 
 export function Episodes() {
-  const params = {store: param('store'), q: param('q'), sort: param('sort')};
+  const chosen = filters();
+  const params = {store: param('store'), sort: param('sort'), ...chosen};
   const list = listing(params);
   const total = list.total.value;
   const at = param('n') === '' ? null : Number(param('n'));
@@ -58,17 +60,17 @@ export function Episodes() {
   });
   return html`<div class="page episodes">
     <h1 class="sr">Episodes</h1>
-    ${!exported && html`<${Search} input=${search} q=${params.q} error=${list.error.value} />`}
+    ${!exported && html`<${Search} input=${search} chosen=${chosen} error=${list.error.value} />`}
     <div class="columns">
-      ${!exported && html`<${Narrow} params=${params} />`}
+      ${!exported && html`<${Narrow} store=${params.store} chosen=${chosen} />`}
       <section class="middle" aria-label="Episodes found">
         <${Selection} news=${changes} refresh=${refresh} total=${total} params=${params} compare=${compare} />
         ${list.error.value && total === null
           ? list.error.value.status === 400
-            ? html`<${Empty} title="The query was not understood">What is wrong with it stands below it. <a href=${link('', '', {store: params.store})}>Show all episodes</a></${Empty}>`
+            ? html`<${Empty} title="The filters were not understood">What is wrong with them stands below the search. <a href=${link('', '', {store: params.store})}>Show all episodes</a></${Empty}>`
             : html`<${Problem} error=${list.error.value} again=${() => list.refresh()} />`
           : total === null ? html`<${Waiting} rows=${14} />`
-          : total === 0 ? html`<${Nothing} q=${params.q} />`
+          : total === 0 ? html`<${Nothing} chosen=${chosen} />`
           : html`<${Rows} total=${total} height=${HEIGHT} at=${at} label="Episodes" more=${said.length} head=${HEAD(params.sort, said)}
               shown=${(first, last) => { for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) list.load(page); }}>
               ${(number, style) => html`<${EpisodeRow} key=${number} number=${number} row=${list.row(number)} style=${style} params=${params}
@@ -79,19 +81,22 @@ export function Episodes() {
   </div>`;
 }
 
-function Search({input, q, error}) {
-  useEffect(() => { if (input.current !== document.activeElement) input.current.value = q; }, [q]);
+function Search({input, chosen, error}) {
+  const text = chosen.contains ?? '';
+  useEffect(() => { if (input.current !== document.activeElement) input.current.value = text; }, [text]);
   const submit = (event) => {
     event.preventDefault();
-    put({q: input.current.value.trim(), n: ''}, {push: true});
+    put({contains: input.current.value.trim(), n: ''}, {push: true});
   };
+  const others = Object.entries(chosen).filter(([name]) => name !== 'contains');
+  const wrong = error?.status === 400;
   return html`<form class="search" role="search" onSubmit=${submit}>
-    <label class="sr" for="query">Query</label>
-    <input id="query" ref=${input} type="search" spellcheck="false" autocomplete="off" autocapitalize="none" defaultValue=${q}
-      aria-invalid=${error?.status === 400 ? 'true' : null} aria-describedby="query-said"
-      placeholder='run:demo  adapter:shop@7..9  reward:<0.5  turns:>20  "No such file"  sort:-tokens' />
+    <label class="sr" for="contains">Text in an episode’s id, run, group, task, environment, strategy, model or adapter</label>
+    <input id="contains" ref=${input} type="search" spellcheck="false" autocomplete="off" autocapitalize="none" defaultValue=${text}
+      aria-invalid=${wrong ? 'true' : null} aria-describedby="search-said" placeholder="a part of an id, run, group, task, environment, strategy, model or adapter" />
     <button class="primary">Search</button>
-    <p id="query-said" class=${error?.status === 400 ? 'wrong' : 'sr'} role=${error ? 'alert' : null}>${error?.status === 400 ? error.message : 'Words of the query are joined by and; a | b is either; -word is not.'}</p>
+    ${others.length > 0 && html`<p class="line chosen">${others.map(([name, value]) => html`<button type="button" key=${name} class="more" aria-label=${`no longer ${name} ${value}`} onClick=${() => put({[name]: '', n: ''}, {push: true})}>${name.replace('_', ' ')}: <${Shown} text=${value} most=${60} /> ×</button>`)}</p>`}
+    <p id="search-said" class=${wrong ? 'wrong' : 'sr'} role=${error ? 'alert' : null}>${wrong ? error.message : 'Upper and lower case differ.'}</p>
   </form>`;
 }
 
@@ -108,6 +113,6 @@ function Selection({news, refresh, total, params, compare}) {
   </div>`;
 }
 
-const Nothing = ({q}) => (q
-  ? html`<${Empty} title="No episode is like that">Leave a word out, or <a href=${link('', '', {store: param('store')})}>show all episodes</a>.</${Empty}>`
+const Nothing = ({chosen}) => (Object.keys(chosen).length
+  ? html`<${Empty} title="No episode is like that">Leave a filter out, or <a href=${link('', '', {store: param('store')})}>show all episodes</a>.</${Empty}>`
   : html`<${Empty} title="No episodes yet">They appear here while they are played: <code>openhands-rl run</code>, <code>openhands-rl demo</code>, or a recording gateway, into this store.</${Empty}>`);

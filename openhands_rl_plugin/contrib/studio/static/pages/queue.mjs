@@ -8,7 +8,7 @@ import {plural} from 'studio/base/format';
 import {useKeys} from 'studio/base/keys';
 import {label} from 'studio/base/labels';
 import {listing} from 'studio/base/listing';
-import {param, put} from 'studio/base/route';
+import {filters, param, put} from 'studio/base/route';
 import {judged} from 'studio/parts/figures';
 import {said} from 'studio/parts/help';
 import {Answer, Empty, Problem, Waiting} from 'studio/parts/states';
@@ -17,7 +17,7 @@ import {Conversation} from 'studio/views/conversation';
 const header = (id, store) => `episodes/${encodeURIComponent(id)}${query({store})}`;
 
 export function Queue() {
-  const params = {store: param('store'), q: param('query')};
+  const params = {store: param('store'), ...filters()};
   const pairs = param('pairs') === '1';
   const number = Number(param('n')) || 0;
   const list = listing(params);
@@ -30,7 +30,7 @@ export function Queue() {
   useKeys('Queue', {j: ['skip', () => go(1)], k: ['back', () => go(-1)], ArrowRight: ['', () => go(1)], ArrowLeft: ['', () => go(-1)]});
   const submit = (event) => {
     event.preventDefault();
-    put({query: event.target.elements.query.value.trim(), n: ''}, {push: true});
+    put({contains: event.target.elements.contains.value.trim(), n: ''}, {push: true});
   };
   const heard = (verdict, grader) => {
     if (grader === null || grader === undefined) return;
@@ -41,11 +41,12 @@ export function Queue() {
   };
   return html`<div class="page queue">
     <header class="title"><h1>Queue</h1>
-      <form class="line grow" onSubmit=${submit}><label class="sr" for="queued">Which episodes</label><input id="queued" name="query" class="grow" spellcheck="false" defaultValue=${params.q} placeholder="which episodes, as in the list: adapter:shop@9 -label:verdict" /><button>Show</button></form>
+      <form class="line grow" onSubmit=${submit}><label class="sr" for="queued">Which episodes</label><input id="queued" name="contains" class="grow" spellcheck="false" defaultValue=${params.contains} placeholder="a part of an id, run, task, adapter, … as in the list" /><button>Show</button></form>
+      <button aria-pressed=${params.unlabelled ? 'true' : 'false'} onClick=${() => put({unlabelled: params.unlabelled ? '' : '1', n: ''})}>Unlabelled</button>
       <button aria-pressed=${pairs ? 'true' : 'false'} onClick=${() => put({pairs: pairs ? '' : '1', n: ''})}>Pairs</button>
       <span class="muted">${!total ? '' : `${Math.min(number + 1, total)} of ${total}`}${tally.asked ? ` · the grader agreed ${tally.agreed} of ${tally.asked} times` : ''}</span></header>
     ${list.error.value ? html`<${Problem} error=${list.error.value} again=${() => list.refresh()} />`
-      : total === 0 ? html`<${Empty} title="Nothing to judge">No episode is like that. Leave a word out.</${Empty}>`
+      : total === 0 ? html`<${Empty} title="Nothing to judge">No episode is like that. Leave a filter out.</${Empty}>`
       : total !== null && number >= total ? html`<${Empty} title="That was all">${plural(total, 'episode')} were shown. <button onClick=${() => put({n: ''})}>Begin again</button></${Empty}>`
       : !id ? html`<${Waiting} />`
       : pairs ? html`<${Two} key=${id} id=${id} store=${params.store} next=${() => go(1)} />`

@@ -30,12 +30,11 @@ function Run({id}) {
   const runs = useAnswer('runs');
   const found = runs.data?.runs.find((each) => each.name === id) ?? runs.data?.runs.find((each) => each.run && (id === each.run || id.startsWith(`${each.run}/`)));
   if (runs.data && !found) {
-    return html`<${Empty} title="This run’s folder is not open">The studio was not started with it. <a href=${link('', '', {q: `run:${quoted(id)}`, store: param('store')})}>Its episodes</a> are there.</${Empty}>`;
+    return html`<${Empty} title="This run’s folder is not open">The studio was not started with it. <a href=${link('', '', {contains: id, store: param('store')})}>Its episodes</a> are there.</${Empty}>`;
   }
   return html`<div class="page scrolls run" tabindex="0"><${Answer} answer=${runs} rows=${10}>${() => html`<${Opened} name=${found.name} />`}</${Answer}></div>`;
 }
 
-const quoted = (text) => `"${text.replaceAll('"', '')}"`;
 
 function Opened({name}) {
   const answer = useAnswer(`runs/${path(name)}`);
@@ -63,7 +62,7 @@ function Stages({records, run}) {
     return [...FIRST.filter((key) => all.includes(key)), ...all.filter((key) => !FIRST.includes(key))].slice(0, 7);
   }, [records]);
   return html`<section><h2>Stages</h2><div class="wide" tabindex="0" role="region" aria-label="Stages"><table class="plain"><thead><tr><th>Stage</th><th>Adapter</th><th class="number">Time</th>${keys.map((key) => html`<th key=${key} class="number">${key.replaceAll('_', ' ')}</th>`)}</tr></thead>
-    <tbody>${[...records].reverse().map((each) => html`<tr key=${each.name}><td>${run && !exported ? html`<a href=${link('', '', {q: `run:${quoted(`${run}/${each.name}`)}`})}><${Shown} text=${each.name} /></a>` : html`<${Shown} text=${each.name} />`}</td><td><${Shown} text=${each.adapter ?? 'base'} /></td>
+    <tbody>${[...records].reverse().map((each) => html`<tr key=${each.name}><td>${run && !exported ? html`<a href=${link('', '', {run: `${run}/${each.name}`})}><${Shown} text=${each.name} /></a>` : html`<${Shown} text=${each.name} />`}</td><td><${Shown} text=${each.adapter ?? 'base'} /></td>
       <td class="number">${seconds(each.finished - each.started)}</td>${keys.map((key) => html`<td key=${key} class="number">${figure(each.metrics[key])}</td>`)}</tr>`)}</tbody></table></div></section>`;
 }
 
@@ -148,15 +147,14 @@ function joined(before, added) {
 
 /** The newest episodes of a run, and what went wrong in it. */
 function Stream({run}) {
-  const q = `run:${quoted(run)}|${quoted(`${run}/`)}*`;
   const store = param('store');
-  const newest = useAnswer(`episodes${query({q, store, limit: 12})}`);
-  const facets = useAnswer(`facets${query({q, store, by: 'failed,stop', most: 8})}`);
+  const newest = useAnswer(`episodes${query({contains: run, store, limit: 12})}`);
+  const facets = useAnswer(`facets${query({contains: run, store})}`);
   useLive((events) => { if (events.some(({ids}) => ids)) { newest.again(); facets.again(); } });
   if (!newest.data?.total) return null;
-  const failed = (facets.data?.facets.failed ?? []).filter((each) => each.value !== null);
-  return html`<section><header class="line"><h2>Episodes</h2><a href=${link('', '', {q, store})}>${plural(newest.data.total, 'episode')}</a>
-      ${failed.map((each) => html`<a key=${each.value} class="bad" href=${link('', '', {q: `${q} ${each.query}`, store})}>${count(each.count)} ${each.value}</a>`)}</header>
-    <ul class="cards">${Array.from({length: rowsOf(newest.data.rows)}, (_, at) => row(newest.data.rows, at)).map((each) => html`<li key=${each.id}><a href=${link('e', each.id, {q, store})}>
+  const failed = facets.data?.facets.failure ?? [];
+  return html`<section><header class="line"><h2>Episodes</h2><a href=${link('', '', {contains: run, store})}>${plural(newest.data.total, 'episode')}</a>
+      ${failed.map((each) => html`<a key=${each.value} class="bad" href=${link('', '', {contains: run, failure: each.value, store})}>${count(each.count)} ${each.value}</a>`)}</header>
+    <ul class="cards">${Array.from({length: rowsOf(newest.data.rows)}, (_, at) => row(newest.data.rows, at)).map((each) => html`<li key=${each.id}><a href=${link('e', each.id, {contains: run, store})}>
       <b><${Shown} text=${each.task} most=${40} /></b><${Outcome} failure=${each.failed} stop=${each.stop} value=${earned(each)} /><small class="muted">${plural(each.turns ?? 0, 'turn')}, ${when(each.finished)}</small></a></li>`)}</ul></section>`;
 }

@@ -1,4 +1,4 @@
-// What the episodes found have in common, to choose from. Choosing changes the words of the query, and so the address.
+// What the episodes found have in common, to choose from. Choosing changes the address.
 import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {html} from 'studio/base/html';
 import {Shown} from 'studio/base/text';
@@ -7,16 +7,13 @@ import {count, reward} from 'studio/base/format';
 import {useLive} from 'studio/base/live';
 import {put} from 'studio/base/route';
 
-const BY = {label: 'Label', stop: 'Stop', failed: 'Failure', adapter: 'Adapter', version: 'Version', task: 'Task', run: 'Run', split: 'Split', strategy: 'Strategy', environment: 'Environment', label: 'Label'};
+const BY = {stop: 'Stop', failure: 'Failure', adapter: 'Adapter', version: 'Version', task: 'Task', run: 'Run', split: 'Split', strategy: 'Strategy', environment: 'Environment'};
 const HEIGHT = 64;
 
-/** The query without the words that begin so, or are just this clause. */
-const without = (q, clause) => q.split(clause).join(' ').replace(/\s+/g, ' ').trim();
-const has = (q, clause) => ` ${q} `.includes(` ${clause} `);
-const search = (q) => put({q, n: ''}, {push: true});
+const narrow = (params) => put({...params, n: ''}, {push: true});
 
-export function Narrow({params}) {
-  const answer = useAnswer(`facets${query({store: params.store, q: params.q, by: Object.keys(BY).join(','), most: 8})}`);
+export function Narrow({store, chosen}) {
+  const answer = useAnswer(`facets${query({store, ...chosen})}`);
   const later = useRef(null);
   // Counting all values anew is dear, and nobody waits for it: once a second, after the rows.
   useLive((events) => {
@@ -27,44 +24,39 @@ export function Narrow({params}) {
   const found = answer.data;
   return html`<aside class="narrow" aria-label="Narrow the list" tabindex="0">
     <details open=${innerWidth > 820}><summary class="sr">Narrow by reward, task, …</summary>
-    ${found ? html`<${Rewards} rewards=${found.rewards} q=${params.q} />
-      ${Object.entries(BY).filter(([name]) => worth(found.facets[name], params.q)).map(([name, words]) => html`<${Facet} key=${name} words=${words} values=${found.facets[name]} q=${params.q} />`)}`
+    ${found ? html`<${Rewards} rewards=${found.rewards} bounded=${chosen.min_reward || chosen.max_reward} />
+      ${Object.entries(BY).filter(([name]) => chosen[name] || found.facets[name].length > 1).map(([name, words]) => html`<${Facet} key=${name} name=${name} words=${words} values=${found.facets[name].slice(0, 8)} now=${chosen[name]} />`)}`
     : html`<div class="histogram"></div>`}</details>
   </aside>`;
 }
 
-/** A facet with one value tells nothing, unless it was chosen. */
-const worth = (values, q) => values?.length > 1 || values?.some((each) => has(q, each.query));
-
-function Facet({words, values, q}) {
-  return html`<section><h2 class="small">${words}</h2><ul>${values.map(({value, count: found, query: clause}) => html`<li key=${clause}>
-    <button class="facet" aria-pressed=${has(q, clause) ? 'true' : 'false'} onClick=${() => search(has(q, clause) ? without(q, clause) : `${q} ${clause}`.trim())}>
-      <span>${value === null ? html`<i class="muted">none</i>` : html`<${Shown} text=${String(value).replaceAll('_', ' ')} most=${60} />`}</span><span class="muted">${count(found)}</span></button></li>`)}</ul></section>`;
+function Facet({name, words, values, now}) {
+  return html`<section><h2 class="small">${words}</h2><ul>${values.map(({value, count: found}) => html`<li key=${value}>
+    <button class="facet" aria-pressed=${value === now ? 'true' : 'false'} onClick=${() => narrow({[name]: value === now ? '' : value})}>
+      <span><${Shown} text=${value.replaceAll('_', ' ')} most=${60} /></span><span class="muted">${count(found)}</span></button></li>`)}</ul></section>`;
 }
 
 /** How rewards are spread; drawing over it keeps those in between. */
-function Rewards({rewards, q}) {
+function Rewards({rewards, bounded}) {
   const {low, high, counts, unknown} = rewards;
   const [brush, drag] = useState(null);
-  const chosen = /(?:^|\s)reward:(\S+)/.exec(q)?.[0].trim();
-  const most = useMemo(() => Math.max(1, ...(counts ?? [])), [counts]);
-  if (!counts?.some(Boolean)) return html`<section><h2 class="small">Reward</h2><p class="muted">None is judged.</p></section>`;
+  const most = useMemo(() => Math.max(1, ...counts), [counts]);
+  if (!counts.length) return html`<section><h2 class="small">Reward</h2><p class="muted">None is judged.</p></section>`;
   const share = (event) => {
     const box = event.currentTarget.getBoundingClientRect();
     return Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
   };
-  const value = (at) => low + (high - low) * at;
+  const value = (at) => String(Number((low + (high - low) * at).toPrecision(6)));
   const end = () => {
     if (!brush) return;
     const [from, to] = [Math.min(...brush), Math.max(...brush)];
     const bins = counts.length;
-    const clause = `reward:${reward(value(Math.floor(from * bins) / bins)).replace('−', '-')}..${reward(value(Math.ceil(to * bins) / bins)).replace('−', '-')}`;
     drag(null);
-    search(`${chosen ? without(q, chosen) : q} ${clause}`.trim());
+    narrow({min_reward: value(Math.floor(from * bins) / bins), max_reward: value(Math.ceil(to * bins) / bins)});
   };
   const inside = (bin) => !brush || (bin + 1 > Math.min(...brush) * counts.length && bin < Math.max(...brush) * counts.length);
-  return html`<section><h2 class="small">Reward${chosen && html` <button class="plain more" onClick=${() => search(without(q, chosen))}>all</button>`}</h2>
-    <svg class="histogram" viewBox=${`0 0 ${counts.length * 5} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label=${`Rewards from ${reward(low)} to ${reward(high)}; in the query as reward:0..0.5`}
+  return html`<section><h2 class="small">Reward${bounded && html` <button class="plain more" onClick=${() => narrow({min_reward: '', max_reward: ''})}>all</button>`}</h2>
+    <svg class="histogram" viewBox=${`0 0 ${counts.length * 5} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label=${`Rewards from ${reward(low)} to ${reward(high)}`}
       onPointerDown=${(event) => { event.currentTarget.setPointerCapture(event.pointerId); drag([share(event), share(event)]); }}
       onPointerMove=${(event) => brush && drag([brush[0], share(event)])} onPointerUp=${end} onPointerCancel=${() => drag(null)}>
       ${counts.map((each, bin) => each > 0 && html`<rect key=${bin} class=${inside(bin) ? 'bin in' : 'bin'} x=${bin * 5} width="4" y=${HEIGHT - Math.max(2, (each / most) * HEIGHT)} height=${Math.max(2, (each / most) * HEIGHT)} />`)}
