@@ -257,7 +257,7 @@ def test_nothing_in_the_package_imports_its_users() -> None:
 
 TORCH_ROOMS = (
     *("models/engines/transformers.py", "models/generator/", "models/server/", "models/adapters/", "training/"),
-    *("rewards/verifier/", "apps/agent/", "apps/demo_model.py", "contrib/trainers/"),
+    *("rewards/verifier/", "apps/agent/", "apps/demo_model.py", "contrib/demo/", "contrib/trainers/"),
 )
 
 

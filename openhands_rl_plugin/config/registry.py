@@ -190,7 +190,8 @@ def _target(kind: Kind, name: str) -> str:
     if _TARGET.match(name):
         return name
     if kind == "environments" and ":" not in name:
-        return BUILTINS[kind].get(name.partition("/")[0], BUILTINS[kind]["web"])
+        family = name.partition("/")[0]
+        return BUILTINS[kind].get(family) or _guests(kind).get(family) or BUILTINS[kind]["web"]
     raise ConfigError(unknown_name(singular(kind), name, names(kind)) + ', or "module:Class"')
 
 

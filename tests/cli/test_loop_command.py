@@ -286,7 +286,7 @@ WRONG = [
     ([], "", "no model is given: give its folder with --model, or its server as base_url in [rl.serving]"),
     (["--model", "nowhere"], "", "--model nowhere: this is not the folder of a model"),
     (["--model", "MODEL", "--held-out", "6"], "", "too few tasks: 0 to train on, 6 held out"),
-    (["--model", "MODEL", "--demonstrations", "2"], "", "environment has no scripted ones, only webshop, repair-1"),
+    (["--model", "MODEL", "--demonstrations", "2"], "", "environment has no scripted ones, only repair-1, repair-2"),
     (["--model", "MODEL", "--kind", "asynchronous"], "", "--kind: must be 'sync' or 'async'"),
     (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "temperature = 0: greedy answers have no probability"),
     (["--model", "MODEL"], "[rl.sampling]\ntop_p = 0.9", "[rl.sampling] top_p = 0.9: answers would not be"),
