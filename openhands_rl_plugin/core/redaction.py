@@ -1,4 +1,4 @@
-"""Takes secrets out of text before it reaches a store, a log or a report; ``secret_shapes`` defines a secret.
+"""Takes secrets out of text before it reaches a store, a log or a report; ``secrets`` defines a secret.
 
 Each becomes ``[redacted]``; what was redacted before stays as it is. Besides the known shapes, the values of this
 process's own secret environment variables are found wherever they stand, whatever they look like.
@@ -17,16 +17,9 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
-from pydantic import JsonValue
-
-from openhands_rl_plugin.core.secret_shapes import (
-    SHORTEST_OWN,
-    find_secrets,
-    is_secret_item,
-    names_anything,
-    own_secrets,
-)
+from openhands_rl_plugin.core.secrets import SHORTEST_OWN, find_secrets, is_secret_item, own_secrets
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Node, Tokens, Trajectory
 
 REDACTED = "[redacted]"
@@ -51,17 +44,17 @@ def secrets_looked_up_once() -> Iterator[None]:
 
 def redact_text(text: str) -> str:
     """``text`` with every secret replaced; the same object when there is none. Takes linear time."""
-    return _Redaction().text(text)
+    return _text(text, _own())
 
 
 def redact_json(value: JsonObject) -> JsonObject:
     """``value`` with the secrets in its texts and names replaced; the same object when there is none."""
-    return _Redaction().table(value)
+    return _clean(value, _own())
 
 
 def redact_value[Value: Frozen](value: Value) -> Value:
     """A frozen value with the secrets in all its texts replaced, except for ids; the same object when there is none."""
-    return _Redaction().value(value)
+    return _clean(value, _own())
 
 
 def redact_nodes(
@@ -72,13 +65,11 @@ def redact_nodes(
     A node is tainted when its text held a secret or its parent is tainted; a tainted node keeps no token ids.
     ``tainted`` is the result of the call for the nodes before ``first``.
     """
-    redaction = _Redaction()
+    own = _own()
     known = set(tainted)
-    if not known and not redaction.suspects(nodes):
-        return tuple(nodes), frozenset()
     redacted: list[Node] = []
     for index, node in enumerate(nodes, first):
-        clean = redaction.value(node) if redaction.suspects((node,)) else node
+        clean = _clean(node, own)
         if clean is not node or node.parent in known:
             known.add(index)
             clean = _without_tokens(clean)
@@ -127,118 +118,47 @@ def redacting_logger(name: str) -> logging.Logger:
     return logger
 
 
-class _Redaction:
-    """One pass over something, with the secrets that this process has now."""
+def _own() -> tuple[str, ...]:
+    known = _own_of_this_block.get()
+    return tuple(secret for secret in own_secrets() if secret not in REDACTED) if known is None else known
 
-    def __init__(self) -> None:
-        known = _own_of_this_block.get()
-        self._own = _own() if known is None else known
 
-    def suspects(self, nodes: Sequence[Node]) -> bool:
-        """False when nothing in ``nodes`` is a secret. All texts are scanned at once, which is faster."""
-        texts: list[str] = []
-        named: list[tuple[str, str]] = []
-        for node in nodes:
-            _collect_texts(node, texts, named)
-        return bool(find_secrets("\n".join(texts), self._own)) or any(is_secret_item(*each) for each in named)
-
-    def text(self, text: str) -> str:
-        if len(text) < SHORTEST_OWN:
-            return text
-        # The text after a secret may be one itself, found only without it.
-        for _ in range(_MOST_PASSES):
-            if (clean := self._pass(text)) == text:
-                break
-            text = clean
+def _text(text: str, own: Sequence[str]) -> str:
+    if len(text) < SHORTEST_OWN:
         return text
-
-    def _pass(self, text: str) -> str:
+    # The text after a secret may be one itself, found only without it.
+    for _ in range(_MOST_PASSES):
         parts: list[str] = []
         at = 0
-        for start, end in find_secrets(text, self._own):
+        for start, end in find_secrets(text, own):
             if start >= at:
                 parts += (text[at:start], REDACTED)
             at = max(at, end)
-        return "".join((*parts, text[at:])) if parts else text
-
-    def table(self, table: JsonObject) -> JsonObject:
-        clean = {self.text(name): self._item(name, item) for name, item in table.items()}
-        same = len(clean) == len(table) and all(clean.get(name) is item for name, item in table.items())
-        return table if same else clean
-
-    def value[Value: Frozen](self, value: Value) -> Value:
-        changes = {
-            name: clean for name, field in value if name not in _KEPT and (clean := self._field(field)) is not field
-        }
-        return value.model_copy(update=changes) if changes else value
-
-    def _field(self, field: object) -> object:
-        match field:
-            case str():
-                return self.text(field)
-            case Tokens():
-                return field
-            case Frozen():
-                return self.value(field)
-            case dict():
-                return self.table(field)
-            case tuple():
-                clean = tuple(self._field(each) for each in field)
-                return field if all(new is old for new, old in zip(clean, field, strict=True)) else clean
-            case _:
-                return field
-
-    def _item(self, name: str, item: JsonValue) -> JsonValue:
-        match item:
-            case str():
-                return REDACTED if is_secret_item(name, item) else self.text(item)
-            case dict():
-                return self.table(item)
-            case list():
-                clean = [self._item(name, each) for each in item]
-                return item if all(new is old for new, old in zip(clean, item, strict=True)) else clean
-            case _:
-                return item
+        clean = "".join((*parts, text[at:]))
+        if clean == text:
+            break
+        text = clean
+    return text
 
 
-def _own() -> tuple[str, ...]:
-    return tuple(secret for secret in own_secrets() if secret not in REDACTED)
-
-
-def _collect_texts(node: Node, texts: list[str], named: list[tuple[str, str]]) -> None:
-    message = node.message
-    texts += (message.content or "", message.name or "", node.finish_reason or "")
-    for call in message.tool_calls:
-        texts += (call.name, call.arguments)
-    if node.metadata:
-        _collect(node.metadata, texts, named)
-    if node.policy is not None or node.sampling is not None:
-        texts += _few_texts(node)
-
-
-def _collect(table: JsonObject, texts: list[str], named: list[tuple[str, str]]) -> None:
-    """Every text and name of ``table``; a text that a name may give away also with that name."""
-    for name, item in table.items():
-        texts.append(name)
-        _collect_item(name, item, texts, named)
-
-
-def _collect_item(name: str, item: JsonValue, texts: list[str], named: list[tuple[str, str]]) -> None:
-    match item:
+def _clean[Value](value: Value, own: Sequence[str], name: str = "") -> Value:
+    """The same without secrets; ``name`` is that of an item of open JSON. The same object when there is none."""
+    changed: Any = value
+    match value:
         case str():
-            texts.append(item)
-            if names_anything(name):
-                named.append((name, item))
+            changed = REDACTED if name and is_secret_item(name, value) else _text(value, own)
+        case Frozen() if not isinstance(value, Tokens):
+            fields = ((key, field, _clean(field, own)) for key, field in value if key not in _KEPT)
+            if changes := {key: clean for key, field, clean in fields if clean is not field}:
+                changed = value.model_copy(update=changes)
         case dict():
-            _collect(item, texts, named)
-        case list():
-            for each in item:
-                _collect_item(name, each, texts, named)
-
-
-def _few_texts(node: Node) -> list[str]:
-    """The texts that say who was asked, and how."""
-    texts = list(node.sampling.stop) if node.sampling is not None else []
-    if node.policy is not None:
-        texts += (node.policy.base_model, node.policy.adapter or "")
-    return texts
+            items = [(key, item, _text(key, own), _clean(item, own, key)) for key, item in value.items()]
+            if any(key is not clean_key or item is not clean for key, item, clean_key, clean in items):
+                changed = {clean_key: clean for _, _, clean_key, clean in items}
+        case list() | tuple():
+            cleaned = [_clean(each, own, name) for each in value]
+            if any(new is not old for new, old in zip(cleaned, value, strict=True)):
+                changed = type(value)(cleaned)
+        case _:
+            pass
+    return changed

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from evaluation.performance.secrets.planted import FORMS, PLACES, left_of, planted
 from openhands_rl_plugin.core.redaction import REDACTED, redact_text
-from openhands_rl_plugin.core.secret_shapes import find_secrets
+from openhands_rl_plugin.core.secrets import find_secrets
 
 _MOST_BYTES = 200_000
 

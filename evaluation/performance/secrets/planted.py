@@ -1,4 +1,4 @@
-"""Secrets to plant: 20 forms of values, and 30 places where values stand.
+"""Secrets to plant: 20 forms of values, and 33 places where values stand.
 
 A place writes a value as its syntax asks (a URL with percent signs, JSON with escapes), and says which it can hold.
 """
@@ -173,10 +173,13 @@ PLACES: dict[str, Place] = {
     "aws configure": Place("aws configure set aws_secret_access_key {}\naws s3 ls\n", holds=_shell_word),
     "ansible": Place("web1 ansible_host=10.0.0.5 ansible_ssh_pass={} ansible_port=22\n", holds=_shell_word),
     "connection string": Place("Server=db;Database=shop;UID=sa;PWD={};Encrypt=yes", holds=_without(*";'\"{}")),
-    "SQL": Place("CREATE USER 'app'@'%' IDENTIFIED BY '{}';\nGRANT ALL ON shop.* TO 'app'@'%';\n"),
     ".npmrc": Place("registry=https://npm.example.com/\n//npm.example.com/:_auth={}\nalways-auth=true\n", holds=_line),
-    "said by a person": Place("Hello, please look at my account. My API key is {}\nThank you!\n"),
     "private key": Place("RPC=https://rpc.example.com\nPRIVATE_KEY={}\nCHAIN=1\n", holds=_line),
+    "fish": Place("set -gx PATH /usr/bin\nset -x ACCESS_TOKEN {}\nmake deploy\n", holds=_shell_word),
+    "fish in quotes": Place("set -gx DB_PASSWORD '{}'\nmake deploy\n", holds=_without("'")),
+    "sshpass": Place("sshpass -p '{}' ssh app@db.example.com uptime\n", holds=_without(*"'\"$<>{}")),
+    "Redis": Place("port 6379\nrequirepass {}\nmaxmemory 1gb\n", holds=_shell_word),
+    "service account": Place('{{"type": "service_account", "private_key_id": "{}", "client_id": "1"}}', _escaped),
     "option in quotes": Place("tool login --user app --password '{}' --verbose\n"),
 }  # fmt: skip
 """Where a secret stands: name -> the place."""
