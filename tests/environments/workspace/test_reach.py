@@ -16,7 +16,6 @@ from plants import REACH, abstract_sockets, planted, write_attempt
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, Sandbox, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
@@ -54,7 +53,7 @@ def swe(folder: Path, lines: list[str], *, setup: bool = False) -> str:
     (folder / "tmp").mkdir()
     write_attempt(folder / "layer" / "testbed", lines)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    sandbox = InstanceSandbox(Cache(folder / "cache"), find_python(version), "")
+    sandbox = InstanceSandbox(find_python(version), "")
     room = Room(folder / "layer", folder / "tmp")
     program = ["/opt/miniconda3/host-python", "reach.py", "plants"]
     command = sandbox.wrap(room, program, network=setup, setup=setup)

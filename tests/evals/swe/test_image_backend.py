@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from image_samples import PYTHON, small_linux
 from repository_samples import FIX, NOTHING, git, make_sample, needs_sandbox, with_extra
 
 from openhands_rl_plugin import cli
@@ -23,7 +23,6 @@ from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 
 NAME = "someone/calc:1"
-PROGRAMS = "bash sh git patch find sleep cat rm head mkdir ls id env chmod grep sed pwd"
 ACTIVATE = (
     'conda() { export CONDA_PREFIX=/opt/miniconda3/envs/testbed PATH="/opt/miniconda3/envs/testbed/bin:$PATH"; }\n'
 )
@@ -32,32 +31,6 @@ pytestmark = [
     needs_sandbox,
     pytest.mark.skipif(not (shutil.which("skopeo") and shutil.which("umoci")), reason="needs skopeo and umoci"),
 ]
-
-
-def fill(root: Path, clone: Path) -> None:
-    """A small Linux of this machine's programs, with the repository at ``/testbed``."""
-    for name in ("bin", "lib", "lib64", "sbin"):
-        if os.path.islink(f"/{name}"):
-            (root / os.readlink(f"/{name}")).mkdir(parents=True, exist_ok=True)
-            (root / name).symlink_to(os.readlink(f"/{name}"))
-    python = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
-    library = Path(sys.base_prefix, "lib", python.name)
-    skipped = shutil.ignore_patterns("test", "site-packages", "__pycache__", "idlelib", "tkinter", "ensurepip")
-    shutil.copytree(library, root / str(library)[1:], ignore=skipped)
-    programs = [found for name in PROGRAMS.split() if (found := shutil.which(name, path="/usr/bin:/bin"))]
-    wanted = [*programs, str(python), *map(str, library.glob("lib-dynload/*.so"))]
-    needed = subprocess.run(["ldd", *wanted], capture_output=True, text=True).stdout
-    wanted += [word for line in needed.splitlines() for word in line.split() if word[0] == "/" and word[-1] != ":"]
-    for name in wanted:
-        place = root / str(Path(os.path.realpath(Path(name).parent), Path(name).name))[1:]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(name, place)
-    for name in ("tmp", "root", "etc", "dev", "proc", "opt/miniconda3/bin", "opt/miniconda3/envs/testbed/bin"):
-        (root / name).mkdir(parents=True, exist_ok=True)
-    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
-    (root / "opt/miniconda3/bin/activate").write_text(ACTIVATE)
-    (root / "opt/miniconda3/envs/testbed/bin/python").symlink_to(python)
-    shutil.copytree(clone, root / "testbed", symlinks=True)
 
 
 def make_image(layout: Path, bundle: Path, fill: Callable[[Path], None]) -> None:
@@ -100,7 +73,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     git(base, "clone", "--quiet", str(sample.mirror / "someone__calc.git"), str(clone))
     git(clone, "reset", "--quiet", "--hard", sample.instance.base_commit)
 
-    make_image(layout, base / "bundle", lambda root: fill(root, clone))
+    def fill(root: Path) -> None:
+        small_linux(root)
+        shutil.copytree(clone, root / "testbed", symlinks=True)
+        conda = root / "opt/miniconda3"
+        for folder in ("bin", "envs/testbed/bin"):
+            (conda / folder).mkdir(parents=True)
+        (conda / "bin/activate").write_text(ACTIVATE)
+        (conda / "envs/testbed/bin/python").symlink_to(PYTHON)
+
+    make_image(layout, base / "bundle", fill)
     return Place(with_extra(sample.instance, image=NAME), f"oci:{layout}:", base / "cache")
 
 

@@ -298,5 +298,5 @@ async def test_a_guard_equips_the_run_and_its_flags_count(place: Place, tmp_path
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:
     """Every file of the cache's layers with its size and time of change."""
-    files = [path for name in ("instances", "environments", "shims") for path in (folder / name).rglob("*")]
+    files = [path for name in ("instances", "environments") for path in (folder / name).rglob("*")]
     return sorted((str(path), path.lstat().st_size, path.lstat().st_mtime_ns) for path in files if not path.is_dir())

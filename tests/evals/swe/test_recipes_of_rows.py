@@ -211,9 +211,9 @@ Updated 1 path"""
 SHIM = Path(shim.__file__).parent
 
 
-def shim(name: str, monkeypatch):
-    monkeypatch.syspath_prepend(str(SHIM))
-    spec = importlib.util.spec_from_file_location(f"shim_{name}", SHIM / f"{name}.py")
+@pytest.fixture
+def installing():
+    spec = importlib.util.spec_from_file_location("shim_installing", SHIM / "installing.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -234,11 +234,11 @@ def shim(name: str, monkeypatch):
         ("coverage[toml]", "coverage[toml]"),
     ],
 )
-def test_condas_names_as_pips(monkeypatch, given: str, wanted: str | None) -> None:
-    assert shim("conda", monkeypatch).requirement(given) == wanted
+def test_condas_names_as_pips(installing, given: str, wanted: str | None) -> None:
+    assert installing.requirement(given) == wanted
 
 
-def test_an_environment_file_is_read_without_a_library(monkeypatch) -> None:
+def test_an_environment_file_is_read_without_a_library(installing) -> None:
     text = """\
 name: testbed
 channels:
@@ -254,7 +254,7 @@ dependencies:
 other:
   - not this
 """
-    assert shim("conda", monkeypatch).dependencies(text) == (
+    assert installing.dependencies(text) == (
         ["python=3.10", "numpy", "zarr"],
         ["git+https://example.org/x", "y>=1"],
     )
@@ -265,15 +265,15 @@ other:
     [
         (
             "-ve . --no-build-isolation -Ceditable-verbose=true",
-            "-e . --no-build-isolation --config-setting editable-verbose=true",
+            "-e . --no-build-isolation -Ceditable-verbose=true",
         ),
-        ("-q --no-use-pep517 -U x", "--upgrade x"),
+        ("-q --no-use-pep517 -U x", "-U x"),
         ("--progress-bar off --timeout=3 -r a.txt", "-r a.txt"),
-        ("--pre --force-reinstall x==1 -I", "--prerelease=allow --reinstall x==1 --reinstall"),
+        ("--pre --editable=. x==1 -I", "--pre --editable . x==1 --reinstall"),
     ],
 )
-def test_pips_options_as_uvs(monkeypatch, given: str, wanted: str) -> None:
-    assert shim("pip", monkeypatch).translate(given.split()) == wanted.split()
+def test_pips_options_as_uvs(installing, given: str, wanted: str) -> None:
+    assert list(installing.translate(given.split())) == wanted.split()
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,12 @@ def test_pips_options_as_uvs(monkeypatch, given: str, wanted: str) -> None:
     ],
 )
 def test_an_editable_install_is_a_legacy_one_where_pips_is(
-    monkeypatch, tmp_path: Path, given: str, files: list[str], legacy: bool
+    installing, monkeypatch, tmp_path: Path, given: str, files: list[str], legacy: bool
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert shim("pip", monkeypatch).is_legacy(given.split()) is legacy
+    assert installing.is_legacy(given.split()) is legacy
 
 
 BUILT = ("setup.py", "calc/__init__.py", "calc/add.py", "calc/fast.c", "calc/setup_package.py", "docs/index.rst")
@@ -312,40 +312,24 @@ BUILT = ("setup.py", "calc/__init__.py", "calc/add.py", "calc/fast.c", "calc/set
         ("calc/more/__init__.py", False),
     ],
 )
-def test_what_was_compiled_is_kept_until_its_sources_change(monkeypatch, tmp_path: Path, file: str, kept: bool) -> None:
-    project, environment = tmp_path / "project", tmp_path / "environment"
+def test_what_was_compiled_is_kept_until_its_sources_change(
+    installing, monkeypatch, tmp_path: Path, file: str, kept: bool
+) -> None:
     for each in BUILT:
-        (project / each).parent.mkdir(parents=True, exist_ok=True)
-        (project / each).write_text("x\n")
-    environment.mkdir()
-    (project / ".gitignore").write_text("*.so\n")
-    git(project, "init", "--quiet")
-    git(project, "add", "--all")
-    monkeypatch.setenv("CONDA_PREFIX", str(environment))
-    monkeypatch.chdir(project)
-    built = shim("built", monkeypatch)
-    built.record(["-e", "."])
-    assert not built.is_kept(["-e", "."])
-    (project / "calc" / "fast.so").write_text("compiled")
-    built.record(["-e", "."])
-    assert built.is_kept(["-e", "."]) and not built.is_kept(["-e", ".[test]"])
-    (project / file).parent.mkdir(exist_ok=True)
-    (project / file).write_text("changed\n")
-    assert built.is_kept(["-e", "."]) is kept
-    (project / "calc" / "fast.so").unlink()
-    assert not built.is_kept(["-e", "."])
-
-
-def test_the_commands_of_tox_ini(monkeypatch, tmp_path: Path) -> None:
-    (tmp_path / "tox.ini").write_text(
-        "[testenv]\nsetenv =\n    PYTHONWARNINGS = error\n    # no\ncommands=\n"
-        "    python -X dev -m pytest -rA --durations 25 {posargs}\n"
-    )
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).write_text("x\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "commit", "--quiet", "--message=all")
     monkeypatch.chdir(tmp_path)
-    tox = shim("tox", monkeypatch)
-    commands, variables = tox.read("tox.ini")
-    assert tox.substitute(commands[0], "tests/a.py") == "python -X dev -m pytest -rA --durations 25 tests/a.py"
-    assert variables == {"PYTHONWARNINGS": "error"}
+    monkeypatch.setattr(installing, "INSTALLED", tmp_path / ".git" / "editable.json")
+    assert not installing.is_installed(["-e", "."])
+    (tmp_path / "calc.egg-info").write_text("made by set-up")
+    installing.note_installed(["-e", "."])
+    assert installing.is_installed(["-e", "."]) and not installing.is_installed(["-e", ".[test]"])
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("changed\n")
+    assert installing.is_installed(["-e", "."]) is kept
 
 
 def test_the_shim_is_written_for_a_strict_shell() -> None:

@@ -9,17 +9,14 @@ import os
 import subprocess
 import sys
 import zipfile
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from repository_samples import FIX, git, instance, needs_sandbox, with_extra
 
-from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.backends.uv_cache import index_settings
 from openhands_rl_plugin.evals.swe.recipes import light_import
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 
@@ -125,7 +122,7 @@ def wheel(version: str) -> bytes:
 
 def installed(layer: Path) -> dict[str, bytes]:
     """Every file of the environment but compiled ones and those that tell the time of their installation."""
-    packages = next((layer / "conda" / "testbed" / "lib").glob("python*")) / "site-packages"
+    packages = next((layer / "conda" / "envs" / "testbed" / "lib").glob("python*")) / "site-packages"
     files = [path for path in packages.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return {
         str(path.relative_to(packages)): path.read_bytes()
@@ -141,8 +138,7 @@ def installed(layer: Path) -> dict[str, bytes]:
     ids=["editable", "plain"],
 )
 async def test_from_cache_an_environment_is_what_it_is_afresh(history: History, tmp_path: Path, command: str) -> None:
-    absent = "python -m pip install -r absent.txt || true"
-    first, second = (history.row(at, command, absent, FREEZE) for at in (1, 3))
+    first, second = (history.row(at, command, FREEZE) for at in (1, 3))
     used = history.backend(tmp_path / "used")
     before = await used.prepare(first)
     from_cache = await used.prepare(second)
@@ -153,8 +149,7 @@ async def test_from_cache_an_environment_is_what_it_is_afresh(history: History, 
     assert installed(from_cache) == installed(afresh)
     for layer in (before, from_cache):
         said = layer.with_name(f"{layer.name}.log").read_text()
-        assert "Installed 2 packages" in said and "absent.txt: no such file" in said
-        assert "pip tries" not in said
+        assert "Installed 2 packages" in said and "pip tries" not in said
 
 
 @needs_sandbox
@@ -182,12 +177,9 @@ new file mode 100644
 
 
 @needs_sandbox
-@pytest.mark.parametrize("order", [(1, 2, 3, 0), (3, 0, 2, 1)], ids=["forwards", "backwards"])
-async def test_packed_history_is_shared_and_ends_at_the_base(
-    history: History, tmp_path: Path, order: tuple[int, ...]
-) -> None:
+async def test_history_ends_at_the_base(history: History, tmp_path: Path) -> None:
     backend = history.backend(tmp_path / "cache")
-    for at in order:
+    for at in (1, 3, 0):
         testbed = (await backend.prepare(history.row(at))) / "testbed"
         git(testbed, "fsck", "--strict", "--full")
         everything = git(testbed, "cat-file", "--batch-check", "--batch-all-objects")
@@ -195,26 +187,6 @@ async def test_packed_history_is_shared_and_ends_at_the_base(
         assert known == [each <= at for each in range(len(known))]
         assert git(testbed, "rev-list", "--count", history.commits[at]) == str(at + 1)
         assert git(testbed, "tag").split() == [f"v{number}" for number in range(1, at + 2)]
-        packs = list((testbed / ".git" / "objects" / "pack").glob("*.pack"))
-        # The first commit has nothing before its quarter.
-        assert sum(path.stat().st_nlink > 1 for path in packs) == (0 if at == 0 else len(packs) - 1)
-        assert len(packs) > 1 or at == 0
-
-
-def test_a_page_of_the_index_is_kept_when_it_is_newer_than_the_packages(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
-
-    def text(date: str, **variables: str) -> str:
-        file = index_settings(cache, date, variables)
-        return "" if file is None else file.read_text()
-
-    ago = (datetime.now(UTC).date() - timedelta(days=12)).isoformat()
-    assert f'api = "max-age={10 * 86_400}"' in text(ago)
-    assert 'url = "https://pypi.org/simple"' in text(ago)
-    for date in ("", "soon", datetime.now(UTC).date().isoformat()):
-        assert "api =" not in text(date) and 'files = "max-age' in text(date)
-    assert 'url = "http://127.0.0.1/simple"' in text(ago, UV_INDEX_URL="http://127.0.0.1/simple")
-    assert text(ago, UV_DEFAULT_INDEX="https://me:secret@127.0.0.1/simple") == ""
 
 
 def test_modules_are_imported_without_what_stands_around_them(tmp_path: Path, monkeypatch) -> None:

@@ -35,9 +35,8 @@ class Cache:
         self.root.chmod(0o700)
         return place
 
-    async def made(self, place: Path, make: Callable[[Path], Awaitable[None]], *, within: Path | None = None) -> bool:
-        """Have ``make`` fill a folder (in ``within``, else beside ``place``) that becomes ``place``, unless that
-        exists. Returns whether it was made now.
+    async def made(self, place: Path, make: Callable[[Path], Awaitable[None]]) -> bool:
+        """Have ``make`` fill a folder that becomes ``place``, unless that exists. Returns whether it was made now.
 
         Concurrent callers wait. A failed or killed maker leaves only its own folder, which the next one removes.
         """
@@ -46,10 +45,9 @@ class Cache:
         async with self.locked(place):
             if place.exists():
                 return False
-            folder = within or place.parent
-            for left in folder.glob(f"{place.name}.making-*"):
+            for left in place.parent.glob(f"{place.name}.making-*"):
                 await remove(left)
-            making = folder / f"{place.name}.making-{uuid.uuid4().hex[:8]}"
+            making = place.with_name(f"{place.name}.making-{uuid.uuid4().hex[:8]}")
             making.mkdir(mode=0o700)
             try:
                 await make(making)
@@ -94,9 +92,3 @@ async def copy_tree(source: Path, target: Path) -> None:
 async def link_tree(source: Path, target: Path) -> None:
     """Copy a folder by hard links."""
     await checked(["cp", "-al", "--", str(source), str(target)], f"link {source.name}")
-
-
-def link_files(source: Path, target: Path) -> None:
-    """Hard-link the files directly in ``source`` into ``target``."""
-    for file in source.iterdir():
-        os.link(file, target / file.name)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
-from openhands_rl_plugin.evals.swe.backends.guard_folder import GUARD, GUARD_OUT
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, find_repository
+from openhands_rl_plugin.evals.swe.backends.sandbox import GUARD, GUARD_OUT
 from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe

@@ -30,15 +30,18 @@ from openhands_rl_plugin.evals.swe.backends.docker import (
     read_recipe,
     with_services,
 )
-from openhands_rl_plugin.evals.swe.backends.guard_folder import GUARD, GUARD_OUT, make_guard_folders, read_left
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
     AS_ROOT,
     CAPABILITIES,
+    GUARD,
+    GUARD_OUT,
     InstanceLimits,
     Shown,
     bind,
     check_bubblewrap,
+    make_guard_folders,
+    read_left,
 )
 from openhands_rl_plugin.evals.swe.grading import (
     PATCH_INSIDE,

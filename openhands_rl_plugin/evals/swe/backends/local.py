@@ -1,9 +1,15 @@
-"""Instances on this machine without a container engine: layers in a cache, sandboxes by bubblewrap."""
+"""Instances on this machine without a container engine: environments by uv, sandboxes by bubblewrap.
+
+A layer is a folder with ``PARTS``: an environment that all rows with its Python and requirements share, and on top of a
+copy of it an instance with its repository installed. Graded patches write to an overlay, never there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,13 +19,22 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
 from openhands_rl_plugin.environments.workspace.visible import installed_parts
-from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, default_cache, remove
-from openhands_rl_plugin.evals.swe.backends.guard_folder import GUARD, GUARD_OUT, make_guard_folders, read_left
+from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, default_cache, link_tree, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
-from openhands_rl_plugin.evals.swe.backends.layers import Layers
-from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, RepositorySource, file_at, find_repository
+from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
+from openhands_rl_plugin.evals.swe.backends.repositories import (
+    BRANCH,
+    ORIGIN_INSIDE,
+    CloneSource,
+    RepositorySource,
+    file_at,
+    find_repository,
+    make_origin,
+)
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
     ENVIRONMENTS,
+    GUARD,
+    GUARD_OUT,
     PARTS,
     InstanceLimits,
     InstanceSandbox,
@@ -27,9 +42,11 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     Shown,
     check_bubblewrap,
     git_settings,
+    make_guard_folders,
+    read_left,
+    shim_digest,
 )
 from openhands_rl_plugin.evals.swe.backends.services import NEEDED_CAPABILITIES, TestServices, services_of
-from openhands_rl_plugin.evals.swe.backends.uv_cache import shared_folder
 from openhands_rl_plugin.evals.swe.grading import (
     PATCH_INSIDE,
     SCRIPT_INSIDE,
@@ -43,6 +60,17 @@ from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
+
+SETUP_TIME = 3600.0
+"""Seconds that an environment, or a repository's installation, may take."""
+
+_LAYOUT = "4"
+"""Increased when older layers become unusable."""
+
+_CLONED = re.compile(r"\bgit clone\b.*?(https://\S+)")
+# The clone is one pack already; to pack it again takes minutes.
+_PACKING = re.compile(r"^git gc\b.*$", re.MULTILINE)
+_BRANCH = re.compile(r"\bgit clone\b.*--branch (\S+)")
 
 
 class LocalBackend:
@@ -65,7 +93,6 @@ class LocalBackend:
     ) -> None:
         self._cache = Cache(cache or default_cache())
         self._sources = (CloneSource(self._cache),) if sources is None else tuple(sources)
-        self._layers = Layers(self._cache, self._sources)
         self._guard = guard or NoGuard()
         self._limits = limits
         self._network = network
@@ -103,7 +130,7 @@ class LocalBackend:
         return Checkout(
             directory=directory,
             mounts=(
-                Mount(host=layer / "conda", inside=ENVIRONMENTS),
+                Mount(host=layer / "conda" / "envs", inside=ENVIRONMENTS),
                 *(Mount(host=part, inside=str(part)) for part in installed_parts(interpreter.prefix)),
                 # Where the environment looks for the installed project.
                 Mount(host=directory, inside=PARTS["testbed"]),
@@ -151,8 +178,34 @@ class LocalBackend:
                 "use --backend docker"
             )
         interpreter = await asyncio.to_thread(find_python, recipe.python)
-        sandbox = await asyncio.to_thread(InstanceSandbox, self._cache, interpreter, recipe.exclude_newer, self._limits)
-        return await self._layers.instance(instance, recipe, interpreter, sandbox), interpreter, sandbox
+        sandbox = InstanceSandbox(interpreter, recipe.exclude_newer, self._limits)
+        parts = (_LAYOUT, recipe.environment_script, str(interpreter.program), recipe.exclude_newer, shim_digest())
+        environment = self._cache.path("environments", _digest(*parts))
+        key = _digest(environment.name, recipe.install_script, instance.base_commit)
+        layer = self._cache.path("instances", f"{instance.instance_id}.{key}")
+
+        async def make_environment(into: Path) -> None:
+            for name in ("conda/envs", "root"):
+                (into / name).mkdir(parents=True)
+            await _set_up(sandbox, into, environment, recipe.environment_script)
+            if not (into / "conda/envs/testbed/bin/python").exists():
+                raise InfrastructureError(f"the environment's script made no environment; see {_log(environment)}")
+
+        async def make_layer(into: Path) -> None:
+            git, origin = await find_repository(instance, self._sources), into / "origin.git"
+            branch = _BRANCH.search(recipe.install_script)
+            await make_origin(git, instance, origin, branch[1] if branch else BRANCH)
+            for name in ("conda", "root"):
+                await link_tree(environment / name, into / name)
+            (into / "testbed").mkdir()
+            script = _PACKING.sub(r": \g<0>", recipe.install_script)
+            await _set_up(sandbox, into, layer, script, [Shown(origin, ORIGIN_INSIDE)], _cloned_from_origin(recipe))
+            await remove(origin)
+
+        if not layer.exists():
+            await self._cache.made(environment, make_environment)
+            await self._cache.made(layer, make_layer)
+        return layer, interpreter, sandbox
 
     def _runs(self) -> Path:
         return self._cache.path("runs", "any").parent
@@ -163,7 +216,7 @@ class LocalBackend:
     ) -> AsyncIterator[LocalBox]:
         scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._runs()))
         try:
-            room = await _open(layer, sandbox, equipment, scratch, shared_folder(self._cache))
+            room = await _open(layer, equipment, scratch)
             yield LocalBox(sandbox, room, equipment, scratch, services)
         finally:
             await remove(scratch)
@@ -222,28 +275,69 @@ class LocalBox:
         return read_left(self._scratch)
 
 
-async def _open(
-    layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment, scratch: Path, uv_cache: Path
-) -> Room:
+async def _open(layer: Path, equipment: GuardEquipment, scratch: Path) -> Room:
     make_guard_folders(scratch, equipment)
     (scratch / "tmp").mkdir(mode=0o700)
     (scratch / "eval.sh").touch()
+    upper, work, merged = (scratch / name for name in ("upper", "work", "layer"))
+    merged.mkdir()
     if await asyncio.to_thread(can_overlay, scratch.parent):
-        layers = {"layer": layer, "uv": uv_cache}
-        for name in layers:
-            for part in ("upper", "work", "merged"):
-                (scratch / name / part).mkdir(parents=True)
-        sandbox.make_own(scratch / "uv" / "upper" / "own")
-        overlays = tuple(
-            Overlay(lower, scratch / name / "upper", scratch / name / "work", scratch / name / "merged")
-            for name, lower in layers.items()
-        )
-        cache = scratch / "uv" / "merged"
-        return Room(scratch / "layer" / "merged", scratch / "tmp", cache, cache / "own", overlays)
-    (scratch / "layer").mkdir()
+        upper.mkdir()
+        work.mkdir()
+        return Room(merged, scratch / "tmp", Overlay(layer, upper, work, merged))
     for name in PARTS:
-        await copy_tree(layer / name, scratch / "layer" / name)
-    return Room(scratch / "layer", scratch / "tmp")
+        await copy_tree(layer / name, merged / name)
+    return Room(merged, scratch / "tmp")
+
+
+async def _set_up(
+    sandbox: InstanceSandbox,
+    layer: Path,
+    place: Path,
+    text: str,
+    shown: Sequence[Shown] = (),
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run a set-up script with the network on; its output is stored next to ``place``, which ``layer`` becomes.
+
+    Raises ``InfrastructureError`` with the script's last line.
+    """
+    file, tmp = layer / "setup.sh", layer / "tmp"
+    file.write_text(text)
+    tmp.mkdir()
+    command = sandbox.wrap(
+        Room(layer, tmp),
+        ["/bin/bash", "/setup.sh"],
+        network=True,
+        setup=True,
+        shown=[*shown, Shown(file, "/setup.sh")],
+        variables=variables,
+    )
+    ended = await run(command, timeout=SETUP_TIME)
+    ended = ended._replace(output=without_logins(ended.output))
+    _log(place).write_bytes(ended.output)
+    if ended.timed_out or ended.code:
+        reason = f"not done after {ended.seconds:.0f} s" if ended.timed_out else ended.last_line
+        raise InfrastructureError(f"set-up of {place.name}: {reason}; see {_log(place)}")
+    await remove(tmp)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:22]
+
+
+def _log(place: Path) -> Path:
+    return place.with_name(f"{place.name}.log")
+
+
+def _cloned_from_origin(recipe: Recipe) -> dict[str, str]:
+    """Variables that make git clone from the origin instead of the script's URL."""
+    match = _CLONED.search(recipe.install_script)
+    address = match[1] if match else "https://github.com/"
+    settings = {"safe.directory": "*", "protocol.file.allow": "always", "advice.detachedHead": "false"}
+    # Each setting has one value here, and git prefers the longer URL.
+    names = [(f"url.{ORIGIN_INSIDE}.insteadOf", address), (f"url.{ORIGIN_INSIDE}/.insteadOf", f"{address}.git")]
+    return git_settings({**settings, **dict(names)})
 
 
 async def _commit_changes(directory: Path) -> None:

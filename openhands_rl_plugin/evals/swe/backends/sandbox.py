@@ -7,9 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,17 +27,22 @@ from openhands_rl_plugin.environments.workspace.visible import (
     program_mounts,
     settings_mounts,
 )
-from openhands_rl_plugin.evals.swe.backends import package_index, shim, uv_cache
-from openhands_rl_plugin.evals.swe.backends.caching import Cache
+from openhands_rl_plugin.evals.swe.backends import package_index, shim
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
+from openhands_rl_plugin.evals.swe.grading import GuardEquipment
 
 ENVIRONMENTS = "/conda/envs"
 CONDA = "/opt/miniconda3"
-PARTS = {"conda": ENVIRONMENTS, "root": "/root", "testbed": "/testbed"}
-"""The parts of a layer, and where the sandbox mounts them."""
+PARTS = {"conda": "/conda", "root": "/root", "testbed": "/testbed"}
+"""The parts of a layer, and where the sandbox mounts them. Environments and uv's cache lie in one, as uv links files
+within one mount only.
+"""
+GUARD, GUARD_OUT = "/guard", "/guard-out"
+"""What the guard gives to a test run, and where that may write."""
 
 _GIBIBYTE = 1024**3
 _ROOT_SIZE = 256 * 1024**2
+_MOST_LEFT = 64 * 1024**2
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
 """What root in a container may do, without anything that reaches mounts, devices or other processes' memory.
@@ -65,17 +68,13 @@ class InstanceLimits(Frozen):
 
 
 class Room(NamedTuple):
-    """The folders behind one sandbox. ``layer`` holds ``PARTS``; with an overlay it is empty until it is mounted.
-    ``uv_own``, in ``uv_cache``, is for those parts of that cache which are not shared.
-
-    ``overlays`` are mounted in a namespace that ends with the sandbox.
+    """The folders behind one sandbox. ``layer`` holds ``PARTS``; with an overlay, which is mounted in a namespace that
+    ends with the sandbox, it is empty until then.
     """
 
     layer: Path
     tmp: Path
-    uv_cache: Path | None = None
-    uv_own: Path | None = None
-    overlays: tuple[Overlay, ...] = ()
+    overlay: Overlay | None = None
 
 
 class Shown(NamedTuple):
@@ -89,20 +88,11 @@ class Shown(NamedTuple):
 class InstanceSandbox:
     """Command lines that run a program in a room, for one interpreter."""
 
-    def __init__(
-        self, cache: Cache, interpreter: Interpreter, exclude_newer: str, limits: InstanceLimits | None = None
-    ) -> None:
+    def __init__(self, interpreter: Interpreter, exclude_newer: str, limits: InstanceLimits | None = None) -> None:
         self._interpreter = interpreter
         self._exclude_newer = exclude_newer
         self._limits = limits or InstanceLimits()
         self._uv = find_uv()
-        self._shims = _write_shims(cache)
-        self._cache = cache
-        uv_cache.prepare(cache)
-
-    def make_own(self, folder: Path) -> None:
-        """Make the folder for a room's ``uv_own``."""
-        uv_cache.make_own(self._cache, folder, self._exclude_newer)
 
     def wrap(
         self,
@@ -118,21 +108,23 @@ class InstanceSandbox:
         """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists. ``capabilities``: more
         than root has in a container. ``setup``: with the user's package index, and its credentials.
         """
-        has_testbed = bool(room.overlays) or (room.layer / "testbed").exists()
+        parts = [(room.layer / name, inside) for name, inside in PARTS.items()]
+        parts = [(host, inside) for host, inside in parts if room.overlay or host.exists()]
+        has_testbed = any(inside == "/testbed" for _, inside in parts)
         limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
-        settings = {**self._variables(room, network=network, setup=setup), **(variables or {})}
+        settings = {**self._variables(network=network, setup=setup), **(variables or {})}
         allowed = [word for name in (*CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
         # ``localhost`` is a name that resolves without a network.
         options = [*AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
         return [
-            *mount_overlays(room.overlays),
+            *mount_overlays([room.overlay] if room.overlay else []),
             *("prlimit", *limits, "--"),
             *isolate(
                 [*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()], network=network, options=options
             ),
             *("--bind", str(room.tmp), "/tmp"),
-            *(word for part in self._parts(room) for word in part),
-            *self._tools(room, setup=setup),
+            *(word for host, inside in parts for word in ("--bind", str(host), inside)),
+            *self._tools(setup=setup),
             *(word for each in shown for word in bind(each)),
             *("--clearenv", *(word for pair in settings.items() for word in ("--setenv", *pair))),
             *("--chdir", "/testbed" if has_testbed else "/", "--"),
@@ -143,28 +135,17 @@ class InstanceSandbox:
         limits, disk = self._limits, self._limits.disk if has_testbed else 0
         return Bound(processes=limits.processes, memory=limits.memory, disk=disk, folder="/testbed")
 
-    def _parts(self, room: Room) -> Iterator[tuple[str, str, str]]:
-        for name, inside in PARTS.items():
-            if name == "conda" and room.uv_cache is not None and room.uv_cache in room.layer.parents:
-                yield "--symlink", str(uv_cache.INSIDE / room.layer.relative_to(room.uv_cache) / name), inside
-            elif room.overlays or (room.layer / name).exists():
-                yield "--bind", str(room.layer / name), inside
-
-    def _tools(self, room: Room, *, setup: bool) -> list[str]:
+    def _tools(self, *, setup: bool) -> list[str]:
         folder = Path(shim.__file__).parent
         binds = [
             Shown(folder / "activate.sh", f"{CONDA}/bin/activate"),
             Shown(folder, f"{CONDA}/shim"),
-            Shown(self._shims, f"{CONDA}/shims"),
             Shown(self._uv, f"{CONDA}/bin/uv"),
             *(self._index_settings() if setup else ()),
         ]
         host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
         links = {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS}
-        if room.uv_cache is not None:
-            binds.append(Shown(room.uv_cache, str(uv_cache.INSIDE), writable=True))
-            if room.uv_own is not None:
-                links[str(uv_cache.OWN)] = str(uv_cache.INSIDE / room.uv_own.relative_to(room.uv_cache))
+        links |= {f"{CONDA}/shims/{name}": "../shim/programs.sh" for name in PROGRAMS}
         words = [word for each in binds for word in bind(each)]
         words += [word for inside, to in links.items() for word in ("--symlink", to, inside)]
         return [*prefix_mounts(dict.fromkeys(self._prefixes(), OF_A_PREFIX), closed=True), *words]
@@ -174,15 +155,10 @@ class InstanceSandbox:
 
     def _index_settings(self) -> Iterator[Shown]:
         """The user's settings of the package index, and indexes that are folders."""
-        found = [Shown(file, inside) for file, inside in package_index.files()]
-        yield from found
-        if not any("uv" in Path(each.inside).parts for each in found):
-            file = uv_cache.index_settings(self._cache, self._exclude_newer, os.environ)
-            if file is not None:
-                yield Shown(file, "/etc/uv/uv.toml")
+        yield from (Shown(file, inside) for file, inside in package_index.files())
         yield from (Shown(folder, str(folder)) for folder in package_index.folders() if str(folder) != CONDA)
 
-    def _variables(self, room: Room, *, network: bool, setup: bool) -> dict[str, str]:
+    def _variables(self, *, network: bool, setup: bool) -> dict[str, str]:
         named = {name: value for name, value in os.environ.items() if network and _NETWORK_VARIABLES.fullmatch(name)}
         settings = {name: value for name, value in named.items() if setup or not package_index.has_login(value)}
         settings |= package_index.variables() if setup else {}
@@ -194,12 +170,12 @@ class InstanceSandbox:
             "DEBIAN_FRONTEND": "noninteractive",
             "SHIM_UV": f"{CONDA}/bin/uv",
             "SHIM_PYTHON": str(self._interpreter.program),
-            "SHIM_EXCLUDE_NEWER": self._exclude_newer,
             "UV_LINK_MODE": "hardlink" if network else "copy",
             "UV_INDEX_STRATEGY": "unsafe-best-match",
             "UV_NO_PROGRESS": "1",
             "UV_PYTHON_DOWNLOADS": "never",
-            **({"UV_CACHE_DIR": str(uv_cache.INSIDE)} if room.uv_cache else {"UV_NO_CACHE": "1"}),
+            "UV_CACHE_DIR": "/conda/uv",
+            **({"UV_EXCLUDE_NEWER": self._exclude_newer} if self._exclude_newer else {}),
             **({} if network else {"UV_OFFLINE": "1", "PIP_NO_INDEX": "1"}),
             **git_settings({"safe.directory": "*", "protocol.file.allow": "always", "gc.auto": "0"}),
         }
@@ -223,40 +199,29 @@ def bind(shown: Shown) -> tuple[str, str, str]:
     return "--bind" if shown.writable else "--ro-bind", str(shown.host), shown.inside
 
 
-_HEAD = "#!/bin/sh\n"
-_PIP = f'exec {CONDA}/host-python -Es {CONDA}/shim/pip.py "$@"\n'
-_PYTHON = (
-    f'if [ "${{1-}}" = -m ] && [ "${{2-}}" = pip ]; then shift 2; {_PIP.strip()}; fi\n'
-    f'exec "${{CONDA_PREFIX:-{ENVIRONMENTS}/testbed}}/bin/python" "$@"\n'
+PROGRAMS = (
+    *("python", "python3", "pip", "pip3", "tox", "pipx", "sudo"),
+    *("apt", "apt-get", "locale-gen", "add-apt-repository"),
 )
-_NOTHING = 'echo "shim: $(basename "$0") $* is left out" >&2\n'
-_SHIMS: Mapping[str, str] = {
-    **dict.fromkeys(("python", "python3"), _PYTHON),
-    **dict.fromkeys(("pip", "pip3"), _PIP),
-    **dict.fromkeys(("apt", "apt-get", "locale-gen", "add-apt-repository"), _NOTHING),
-    "sudo": 'exec "$@"\n',
-    "tox": f'exec {CONDA}/host-python -Es {CONDA}/shim/tox.py "$@"\n',
-    "pipx": f'[ "${{1-}}" = install ] || exit 0\nexec {CONDA}/bin/uv tool install "$2"\n',
-}
-"""Replacements of programs that the scripts call and that need conda or root."""
+"""Programs that the scripts call and that need conda or root: ``shim/programs.sh`` is all of them."""
 
 
 def shim_digest() -> str:
     """Changes when an environment might be made in another way."""
-    makers = [path for path in sorted(Path(shim.__file__).parent.iterdir()) if path.name != "network.py"]
-    files = [path.read_bytes() for path in makers if path.is_file()]
-    return hashlib.sha256(b"\0".join([*files, *(text.encode() for text in _SHIMS.values())])).hexdigest()[:12]
+    files = [path for path in sorted(Path(shim.__file__).parent.iterdir()) if path.suffix in (".py", ".sh")]
+    texts = [path.read_bytes() for path in files if path.name != "network.py"]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
 
 
-def _write_shims(cache: Cache) -> Path:
-    folder = cache.path("shims", shim_digest())
-    if not folder.exists():
-        making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        for name, text in _SHIMS.items():
-            (making / name).write_text(_HEAD + text)
-            (making / name).chmod(0o755)
-        try:
-            making.rename(folder)
-        except OSError:
-            subprocess.run(["rm", "-rf", str(making)], check=False)
-    return folder
+def make_guard_folders(scratch: Path, equipment: GuardEquipment) -> None:
+    """Make ``guard``, which ``GUARD`` is of, and ``out``, which ``GUARD_OUT`` is."""
+    for name in ("guard", "out"):
+        (scratch / name).mkdir(mode=0o700)
+    for name, text in equipment.files.items():
+        (scratch / "guard" / name).write_text(text)
+
+
+def read_left(scratch: Path) -> Mapping[str, bytes]:
+    """Regular files that the run left in ``GUARD_OUT``, without too large ones."""
+    files = [path for path in (scratch / "out").iterdir() if path.is_file() and not path.is_symlink()]
+    return {path.name: path.read_bytes() for path in files if path.stat().st_size <= _MOST_LEFT}

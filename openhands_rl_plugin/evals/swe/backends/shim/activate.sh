@@ -10,6 +10,6 @@ conda() {
     activate) _shim_use "${2-base}" ;;
     deactivate) unset CONDA_DEFAULT_ENV CONDA_PREFIX ;;
     init | config) ;;
-    *) /opt/miniconda3/host-python -Es /opt/miniconda3/shim/conda.py "$@" ;;
+    *) /opt/miniconda3/host-python -Es /opt/miniconda3/shim/installing.py conda "$@" ;;
     esac
 }

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceLimits, InstanceSandbox, Room
 
@@ -34,7 +33,7 @@ def test_who_goes_beyond_a_bound_is_ended(command: str, said: str, tmp_path: Pat
     for name in ("layer/testbed", "layer/root", "layer/conda", "tmp"):
         (tmp_path / name).mkdir(parents=True)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    sandbox = InstanceSandbox(Cache(tmp_path / "cache"), find_python(version), "", LIMITS)
+    sandbox = InstanceSandbox(find_python(version), "", LIMITS)
     wrapped = sandbox.wrap(Room(tmp_path / "layer", tmp_path / "tmp"), ["bash", "-c", command], network=False)
     done = subprocess.run(wrapped, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == (137 if said else 7) and said in done.stderr

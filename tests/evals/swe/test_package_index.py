@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.evals.swe.backends import package_index
-from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
 
@@ -38,7 +37,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def wrap(home: Path, tmp_path: Path):
     (tmp_path / "layer").mkdir()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    sandbox = InstanceSandbox(Cache(tmp_path / "cache"), find_python(version), "")
+    sandbox = InstanceSandbox(find_python(version), "")
     room = Room(tmp_path / "layer", tmp_path)
     return lambda **options: " ".join(sandbox.wrap(room, ["true"], **options))
 
