@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from openhands_rl_plugin.apps.endpoint.protocol import AgentCompletionRequest
 from openhands_rl_plugin.contrib.webshop.wire import ResetBody, SessionReference, StepBody
-from openhands_rl_plugin.models.gateway.app import EndRequest
+from openhands_rl_plugin.models.gateway.server import EndRequest
 from openhands_rl_plugin.models.server.requests import (
     ChatCompletionRequest,
     CompletionRequest,

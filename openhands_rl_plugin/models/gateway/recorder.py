@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import aiohttp
 
-from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary, describe
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers.bodies import BodyReader
 from openhands_rl_plugin.core.servers.observed import note_failure
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingParams
+from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
@@ -25,19 +28,58 @@ from openhands_rl_plugin.models.engines.extensions import (
     ExtensionAttempt,
     ExtensionTable,
 )
+from openhands_rl_plugin.models.gateway.chat_completions import CHAT, added_fields
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.json_text import dump_object, parse_object
-from openhands_rl_plugin.models.gateway.live import LiveAnswer
-from openhands_rl_plugin.models.gateway.protocols.chat_completions import CHAT, added_fields
-from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol
-from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
-from openhands_rl_plugin.models.gateway.replies import EVENTS, JSON, Reply, error_reply
+from openhands_rl_plugin.models.gateway.protocol import WireProtocol
+from openhands_rl_plugin.models.gateway.replies import EVENTS, JSON, LiveAnswer, Reply, error_reply
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, upstream_body
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse, fields_not_asked_for, without_fields
-from openhands_rl_plugin.models.gateway.routing import AdapterRoute
-from openhands_rl_plugin.models.gateway.session_names import OPENING, SessionName
-from openhands_rl_plugin.models.gateway.sessions import Session
+from openhands_rl_plugin.models.gateway.responses_api import RESPONSES
+from openhands_rl_plugin.models.gateway.sessions import OPENING, Session, SessionName
+from openhands_rl_plugin.models.gateway.token_id_text import dump_object, parse_object
 from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
+
+LATEST = "latest"
+
+
+class AdapterRoute:
+    """Maps some model names to the current version of an adapter, which a training loop updates.
+
+    The pointer file is read again only when it has changed. Before the first version, the base model is used.
+    """
+
+    def __init__(self, root: Path, adapter: str, *, base_model: str, aliases: tuple[str, ...] = ()) -> None:
+        self._store = AdapterStore(root)
+        self._adapter = check_name(adapter)
+        self._pointer = self._store.root / f"{adapter}.current.json"
+        self._base_model = base_model
+        self._names = frozenset((LATEST, adapter, *aliases))
+        self._state: tuple[int, int, int] | None = None
+        self._current = base_model
+
+    def knows(self, model: str) -> bool:
+        """Whether requests for ``model`` are routed."""
+        return model in self._names
+
+    def current(self) -> str:
+        """The served name of the weights in use. Raises ``StorageError`` for a damaged pointer."""
+        state = self._pointer_state()
+        if state != self._state:
+            adapter = self._store.current(self._adapter) if state is not None else None
+            self._current = adapter.name if adapter is not None else self._base_model
+            self._state = state
+        return self._current
+
+    def _pointer_state(self) -> tuple[int, int, int] | None:
+        """What changes when the file is written or replaced; ``None`` without one."""
+        try:
+            found = os.stat(self._pointer)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"{self._pointer} cannot be read: {describe(error)}") from error
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
 
 _LOG = redacting_logger(__name__)
 

@@ -11,10 +11,21 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, Usage
-from openhands_rl_plugin.models.gateway.id_arrays import PROMPT_IDS, SAMPLED_IDS, StrippedBody, strip_id_arrays
-from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object, too_deep
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
-from openhands_rl_plugin.models.gateway.token_id_text import TokenIds, canonical, ids_of, text_of
+from openhands_rl_plugin.models.gateway.token_id_text import (
+    PROMPT_IDS,
+    SAMPLED_IDS,
+    Json,
+    StrippedBody,
+    TokenIds,
+    canonical,
+    dump_object,
+    ids_of,
+    parse_object,
+    strip_id_arrays,
+    text_of,
+    too_deep,
+)
 
 _IDS = (PROMPT_IDS, SAMPLED_IDS)
 _ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format

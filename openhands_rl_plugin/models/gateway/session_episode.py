@@ -1,4 +1,10 @@
-"""One session of a client: an episode that is stored request by request."""
+"""The episode of one session: its tree follows the client's conversation, and each answer is stored.
+
+What a client asks for beside its episode (a summary of the history, a title) is told from the turns of the episode. A
+client does not say which is which. A request is aside when it opens a conversation of its own without any tools while
+the session has some, or got some later. It is a condensation when a rewritten history quotes its answer, and nothing
+went on from it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,9 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.acted import KIND, SIDE, TURN, kind_of
-from openhands_rl_plugin.core.messages import WireMessage, text_of, to_message, to_wire
+from openhands_rl_plugin.core.acted import CONDENSATION, KIND, SIDE, TURN, kind_of, path_to
+from openhands_rl_plugin.core.conversation import HostConversation
+from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
@@ -17,6 +24,7 @@ from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
     JsonObject,
+    Message,
     PolicyRef,
     SamplingParams,
     StopReason,
@@ -26,14 +34,156 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
-from openhands_rl_plugin.models.gateway.conversation import ClientConversation
-from openhands_rl_plugin.models.gateway.node_tokens import NodeTokens
-from openhands_rl_plugin.models.gateway.requests import ClientRequest
+from openhands_rl_plugin.models.gateway.requests import ClientRequest, with_sampled_calls
 from openhands_rl_plugin.models.gateway.responses import RecordedChoice, UpstreamResponse
-from openhands_rl_plugin.models.gateway.sampled_calls import with_sampled_calls
-from openhands_rl_plugin.models.gateway.side_requests import TOOLS, SideRequests
-from openhands_rl_plugin.models.gateway.token_id_text import canonical
+from openhands_rl_plugin.models.gateway.token_id_text import NodeTokens, canonical
 from openhands_rl_plugin.rollout.journal import GrowingEpisode
+
+
+class ClientConversation(HostConversation):
+    """A ``HostConversation`` for clients that sample several choices, or continue several branches concurrently.
+
+    An assistant message is matched with all answers to the same prompt: first with an equal one, then with one that the
+    client sent back in another form. A message without a match is the client's own.
+    """
+
+    def __init__(self, tree: EpisodeTree) -> None:
+        super().__init__(tree)
+        for index, node in enumerate(tree.nodes):
+            if node.sampled:
+                self._acted.add(index)
+            else:
+                self._forms[index] = node.message
+
+    def _settle(self, at: int | None, new: Sequence[Message]) -> None:
+        """What the client sent back was acted on. An answer was not when another one to its prompt was sent back, nor
+        when the client goes on from that prompt without it."""
+        tree = self._tree
+        last = tree.head
+        path = tree.path(at) if at is not None else []
+        if last is not None and tree.nodes[last].sampled and last not in path:
+            asked = tree.nodes[last].parent
+            other = any(tree.nodes[index].sampled and tree.nodes[index].parent == asked for index in path)
+            if other or (at == asked and not (new and new[0].role == "assistant")):
+                tree.head = asked
+        for index in path:
+            node = tree.nodes[index]
+            if node.sampled and node.reward is None and index != tree.head:
+                node.reward = 0.0
+                tree.usage += Usage(steps=1)
+
+    def _child(self, parent: int | None, message: WireMessage) -> int | None:
+        nodes = self._tree.nodes
+        for index in self._tree.children(parent):
+            if index in self._acted and says(message, nodes[index].message):
+                self._forms.setdefault(index, nodes[index].message)
+                return index
+        return super()._child(parent, message)
+
+    def _first_replay(self, index: int, message: WireMessage) -> bool:
+        return _same_answer(message, self._tree.nodes[index].message) and super()._first_replay(index, message)
+
+
+def _same_answer(message: WireMessage, answer: Message) -> bool:
+    """Whether ``message`` can be ``answer`` truncated, without its reasoning, or with other white space."""
+    if answer.tool_calls:
+        return True  # distinguished by the ids of the calls
+    one, other = (_squeezed(text) for text in (text_of(message.get("content")), answer.content))
+    return one in other or other in one if one and other else one == other
+
+
+def _squeezed(text: str | None) -> str:
+    return "".join((text or "").split())
+
+
+TOOLS = "tools"
+"""The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
+_SHORTEST_QUOTE = 8
+"""Characters without white space; a shorter answer is in many texts by chance."""
+
+
+class SideRequests:
+    """The requests of one session that are no turns of its episode."""
+
+    def __init__(self, tree: EpisodeTree) -> None:
+        self._tree = tree
+        self.found_later = False
+        """Whether the kind of nodes, or the session's tools, became known after they were stored."""
+
+    def begins(self, call: ClientRequest) -> bool:
+        """Whether the request is aside, before it is part of the tree."""
+        nodes = self._tree.nodes
+        if not self._tree.tools or call.tools or not call.messages or not any(node.sampled for node in nodes):
+            return False
+        if any(message["role"] == "assistant" for message in call.messages):
+            return False
+        roots = [nodes[at] for at in self._tree.children(None) if kind_of(nodes[at]) == TURN]
+        return not any(says(call.messages[0], root.message) for root in roots)
+
+    def offer_tools(self, call: ClientRequest, messages: Sequence[WireMessage]) -> None:
+        """Take the tools of the first request that has some as those of the session. What was asked before it is aside
+        when it is no beginning of this conversation and nothing went on from it."""
+        tree = self._tree
+        if not tree.tools and call.tools:
+            tree.tools = call.tools
+            roots = tree.children(None)
+            self._had_none(
+                len(tree.nodes), {at for at in roots if messages and says(messages[0], tree.nodes[at].message)}
+            )
+
+    def remember_tools(self) -> None:
+        """The same of a stored episode, in which the first request with tools has them noted."""
+        tree = self._tree
+        for at, node in enumerate(tree.nodes):
+            if not tree.tools and isinstance(tools := node.metadata.get(TOOLS), list) and tools:
+                tree.tools = tuple(tool for tool in tools if isinstance(tool, dict))
+                self._had_none(at, {path_to(tree.nodes, at)[0]})
+
+    def _had_none(self, stop: int, begun: set[int]) -> None:
+        """The nodes before ``stop`` were asked for without tools; the session goes on from the roots ``begun``."""
+        tree = self._tree
+        for at, node in enumerate(tree.nodes[:stop]):
+            self.found_later = True
+            if node.sampled:
+                node.metadata[TOOLS] = []
+            if node.parent is None and at not in begun and kind_of(node) == TURN and self._is_alone(at):
+                self._mark(at, SIDE)
+        if tree.head is not None and kind_of(tree.nodes[tree.head]) == SIDE:
+            tree.head = None
+
+    def notice(self, first: int) -> None:
+        """Look for quotes of side requests in the prompt up to the head; its nodes from ``first`` on are new."""
+        tree = self._tree
+        new = [at for at in tree.path() if at >= first and not tree.nodes[at].sampled]
+        if not new or tree.nodes[new[0]].parent is None:
+            return
+        asked = [tree.nodes[at].message for at in new]
+        told = _squeezed(" ".join(message.content or "" for message in asked if message.role != "assistant"))
+        root = tree.path()[0]
+        for at, node in enumerate(tree.nodes[:first]):
+            if not node.sampled or kind_of(node) == CONDENSATION or node.message.tool_calls:
+                continue
+            path = path_to(tree.nodes, at)
+            if path[0] == root or not self._is_alone(path[0]):
+                continue
+            if len(said := _squeezed(node.message.content)) >= _SHORTEST_QUOTE and said in told:
+                self._mark(path[0], CONDENSATION)
+                self.found_later = True
+
+    def _is_alone(self, root: int) -> bool:
+        """Whether nothing went on from the answers of the conversation that begins at ``root``."""
+        return not any(self._tree.children(at) for at in self._below(root) if self._tree.nodes[at].sampled)
+
+    def _mark(self, root: int, kind: str) -> None:
+        for at in self._below(root):
+            self._tree.nodes[at].metadata[KIND] = kind
+
+    def _below(self, root: int) -> list[int]:
+        found = [root]
+        for at in found:
+            found += self._tree.children(at)
+        return found
+
 
 ENVIRONMENT = "gateway"
 _USUAL = "chat/completions"

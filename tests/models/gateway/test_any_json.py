@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
-from openhands_rl_plugin.models.gateway.protocols.chat_completions import CHAT
-from openhands_rl_plugin.models.gateway.protocols.messages import MESSAGES
-from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol
-from openhands_rl_plugin.models.gateway.protocols.responses_api import RESPONSES
+from openhands_rl_plugin.models.gateway.chat_completions import CHAT
+from openhands_rl_plugin.models.gateway.messages import MESSAGES
+from openhands_rl_plugin.models.gateway.protocol import WireProtocol
 from openhands_rl_plugin.models.gateway.requests import Unrecordable
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
-from openhands_rl_plugin.models.gateway.session_names import session_name
+from openhands_rl_plugin.models.gateway.responses_api import RESPONSES
+from openhands_rl_plugin.models.gateway.sessions import session_name
 
 FIELDS = """
 type role content text name id input call_id arguments function tool_calls tool_call_id output summary thinking

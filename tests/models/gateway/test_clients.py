@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
-from worlds import TOOL, Body, Model, prompt_ids, sampled_ids, stored, until, user, world
+from gateway_world import TOOL, Body, Model, prompt_ids, sampled_ids, stored, until, user, world
 
 ECHO = json.dumps({"command": "echo 1"})
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from worlds import SYSTEM, TOOL, Model, user, world
+from gateway_world import SYSTEM, TOOL, Model, user, world
 
 from openhands_rl_plugin.core.acted import CONDENSATION, SIDE, TURN, kind_of
 from openhands_rl_plugin.core.types import Trajectory

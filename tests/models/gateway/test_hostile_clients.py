@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
-from worlds import Body, Model, chunks_of, streamed, until, user, world
+from gateway_world import Body, Model, chunks_of, streamed, until, user, world
 
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
+from gateway_world import SYSTEM, Body, Model, prompt_ids, sampled_ids, serving, stored, until, user, world
 from tiny_model import write_adapter, write_model
-from worlds import SYSTEM, Body, Model, prompt_ids, sampled_ids, serving, stored, until, user, world
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, StorageError

@@ -12,8 +12,8 @@ import anthropic
 import litellm
 import pytest
 from aiohttp import web
+from gateway_world import Body, Model, World, streamed, world
 from protocol_wire import message, message_events
-from worlds import Body, Model, World, streamed, world
 
 from openhands_rl_plugin.core.types import Trajectory
 

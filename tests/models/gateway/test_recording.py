@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from worlds import SYSTEM, TOOL, Model, prompt_ids, sampled_ids, stored, user, world
+from gateway_world import SYSTEM, TOOL, Model, prompt_ids, sampled_ids, stored, user, world
 
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import PolicyRef, SamplingParams, StopReason, Trajectory

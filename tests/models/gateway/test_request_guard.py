@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from aiohttp import web
+from gateway_world import Body, Model, user, world
 from raw_clients import exchange, request, status
-from worlds import Body, Model, user, world
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers.connections import ConnectionLimits

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
+from gateway_world import Body, Model, World, streamed, world
 from protocol_wire import call_item, reasoning_item, response, response_events, text_item
-from worlds import Body, Model, World, streamed, world
 
 from openhands_rl_plugin.core.types import Trajectory
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from aiohttp import web
-from worlds import SYSTEM, TOOL, Body, Model, sampled_ids, user, world
+from gateway_world import SYSTEM, TOOL, Body, Model, sampled_ids, user, world
 
 SAMPLED = '{"path": "a.py",  "view_range": "[1, 2]"}'
 REPAIRED = '{"path": "a.py", "view_range": [1, 2]}'

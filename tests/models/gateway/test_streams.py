@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
+from gateway_world import Body, Model, World, chunks_of, prompt_ids, sampled_ids, streamed, until, user, world
 from protocol_wire import message, message_events, response, response_events, text_item
-from worlds import Body, Model, World, chunks_of, prompt_ids, sampled_ids, streamed, until, user, world
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import StorageError

@@ -10,15 +10,19 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, Tokens
-from openhands_rl_plugin.models.gateway.id_arrays import PROMPT_IDS, SAMPLED_IDS, StrippedBody, strip_id_arrays
-from openhands_rl_plugin.models.gateway.json_text import dump_object, parse_object
-from openhands_rl_plugin.models.gateway.node_tokens import NodeTokens
 from openhands_rl_plugin.models.gateway.token_id_text import (
+    PROMPT_IDS,
+    SAMPLED_IDS,
     ContextCache,
+    NodeTokens,
     PromptIdCache,
+    StrippedBody,
     TokenIds,
     canonical,
+    dump_object,
     ids_of,
+    parse_object,
+    strip_id_arrays,
     text_of,
 )
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from gateway_world import Body, Model, prompt_ids, sampled_ids, world
 from uv_program import uv_program
-from worlds import Body, Model, prompt_ids, sampled_ids, world
 
 pytestmark = pytest.mark.contract
 

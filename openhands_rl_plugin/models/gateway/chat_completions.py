@@ -6,8 +6,7 @@ from openhands_rl_plugin.models.engines.chunks import ChunkAssembler
 from openhands_rl_plugin.models.engines.event_stream import ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
 from openhands_rl_plugin.models.engines.openai_stream import DONE
-from openhands_rl_plugin.models.gateway.json_text import Json, dump_object, parse_object
-from openhands_rl_plugin.models.gateway.protocols.protocol import WireProtocol, event, guarded, marked
+from openhands_rl_plugin.models.gateway.protocol import WireProtocol, event, guarded, marked
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, client_request, parsed_body
 from openhands_rl_plugin.models.gateway.responses import (
     UpstreamResponse,
@@ -15,6 +14,7 @@ from openhands_rl_plugin.models.gateway.responses import (
     strip_ids,
     without_fields,
 )
+from openhands_rl_plugin.models.gateway.token_id_text import Json, dump_object, parse_object
 
 STREAM_OPTIONS = "stream_options"
 
