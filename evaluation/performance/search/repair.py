@@ -25,7 +25,7 @@ from rich.table import Table
 from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.cli.options.running import free_port, running_command
-from openhands_rl_plugin.contrib.demo.repair.options import ADAPTER, RepairOptions
+from openhands_rl_plugin.contrib.demo.options import REPAIR_ADAPTER, RepairOptions
 from openhands_rl_plugin.contrib.repair.rows import TESTS_AS_VALUE
 from openhands_rl_plugin.core.statistics import paired_difference, wilson
 from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject
@@ -111,7 +111,7 @@ def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) ->
 def measure(args: argparse.Namespace) -> list[Played]:
     """Every strategy, written down as soon as it is there."""
     store = AdapterStore(args.run_dir / "adapters")
-    adapter = store.get(args.adapter) if args.adapter else store.current(ADAPTER)
+    adapter = store.get(args.adapter) if args.adapter else store.current(REPAIR_ADAPTER)
     if adapter is None:
         raise SystemExit(f"{args.run_dir} has no adapter: give a run of openhands-rl demo --task repair")
     serve = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from openhands_rl_plugin.apps.endpoint.protocol import AgentCompletionRequest
-from openhands_rl_plugin.contrib.webshop.wire import ResetBody, SessionReference, StepBody
+from openhands_rl_plugin.contrib.webshop.server import ResetBody, SessionReference, StepBody
 from openhands_rl_plugin.models.gateway.server import EndRequest
 from openhands_rl_plugin.models.server.requests import (
     ChatCompletionRequest,

@@ -17,8 +17,7 @@ from openhands_rl_plugin.models.generator.threads import prepare_threads
 from openhands_rl_plugin.models.generator.weights import check_model_folder
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.contrib.demo.options import DemoOptions
-    from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
+    from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
 
 EPILOG = """examples:
   openhands-rl demo                      the whole demo, 16 to 35 minutes on two cores: eight iterations
@@ -124,8 +123,7 @@ def _folder(args: argparse.Namespace) -> str:
 
 
 def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairOptions:
-    from openhands_rl_plugin.contrib.demo.options import DemoOptions
-    from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
+    from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
 
     kind = DemoOptions if args.task == SHOP else RepairOptions
     options = kind(run_directory=directory, model_directory=args.model, seed=args.seed)
@@ -140,7 +138,7 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
 def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> int:
     from openhands_rl_plugin.apps.loop.progress import ProgressListener, final_table
     from openhands_rl_plugin.contrib.demo.options import DemoOptions
-    from openhands_rl_plugin.contrib.demo.repair.run import run_repair_demo
+    from openhands_rl_plugin.contrib.demo.repair_story import run_repair_demo
     from openhands_rl_plugin.contrib.demo.story import run_demo
 
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The sizes of the demo, and smaller ones for CI."""
+"""The sizes of the two demos, and smaller ones for CI."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from openhands_rl_plugin.apps.demo_model import NAME
 from openhands_rl_plugin.config.rl import (
     LoopSettings,
     RLSettings,
@@ -14,9 +15,11 @@ from openhands_rl_plugin.config.rl import (
     ServingSettings,
     StorageSettings,
     TrainingSettings,
+    WorkspaceSettings,
 )
+from openhands_rl_plugin.contrib.repair.rows import BY_TESTS
 from openhands_rl_plugin.contrib.webshop import WebShop
-from openhands_rl_plugin.core.types import Frozen, SamplingParams, Task
+from openhands_rl_plugin.core.types import Frozen, JsonObject, SamplingParams, Task
 from openhands_rl_plugin.training.loop.plan import LoopPlan
 
 ADAPTER = "webshop"
@@ -164,3 +167,131 @@ def _shuffled(goals: tuple[int, ...] | range | list[int], seed: int) -> list[int
 
 def _task(goal: int, split: str) -> Task:
     return Task(id=f"webshop-{goal}", environment="webshop", data={"idx": goal}, split=split)
+
+
+REPAIR_ADAPTER = "repair"
+REPAIR_CONTEXT = {1: 1536, 2: 3072, 3: 3072}
+"""By level. Episodes took at most 1,211, and 2,345 where files are shown; the server reserves it for each answer."""
+
+
+class RepairOptions(Frozen):
+    """Sizes of the run. ``seed`` changes everything but the held-out tasks. ``level``: what a statement tells (1: the
+    line of the bug, 2: its function, 3: only the failing test)."""
+
+    run_directory: Path
+    model_directory: Path | None = None
+    seed: int = 0
+    level: int = Field(default=1, ge=1, le=3)
+    held_out: int = Field(default=100, ge=1)
+    base_held_out: int = Field(default=24, ge=1)
+    demonstrations: int = Field(default=100, ge=1)
+    drills: int = Field(default=400, ge=0)
+    short_drills: int = Field(default=5000, ge=0)
+    more_tasks: int = Field(default=992, ge=0)
+    """Training tasks beside those of the suite, with other bugs in the same functions."""
+    iterations: int = Field(default=5, ge=0)
+    tasks_per_iteration: int = Field(default=32, ge=1)
+    samples_per_task: int = Field(default=1, ge=1)
+    proposals: int = Field(default=8, ge=2)
+    """Answers in each state of a training episode, which are compared with each other."""
+    evaluation_strategy: str = "StandardReAct"
+    concurrency: int = Field(default=12, ge=1)
+    processes: int = Field(default=1, ge=0)
+    max_turns: int = 4
+    """As many as the oracle takes where it errs most, at level 1; it looks for the bug in three more at the others."""
+    training_max_turns: int = 3
+    """The last turn of a whole episode has little to compare: what was not repaired in three is rarely in four."""
+    answer_tokens: int = Field(default=128, ge=16)
+    """Of an answer at most; 99 of 100 edits of the oracle take no more than 97."""
+    warm_start_epochs: int = 1
+    warm_start_rate: float = 1e-3
+    warm_start_batch_size: int = 16
+    temperature: float = Field(default=1.0, gt=0)
+    evaluation_temperature: float = Field(default=-1.0, ge=-1)
+    """As in training: greedily a policy repeats an edit that failed, and OpenHands ends the episode for it."""
+    reinforcement_rate: float = 1e-4
+    """At 2e-4 and 3e-4 some runs forget within thirty steps how a call is written: docs/background/how-it-learns.md."""
+    reinforcement_batch_size: int = 8
+    loop: LoopSettings = LoopSettings()
+    repository: Path | None = None
+    """A git repository whose functions are held out, and trained on beside the suite's."""
+    tests: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+    """Of the repository: pytest's arguments, and what its tests need besides what it declares."""
+
+    def shortened(self) -> RepairOptions:
+        """The same stages in minutes, for CI."""
+        return self.model_copy(
+            update={
+                "held_out": 2,
+                "base_held_out": 2,
+                "demonstrations": 4,
+                "drills": 4,
+                "short_drills": 4,
+                "iterations": 1,
+                "more_tasks": 4,
+                "tasks_per_iteration": 1,
+                "proposals": 2,
+                "concurrency": 2,
+                "answer_tokens": 24,
+            }
+        )
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole run: three evaluations, the demonstrations, the warm start and the iterations."""
+        return self._loop().stages
+
+    def settings(self) -> RLSettings:
+        """The ``[rl]`` section of this run, but for the address of the model."""
+        return RLSettings(
+            max_turns=self.max_turns + self._turns_to_find,
+            rollout_strategy="BestOfN",
+            strategy=self._strategy(),
+            max_prompt_length=REPAIR_CONTEXT[self.level] - self.answer_tokens,
+            max_response_length=self.answer_tokens,
+            max_workers=self.concurrency,
+            workspace=WorkspaceSettings(prompt="compact"),
+            storage=StorageSettings(path=str(self.run_directory / "trajectories")),
+            sampling=SamplingSettings(seed=self.seed, temperature=self.temperature),
+            training=TrainingSettings(
+                learning_rate=self.reinforcement_rate,
+                lora_rank=64,  # keeps more of the drills than 16: docs/background/how-it-learns.md
+                lora_alpha=128,
+                algorithm="grpo",
+                # Attempts of whole episodes teach less: all turns of an attempt share what its last one earned.
+                tree="proposals",
+                warmup_steps=4,
+                num_epochs=2,
+                batch_size=self.reinforcement_batch_size,
+                correction="truncate" if self.loop.kind == "async" else "none",
+                max_tokens_per_micro_batch=micro_batch_tokens(),
+                negative_scale=0.5,
+                seed=self.seed,
+            ),
+            loop=self._loop(),
+            serving=ServingSettings(
+                model=NAME,
+                adapter=REPAIR_ADAPTER,
+                adapters_path=str(self.run_directory / "adapters"),
+                server="embedded",
+                # All answers of all episodes at once wait for each other.
+                request_timeout=600,
+            ),
+        )
+
+    def _strategy(self) -> JsonObject:
+        """Any of the answers is acted on, as the policy would. To end the episode is worth less than to go on where the
+        tests fail, else most who err end it, and more where they pass."""
+        value: JsonObject = {"value": "reward", "value_options": {**BY_TESTS, "unfinished": 0.2}}
+        return {**value, "n": self.proposals, "act": "sampled", "temperature": self.temperature}
+
+    def _loop(self) -> LoopSettings:
+        sizes = {name: getattr(self, name) for name in LoopSettings.model_fields if name in type(self).model_fields}
+        sizes["training_max_turns"] += self._turns_to_find
+        return self.loop.model_copy(update=sizes)
+
+    @property
+    def _turns_to_find(self) -> int:
+        """At levels 2 and 3: for what the oracle looks at before it edits."""
+        return 3 if self.level > 1 else 0

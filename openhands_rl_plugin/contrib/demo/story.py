@@ -16,7 +16,7 @@ from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.demo.options import CONTEXT_TOKENS, OTHER_SIZES, SEPARATOR, DemoOptions
 from openhands_rl_plugin.contrib.webshop import WebShop
-from openhands_rl_plugin.contrib.webshop.demonstrator import DemonstratorOptions, shop_demonstrator
+from openhands_rl_plugin.contrib.webshop.suite import DemonstratorOptions, shop_demonstrator
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.hosts.open import make_runner
 from openhands_rl_plugin.models.adapters.store import AdapterStore

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.progress import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-    from openhands_rl_plugin.contrib.improve.fitting import Lengths, PromptChoice
     from openhands_rl_plugin.contrib.improve.gym import Gym
-    from openhands_rl_plugin.contrib.improve.price import Price
-    from openhands_rl_plugin.contrib.improve.spent import RunCost
+    from openhands_rl_plugin.contrib.improve.price import Lengths, Price, PromptChoice, RunCost
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
     from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
@@ -123,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> RLSettings:
     """Those of the config, else defaults with everything in the run's folder; and what the options change."""
-    from openhands_rl_plugin.contrib.improve.fitting import own_settings
+    from openhands_rl_plugin.contrib.improve.price import own_settings
 
     names = ("iterations", "tasks_per_iteration", "samples_per_task")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -138,9 +136,9 @@ def _settings(args: argparse.Namespace, repository: OwnRepository, directory: Pa
 
 
 def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepository, directory: Path) -> int:
-    from openhands_rl_plugin.contrib.improve.fitting import check_room
+    from openhands_rl_plugin.contrib.improve.gym import gym_lines
+    from openhands_rl_plugin.contrib.improve.price import check_room
     from openhands_rl_plugin.contrib.improve.price import lines as price_lines
-    from openhands_rl_plugin.contrib.improve.telling import gym_lines
     from openhands_rl_plugin.core.machine import machine
 
     if args.fresh:
@@ -164,7 +162,7 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
 
 def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSettings, PromptChoice]:
     """The weights, and the settings with a prompt and lengths that fit the model's context."""
-    from openhands_rl_plugin.contrib.improve.fitting import choose_prompt, context_of, fitted
+    from openhands_rl_plugin.contrib.improve.price import choose_prompt, context_of, fitted
     from openhands_rl_plugin.models.engines.server_models import listed_models
 
     context, serving = None, settings.serving
@@ -248,8 +246,7 @@ def _price(
     *,
     own: bool,
 ) -> Price:
-    from openhands_rl_plugin.contrib.improve.price import price_of
-    from openhands_rl_plugin.contrib.improve.rates import measure_rates
+    from openhands_rl_plugin.contrib.improve.price import measure_rates, price_of
 
     rates = asyncio.run(measure_rates(settings, gym.longest * 2))
     graders = os.cpu_count() or 1
@@ -283,8 +280,8 @@ def _train(
     from openhands_rl_plugin.apps.loop.claim import claim, identity_of
     from openhands_rl_plugin.apps.loop.progress import ProgressListener, final_table
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
-    from openhands_rl_plugin.contrib.improve.spent import spent_lines
-    from openhands_rl_plugin.contrib.improve.telling import earned, earned_lines, use_lines
+    from openhands_rl_plugin.contrib.improve.gym import earned, earned_lines, use_lines
+    from openhands_rl_plugin.contrib.improve.price import spent_lines
 
     folder = directory / "tasks"
     source = TaskSource(suite=str(folder / gym.training), held_out_rows=folder / gym.held_out)
@@ -306,7 +303,7 @@ def _train(
 
 async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> tuple[LoopResult, RunCost]:
     from openhands_rl_plugin.apps.loop.run import run_loop
-    from openhands_rl_plugin.contrib.improve.spent import spent_by
+    from openhands_rl_plugin.contrib.improve.price import spent_by
     from openhands_rl_plugin.evals.runs.backends import make_backend
 
     backend = make_backend("local", cache=args.cache)

@@ -1,4 +1,4 @@
-"""The stages that make tasks of a repository. Each leaves a file; one that is there is not done again."""
+"""The gym of a repository: what its tests say, tasks that went through the gate, their split, and what a run earned."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import math
 import os
 import re
+import shlex
 import shutil
 import statistics
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +18,8 @@ from typing import Literal, Protocol
 from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.apps.loop.claim import OPTIONS, noted_options
-from openhands_rl_plugin.contrib.improve.gate import CheckedTask, gate_tasks
-from openhands_rl_plugin.contrib.improve.survey import Survey, survey
+from openhands_rl_plugin.apps.loop.run import LoopResult
+from openhands_rl_plugin.apps.loop.summary import evaluations
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.records import HELD_OUT
@@ -25,14 +27,154 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
+from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.candidates import REOPENED
 from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, lineage_path, read_lineage, write_tasks
-from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate
+from openhands_rl_plugin.evals.tasks.quality_gate import OnProgress, QualityGate, check_tasks, duplicates
 from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
 from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
+from openhands_rl_plugin.evals.tasks.sources.prepared_package import prepare_package
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
 from openhands_rl_plugin.evals.tasks.suite import make_suite
+
+_LEAST_STEADY = 0.5
+
+
+class Survey(Frozen):
+    """Two runs of the tests. ``steady`` ones passed twice; only they are used. ``unnamed`` ones have names
+    that a log cannot show. ``files``: of code. ``seconds``: of one
+    run. ``size``: of all files, in bytes.
+    """
+
+    tests: int
+    steady: int
+    failing: int
+    flickering: int
+    unnamed: int
+    files: int
+    seconds: float
+    size: int
+
+    def notes(self) -> tuple[str, ...]:
+        """What is not used, one line each."""
+        found = (
+            (self.failing, "fail before any bug"),
+            (self.flickering, "flicker (pass in one run only) before any bug"),
+            (self.unnamed, "have names that a log cannot show (blanks, other alphabets)"),
+        )
+        return tuple(f"{count} of {self.tests} tests {what}: they are not used" for count, what in found if count)
+
+
+def survey(package: Package, plan: TaskPlan, cache: Path) -> Survey:
+    """Run the tests twice, without a bug.
+
+    Raises ``ConfigError`` where there are none, none passes, or fewer than half of them pass twice, and
+    ``InfrastructureError`` where what they need cannot be installed.
+    """
+    prepared = prepare_package(package, plan, cache)
+    run = prepared.first_run
+    played = {name: outcome for name, outcome in run.outcomes.items() if outcome not in ("skipped", "xfailed")}
+    flickering = sorted(prepared.flickering)
+    failing = sorted(played.keys() - run.passed - prepared.flickering)
+    found = Survey(
+        tests=len(played),
+        steady=len(prepared.tests),
+        failing=len(failing),
+        flickering=len(flickering),
+        unnamed=len(run.passed - prepared.tests - prepared.flickering),
+        files=len(prepared.layout.code),
+        seconds=round(run.seconds, 1),
+        size=sum(len(file.data) for file in prepared.tree.files.values()),
+    )
+    if found.failing + found.flickering > (1 - _LEAST_STEADY) * found.tests:
+        what = f"{found.failing} fail and {found.flickering} flicker"
+        raise ConfigError(
+            f"{package.label}: of {found.tests} tests, {what} before any bug ({(failing or flickering)[0]:.100}): mend "
+            "them, install what they need (--with), or name those that pass (--tests)"
+        )
+    return found
+
+
+class CheckedTask(Frozen):
+    """A task that went through the gate; ``seconds``: of one run of its tests there, with its checkout."""
+
+    lineage: TaskLineage
+    seconds: float
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it is no good task; empty for a good one."""
+        return self.lineage.check.problems if self.lineage.check is not None else ("it was not checked",)
+
+
+async def gate_tasks(
+    instances: Sequence[Instance],
+    lineage: Sequence[TaskLineage],
+    backend: InstanceBackend,
+    gate: QualityGate,
+    folder: Path,
+    on_progress: OnProgress,
+) -> dict[str, CheckedTask]:
+    """Task -> its check, by id. What ``folder`` has from an earlier run is not done again.
+
+    Raises as ``check_tasks`` does.
+    """
+    known, turns, done = {task.instance_id: task for task in lineage}, asyncio.Semaphore(gate.workers), 0
+    same = duplicates(instances, known)
+
+    async def checked(instance: Instance) -> CheckedTask:
+        nonlocal done
+        async with turns:
+            found = _earlier(folder, instance) or await _checked(instance, known, backend, gate, folder)
+        done += 1
+        on_progress(done, len(instances), instance.instance_id)
+        return _with_duplicate(found, same.get(instance.instance_id))
+
+    results = await asyncio.gather(*map(checked, instances))
+    return {each.lineage.instance_id: each for each in results}
+
+
+def _file(folder: Path, instance: Instance) -> Path:
+    return folder / f"{instance.instance_id}.checked.json"
+
+
+def _earlier(folder: Path, instance: Instance) -> CheckedTask | None:
+    try:
+        return CheckedTask.model_validate_json(_file(folder, instance).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{_file(folder, instance)} cannot be read: delete it, and the task is checked again"
+        ) from error
+
+
+async def _checked(
+    instance: Instance,
+    lineage: dict[str, TaskLineage],
+    backend: InstanceBackend,
+    gate: QualityGate,
+    folder: Path,
+) -> CheckedTask:
+    """One task as a file of its own, which is what the gate takes."""
+    rows = folder / f"{instance.instance_id}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tasks(rows, [instance], [lineage[instance.instance_id]])
+    began = time.monotonic()
+    (task,) = (await check_tasks(rows, backend, gate)).tasks
+    found = CheckedTask(lineage=task, seconds=round((time.monotonic() - began) / (2 * gate.repeats), 2))
+    write_file(_file(folder, instance), found.model_dump_json(indent=1))
+    return found
+
+
+def _with_duplicate(found: CheckedTask, other: str | None) -> CheckedTask:
+    check = found.lineage.check
+    if other is None or check is None:
+        return found
+    check = check.model_copy(update={"duplicate_of": other, "problems": (*check.problems, f"it is {other} once more")})
+    return found.model_copy(update={"lineage": found.lineage.model_copy(update={"check": check})})
+
 
 _REPOSITORY, _SURVEY, _MADE, _GYM = "repository.json", "survey.json", "made.jsonl", "gym.json"
 _GATE, _TRIED = "gate", "tried.txt"
@@ -305,3 +447,67 @@ def _read[T: Frozen](file: Path, kind: type[T]) -> T | None:
         return None
     except (OSError, ValidationError) as error:
         raise StorageError(f"{file} cannot be read ({describe(error)}): start over with --fresh") from error
+
+
+_SAME_FILES = (
+    "  the files are too few to be split: both parts read the same ones, so the result says what was learnt of this "
+    "code, and less about code that is new",
+)
+
+
+def gym_lines(gym: Gym) -> list[str]:
+    """The tasks found, and why others were dropped."""
+    survey, parts = gym.survey, []
+    for count, fixes, files, what in (
+        (gym.counts[0], gym.fixes[0], gym.files[0], "to train on"),
+        (gym.counts[1], gym.fixes[1], gym.files[1], "held out"),
+    ):
+        parts.append(f"{count} {what} ({fixes} past fixes; they change {files} {'files' if files > 1 else 'file'})")
+    apart = f"no {gym.split_by} is changed by both"
+    return [
+        f"tests: {survey.steady} pass in every run, {survey.seconds:.1f} s for one",
+        *(f"  {note}" for note in survey.notes()),
+        f"tasks: {', '.join(parts)}; {apart}",
+        *(_SAME_FILES if gym.split_by == "function" else ()),
+        f"  {gym.tried} changes tried; dropped: {said(gym.dropped)}",
+    ]
+
+
+def earned_lines(result: LoopResult) -> list[str]:
+    """Success on held-out tasks before and after, each with its 95% interval, and the change."""
+    told = []
+    measured = evaluations(result.state)
+    for one, what in zip((measured[0], measured[-1]), ("before", "after"), strict=True):
+        success = one.success
+        rate = (
+            f"{success.mean:.2f} (95% interval {success.low:.2f} to {success.high:.2f})"
+            if success.n
+            else "nothing valid"
+        )
+        told.append(f"held-out tasks {what}: {rate}, {success.n} tasks")
+    return [*told, *(change.sentence() for change in result.changes)]
+
+
+def use_lines(result: LoopResult, model: Path, adapter: str, adapters: Path, *, server: str) -> list[str]:
+    """How the adapter is used; ``server``: where it is in use already, empty after a run with a server of its own."""
+    if result.state.adapter is None:
+        return ["no adapter was made: nothing was learnt"]
+    told = [f"adapter: {result.state.adapter} in {adapters}"]
+    if server:
+        return [*told, f"use it: {result.state.adapter} is served at {server}"]
+    where = shlex.join(["--adapters", str(adapters), "--adapter", adapter])
+    return [
+        *told,
+        f"use it: openhands-rl serve --model {shlex.quote(str(model))} --port 8100",
+        f"        openhands-rl adapters publish {where} --base-url http://127.0.0.1:8100/v1",
+    ]
+
+
+def earned(result: LoopResult) -> JsonObject:
+    """The same for a program: the stages that measured, and the changes."""
+    return {
+        "evaluations": [one.model_dump(mode="json") for one in evaluations(result.state)],
+        "changes": [change.model_dump(mode="json") for change in result.changes],
+        "adapter": result.state.adapter,
+        "report": str(result.report),
+    }

@@ -1,19 +1,208 @@
-"""What a run costs at most, said before it begins: tokens, hours, memory, disk."""
+"""Prompt and lengths for the model's context, what a run will cost at most, and what it took."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
+import random
+import re
 import shutil
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
-from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.improve.fitting import Lengths
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings
 from openhands_rl_plugin.contrib.improve.gym import Gym
-from openhands_rl_plugin.contrib.improve.rates import ServerRates
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, TrainingError
 from openhands_rl_plugin.core.memory import free_memory
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Frozen, Message, SamplingParams, Trajectory
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.training.loop.facts import EVALUATIONS
+from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.trainer.memory_estimate import ModelSize, check_fits, estimate_memory, model_size
+
+STANDARD_NEEDS = 16_384
+"""Tokens of context from which on OpenHands' own prompt (4,700 to 8,500 tokens, with its tools) leaves room to work."""
+
+_AT_ONCE = 4
+_COMPACT, _STANDARD = 700, 8_500
+_INSTRUCTIONS = 420  # of a repository task, around the text of its problem
+_TURNS = 3  # the least of an episode: look, change, run the tests
+_LEAST_ANSWER = 128
+_CHARACTERS = 3  # a token's, of code and messages, rather fewer than more
+
+
+class PromptChoice(Frozen):
+    """``context``: tokens that the model reads. ``compact``: RLAgent's short instructions. ``native``: tool calls by
+    the server's API. ``reasons``: lines for the user.
+    """
+
+    context: int
+    compact: bool
+    native: bool
+    reasons: tuple[str, ...] = ()
+
+
+class Lengths(NamedTuple):
+    """Tokens of the first prompt, at most, and of a whole episode."""
+
+    prompt: int
+    episode: int
+
+
+def own_settings(repository: str, directory: Path, timeout: float) -> RLSettings:
+    """Everything in the run's ``directory``, and an adapter with the repository's name. ``timeout``: seconds of an
+    episode, which a request has, too: on a slow machine an answer takes minutes, and asked for again it begins anew.
+    """
+    serving = ServingSettings(
+        adapter=re.sub(r"[^a-z0-9-]+", "-", repository.lower()).strip("-") or "policy",
+        adapters_path=str(directory / "adapters"),
+    )
+    longest = max(timeout, serving.request_timeout)
+    return RLSettings(
+        max_workers=_AT_ONCE,
+        storage=StorageSettings(path=str(directory / "trajectories")),
+        serving=serving.model_copy(update={"request_timeout": longest}),
+    )
+
+
+def context_of(model: Path, served: int | None = None) -> int:
+    """Tokens that the model reads: what its server says, else ``config.json``. Raises ``ConfigError``."""
+    try:
+        found = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model}: its config.json cannot be read: {error}") from error
+    inner = found.get("text_config") if isinstance(found.get("text_config"), dict) else {}
+    own = found.get("max_position_embeddings") or inner.get("max_position_embeddings")
+    said = [each for each in (served, own) if isinstance(each, int) and each > 0]
+    if not said:
+        raise ConfigError(f"{model}: neither its config.json nor its server says how long its context is")
+    return min(said)
+
+
+def choose_prompt(settings: RLSettings, model: Path, context: int, native: bool | None) -> PromptChoice:
+    """The standard prompt and native tool calls where the context and the template allow them.
+
+    ``native``: what the user asked for; ``None``: as it fits.
+    """
+    reasons: list[str] = []
+    compact = settings.workspace.is_compact
+    if not compact and context < STANDARD_NEEDS:
+        compact = True
+        reasons.append(
+            f"compact prompt: the model reads {context:,} tokens, OpenHands' own prompt wants {STANDARD_NEEDS:,}"
+        )
+    if native is None:
+        native = context >= STANDARD_NEEDS and _template_knows_tools(model)
+        if not native:
+            why = "its chat template knows no tools" if context >= STANDARD_NEEDS else "they take fewer tokens"
+            reasons.append(f"tool calls in the text: {why}")
+    return PromptChoice(context=context, compact=compact, native=native, reasons=tuple(reasons))
+
+
+def fitted(settings: RLSettings, choice: PromptChoice, *, chosen: bool) -> RLSettings:
+    """The settings with that prompt. ``chosen``: the user's own lengths, which are kept; else those of the context.
+
+    Raises ``ConfigError`` where prompt and answer are longer than the context.
+    """
+    workspace = settings.workspace.model_copy(update={"prompt": "compact" if choice.compact else "standard"})
+    settings = settings.model_copy(update={"workspace": workspace})
+    if chosen:
+        whole = settings.max_prompt_length + settings.max_response_length
+        if whole > choice.context:
+            raise ConfigError(
+                f"[rl] max_prompt_length and max_response_length are {whole:,} tokens, and the model reads "
+                f"{choice.context:,}: lower one of them, or serve the model with a longer context"
+            )
+        return settings
+    answer = max(_LEAST_ANSWER, min(2048, choice.context // 16))
+    return settings.model_copy(
+        update={
+            "max_turns": 50 if choice.context >= STANDARD_NEEDS else 20,
+            "max_response_length": answer,
+            "max_obs_length": 2 * answer,
+            "max_prompt_length": min(choice.context, 65_536) - answer,
+        }
+    )
+
+
+def check_room(settings: RLSettings, choice: PromptChoice, problem: str = "") -> Lengths:
+    """Raises ``ConfigError`` where the first prompt of the task with that text leaves no room for an episode."""
+    prompt = (_COMPACT if choice.compact else _STANDARD) + _INSTRUCTIONS + len(problem) // _CHARACTERS
+    answer, seen = settings.max_response_length, min(settings.max_obs_length, _LEAST_ANSWER)
+    least = prompt + _TURNS * (_LEAST_ANSWER + seen)
+    room = min(choice.context - answer, settings.max_prompt_length)
+    if room < least:
+        text = "and the longest task" if problem else "and a task"
+        own = settings.max_prompt_length < choice.context - answer
+        remedy = "raise [rl] max_prompt_length" if own else "choose a model with a longer context"
+        raise ConfigError(
+            f"no room for an episode: instructions {text} take about {prompt:,} tokens, {_TURNS} turns at least "
+            f"{least - prompt:,}, and prompts may have {room:,} (context {choice.context:,}, answers {answer:,}): "
+            f"{remedy}"
+        )
+    return Lengths(prompt, settings.max_prompt_length + answer)
+
+
+def _template_knows_tools(model: Path) -> bool:
+    texts = []
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        try:
+            texts.append((model / name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            continue
+    return any("tools" in text for text in texts)
+
+
+_WRITTEN = 48
+_MOST_AT_ONCE = 8
+_TASK = "Write the numbers from 1 to 300, with commas between them, and nothing else."
+
+
+class ServerRates(Frozen):
+    """Tokens a second over all requests: of prompts that were not seen before, and of answers, ``at_once`` together."""
+
+    read: float
+    written: float
+    at_once: int
+
+
+async def measure_rates(settings: RLSettings, prompt: str) -> ServerRates:
+    """One prompt of that text, then answers to several at once. Raises ``InfrastructureError`` or ``ModelError``."""
+    serving = settings.serving
+    timeout = max(serving.request_timeout, 600.0)
+    engine = OpenAIEngine(serving.model, serving.base_url, serving.api_key(), timeout=timeout)
+    at_once = min(settings.max_workers, _MOST_AT_ONCE)
+    try:
+        await _asked(engine, "Say yes.", 1)  # what the first request alone has to wait for
+        read, _, seconds = await _asked(engine, _unseen(prompt), 1)
+        began = time.monotonic()
+        answers = await asyncio.gather(*(_asked(engine, _unseen(_TASK), _WRITTEN) for _ in range(at_once)))
+        spent = time.monotonic() - began
+    finally:
+        await engine.aclose()
+    written = sum(count for _, count, _ in answers)
+    if not read or not written:
+        raise InfrastructureError(f"{serving.base_url} does not say how many tokens it reads and writes (usage)")
+    return ServerRates(read=read / seconds, written=written / spent, at_once=at_once)
+
+
+def _unseen(text: str) -> str:
+    """With a beginning of its own, so that no cache knows it."""
+    return f"{random.SystemRandom().getrandbits(64):x} {text}"
+
+
+async def _asked(engine: OpenAIEngine, text: str, most: int) -> tuple[int, int, float]:
+    """Tokens read and written, and seconds."""
+    began = time.monotonic()
+    (answer,) = await engine.complete([Message(role="user", content=text)], sampling=SamplingParams(max_tokens=most))
+    usage = answer.usage
+    return usage.prompt_tokens, usage.completion_tokens, time.monotonic() - began
+
 
 _PASSES = 3
 """Training a token costs as much as reading it three times: forward once, backward about twice (Kaplan et al. 2020,
@@ -180,3 +369,63 @@ def _bytes(count: int) -> str:
 def hours_in_words(hours: float) -> str:
     """``"12 min"`` or ``"3.4 h"``."""
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"
+
+
+_ROLLOUTS = "rollouts"
+"""Where the episodes of an asynchronous loop are, beside those of its stages."""
+
+
+class RunCost(Frozen):
+    """Episodes and tokens as in ``Price``: what was read counts once. ``hours``: of the finished stages, each from its
+    last start; rollouts are those with their tests."""
+
+    episodes: int
+    evaluations: int
+    read: int
+    sampled: int
+    trained: int
+    hours: dict[str, float]
+
+    @property
+    def total_hours(self) -> float:
+        """Of all stages."""
+        return sum(self.hours.values())
+
+
+async def spent_by(storage: TrajectoryStorage, state: LoopState, run_id: str) -> RunCost:
+    """What the finished stages of a run took."""
+    episodes = evaluations = read = sampled = 0
+    for stage in (*(record.name for record in state.records), _ROLLOUTS):
+        async for episode in _episodes(storage, f"{run_id}/{stage}"):
+            measured = stage in EVALUATIONS
+            evaluations, episodes = evaluations + measured, episodes + (not measured)
+            tokens = [node.tokens for node in episode.nodes if node.tokens is not None]
+            read += sum(len(each.prompt_ids) for each in tokens)
+            sampled += sum(len(each.sampled_ids) for each in tokens)
+    training = sum(record.metrics.get("training_seconds", 0.0) for record in state.records)
+    whole = sum(record.finished - record.started for record in state.records)
+    return RunCost(
+        episodes=episodes,
+        evaluations=evaluations,
+        read=read,
+        sampled=sampled,
+        trained=int(sum(record.metrics.get("tokens", 0.0) for record in state.records)),
+        hours={"rollouts and tests": (whole - training) / 3600, "training": training / 3600},
+    )
+
+
+async def _episodes(storage: TrajectoryStorage, run_id: str) -> AsyncIterator[Trajectory]:
+    async for episode, _ in storage.find(TrajectoryFilter(run_id=run_id)):
+        yield episode
+
+
+def spent_lines(spent: RunCost, price: Price) -> list[str]:
+    """What was spent of what was said, for a person."""
+    hours = ", ".join(f"{name} {hours_in_words(each)}" for name, each in spent.hours.items())
+    return [
+        "the run took (of what it was said to cost at most)",
+        f"  episodes: {spent.episodes:,} to train on, {spent.evaluations:,} to evaluate",
+        f"  tokens:   {spent.read:,} of {price.read:,} read, {spent.sampled:,} of {price.sampled:,} sampled, "
+        f"{spent.trained:,} of {price.trained:,} trained",
+        f"  time:     {hours_in_words(spent.total_hours)} of {hours_in_words(price.total_hours)}: {hours}",
+    ]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.contrib.repair.telling import function_told
+from openhands_rl_plugin.contrib.repair.bugs import function_told
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.dataset import read_instances

@@ -1,12 +1,180 @@
-"""The generated catalogue: the same products for the same seed, on every machine."""
+"""The shop's catalogue, made from a seed, its search, its goals and WebShop's reward."""
 
 from __future__ import annotations
 
+import math
 import random
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from openhands_rl_plugin.contrib.webshop.vocabulary import BRANDS, PRODUCT_TYPES, ProductType
+_COLORS = ("black", "white", "red", "blue", "green", "grey")
+_SIZES = ("small", "medium", "large", "x-large")
+
+
+@dataclass(frozen=True, slots=True)
+class ProductType:
+    """One kind of product. `prices` are the lowest and highest whole-dollar price."""
+
+    name: str
+    department: str
+    attributes: tuple[str, ...]
+    options: tuple[tuple[str, tuple[str, ...]], ...]
+    prices: tuple[int, int]
+
+
+PRODUCT_TYPES: tuple[ProductType, ...] = (
+    ProductType(
+        "polo shirt",
+        "Clothing",
+        ("cotton", "slim fit", "long sleeve", "machine washable", "quick drying", "classic fit"),
+        (("color", _COLORS), ("size", _SIZES)),
+        (12, 58),
+    ),
+    ProductType(
+        "running shoes",
+        "Footwear",
+        ("lightweight", "non slip", "breathable", "rubber sole", "arch support", "memory foam"),
+        (("color", _COLORS), ("size", ("7", "8", "9", "10", "11"))),
+        (34, 118),
+    ),
+    ProductType(
+        "denim jeans",
+        "Clothing",
+        ("stretch", "straight leg", "high waist", "relaxed fit", "button closure", "hand wash"),
+        (("size", ("28", "30", "32", "34", "36")), ("color", ("black", "blue", "grey", "white"))),
+        (24, 88),
+    ),
+    ProductType(
+        "backpack",
+        "Luggage",
+        ("waterproof", "anti theft", "laptop pocket", "lightweight", "padded straps", "usb port"),
+        (("color", _COLORS),),
+        (22, 96),
+    ),
+    ProductType(
+        "coffee table",
+        "Home",
+        ("solid wood", "easy assembly", "glass top", "storage space", "steel frame", "scratch resistant"),
+        (("color", ("oak", "walnut", "white", "black")),),
+        (58, 198),
+    ),
+    ProductType(
+        "throw pillow",
+        "Home",
+        ("cotton", "machine washable", "hypoallergenic", "hidden zipper", "super soft", "linen"),
+        (("color", _COLORS), ("size", ("16 inch", "18 inch", "20 inch"))),
+        (8, 38),
+    ),
+    ProductType(
+        "desk lamp",
+        "Office",
+        ("dimmable", "usb port", "touch control", "energy saving", "swing arm", "clip on"),
+        (("color", ("black", "white", "silver", "gold")),),
+        (14, 68),
+    ),
+    ProductType(
+        "bluetooth speaker",
+        "Electronics",
+        ("waterproof", "portable", "stereo sound", "long battery", "fast charging", "voice control"),
+        (("color", _COLORS),),
+        (18, 98),
+    ),
+    ProductType(
+        "wireless headphones",
+        "Electronics",
+        ("noise cancelling", "foldable", "long battery", "fast charging", "sweat proof", "deep bass"),
+        (("color", ("black", "white", "blue", "pink")),),
+        (24, 138),
+    ),
+    ProductType(
+        "phone case",
+        "Electronics",
+        ("shock proof", "slim", "magnetic", "card holder", "clear", "wireless charging"),
+        (("color", _COLORS), ("model", ("pixel 8", "galaxy s23", "iphone 14", "iphone 15"))),
+        (8, 38),
+    ),
+    ProductType(
+        "face cream",
+        "Beauty",
+        ("cruelty free", "fragrance free", "anti aging", "oil free", "vegan", "hyaluronic acid"),
+        (("size", ("1 oz", "2 oz", "4 oz")),),
+        (9, 58),
+    ),
+    ProductType(
+        "shampoo",
+        "Beauty",
+        ("sulfate free", "paraben free", "tea tree", "vegan", "color safe", "argan oil"),
+        (("scent", ("lavender", "coconut", "mint", "citrus")), ("size", ("8 oz", "12 oz", "16 oz"))),
+        (7, 36),
+    ),
+    ProductType(
+        "toothbrush",
+        "Beauty",
+        ("soft bristles", "eco friendly", "bamboo", "travel size", "easy grip", "bpa free"),
+        (("color", ("blue", "green", "pink", "white")), ("pack", ("2 pack", "4 pack", "8 pack"))),
+        (5, 28),
+    ),
+    ProductType(
+        "granola bars",
+        "Grocery",
+        ("gluten free", "low sugar", "high protein", "nut free", "organic", "non gmo"),
+        (("flavor", ("chocolate", "peanut", "berry", "honey")),),
+        (6, 34),
+    ),
+    ProductType(
+        "herbal tea",
+        "Grocery",
+        ("organic", "caffeine free", "fair trade", "loose leaf", "kosher", "sugar free"),
+        (("flavor", ("ginger", "mint", "chamomile", "lemon")), ("pack", ("20 bags", "40 bags", "80 bags"))),
+        (6, 32),
+    ),
+    ProductType(
+        "water bottle",
+        "Outdoor",
+        ("insulated", "leak proof", "bpa free", "stainless steel", "wide mouth", "dishwasher safe"),
+        (("color", _COLORS), ("size", ("16 oz", "24 oz", "32 oz"))),
+        (11, 48),
+    ),
+    ProductType(
+        "yoga mat",
+        "Outdoor",
+        ("non slip", "extra thick", "eco friendly", "foldable", "carrying strap", "natural rubber"),
+        (("color", ("purple", "blue", "green", "black", "pink")),),
+        (14, 78),
+    ),
+    ProductType(
+        "camping tent",
+        "Outdoor",
+        ("waterproof", "instant setup", "windproof", "double layer", "uv protection", "lightweight"),
+        (("size", ("2 person", "4 person", "6 person")), ("color", ("green", "orange", "blue", "grey"))),
+        (48, 188),
+    ),
+    ProductType(
+        "window curtains",
+        "Home",
+        ("blackout", "thermal", "machine washable", "rod pocket", "noise reducing", "linen"),
+        (("color", _COLORS), ("size", ("63 inch", "84 inch", "96 inch"))),
+        (16, 78),
+    ),
+    ProductType(
+        "dog bed",
+        "Pets",
+        ("orthopedic", "washable cover", "memory foam", "non slip", "chew proof", "super soft"),
+        (("size", _SIZES), ("color", ("grey", "brown", "blue"))),
+        (19, 98),
+    ),
+)
+
+# Common short words: a brand tells two listings apart at the cost of one token.
+BRANDS: tuple[str, ...] = (
+    "Nova", "Terra", "Apex", "Luna", "Echo", "Atlas", "Aurora", "Pine", "River", "Summit",
+    "Harbor", "Stone", "Delta", "Solar", "Orion", "Maple", "Coral", "Amber", "Bloom", "Crown",
+    "Falcon", "Ivy", "Metro", "Polar", "Royal", "Sage", "Titan", "Vista", "Willow", "Zen",
+)  # fmt: skip
+
 
 _ASIN_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _ASIN_LETTERS = 4
@@ -118,3 +286,216 @@ def _option_group(rng: random.Random, name: str, values: tuple[str, ...]) -> Opt
     """The type's values, sometimes without one of them, so that a listing may lack the wanted value."""
     sold_out = set(rng.sample(values, 1 if rng.random() < _SOLD_OUT_SHARE else 0))
     return OptionGroup(name=name, values=tuple(value for value in values if value not in sold_out))
+
+
+_K1 = 1.2
+_B = 0.75
+MAX_QUERY_WORDS = 32
+
+
+class SearchIndex:
+    """An immutable index; products of equal score come in catalogue order."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        documents = [_document(product) for product in products]
+        mean_length = sum(map(len, documents)) / max(1, len(documents))
+        counts: dict[str, list[tuple[int, int]]] = {}
+        for number, document in enumerate(documents):
+            for word, count in Counter(document).items():
+                counts.setdefault(word, []).append((number, count))
+        self._products = tuple(products)
+        self._postings = {
+            word: tuple(
+                (number, _weight(len(documents), len(entries), count, len(documents[number]) / mean_length))
+                for number, count in entries
+            )
+            for word, entries in counts.items()
+        }
+
+    def search(self, query: str, limit: int = 50) -> tuple[Product, ...]:
+        """The best `limit` products that share a word with `query`; only its first 32 words count."""
+        scores: dict[int, float] = {}
+        for word in words(query)[:MAX_QUERY_WORDS]:
+            for number, weight in self._postings.get(word, ()):
+                scores[number] = scores.get(number, 0.0) + weight
+        # Rounded, so that the order in which floats are summed cannot decide between equals.
+        ranked = sorted(scores, key=lambda number: (-round(scores[number], 9), number))
+        return tuple(self._products[number] for number in ranked[:limit])
+
+
+def _document(product: Product) -> tuple[str, ...]:
+    return words(" ".join((product.title, *product.attributes, *product.category)))
+
+
+def _weight(documents: int, matching: int, count: int, relative_length: float) -> float:
+    rarity = math.log(1 + (documents - matching + 0.5) / (matching + 0.5))
+    return rarity * count * (_K1 + 1) / (count + _K1 * (1 - _B + _B * relative_length))
+
+
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+
+_HELDOUT_SHARE = 0.2
+_PRICE_STEP = 5
+_ATTEMPTS_PER_GOAL = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One shopping request. Prices are in whole dollars; `options` are (group, value) pairs.
+
+    `asin` is the product the request was made from; any product that meets it earns the full reward.
+    """
+
+    index: int
+    split: Split
+    asin: str
+    query: str
+    category: tuple[str, ...]
+    attributes: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
+    price_upper: int
+
+    @property
+    def instruction(self) -> str:
+        """The instruction text."""
+        options = ", and ".join(f"{name}: {value}" for name, value in self.options)
+        with_options = f" with {options}" if options else ""
+        wanted = f"{', '.join(self.attributes)} {self.query}"
+        return f"Find me {wanted}{with_options}, and price lower than {self.price_upper} dollars"
+
+
+def generate_goals(catalogue: Catalogue, num_goals: int = 1500) -> tuple[Goal, ...]:
+    """Make up to `num_goals` goals with different instructions: first those to train on, then the held-out ones.
+
+    A fifth of the products is kept for the held-out goals, so no target product serves both splits. A small
+    catalogue may yield fewer goals than asked for.
+
+    Raises:
+        ValueError: `num_goals` is less than 2 or the catalogue has fewer than 4 products.
+    """
+    if num_goals < 2 or len(catalogue.products) < 4:
+        raise ValueError("two goals over four products are the least that can be split")
+    rng = random.Random(f"webshop goals {catalogue.seed} {len(catalogue.products)} {num_goals}")
+    products = _bargains(catalogue.products)
+    rng.shuffle(products)
+    heldout_products = max(1, round(len(products) * _HELDOUT_SHARE))
+    heldout_goals = max(1, round(num_goals * _HELDOUT_SHARE))
+    taken: set[str] = set()
+    heldout = _goals_for(rng, products[:heldout_products], "heldout", heldout_goals, taken)
+    train = _goals_for(rng, products[heldout_products:], "train", num_goals - heldout_goals, taken)
+    return tuple(_numbered([*train, *heldout]))
+
+
+def _bargains(products: Sequence[Product]) -> list[Product]:
+    """The cheaper half of each group of listings with the same type and title attributes.
+
+    A goal made from one of them has a price limit that rules out look-alikes, so that the first listing with
+    the right words is often the wrong one to buy.
+    """
+    groups: dict[tuple[str, frozenset[str]], list[Product]] = {}
+    for product in products:
+        groups.setdefault((product.query, frozenset(product.attributes[:2])), []).append(product)
+    return [
+        product
+        for group in groups.values()
+        for product in sorted(group, key=lambda member: (member.price, member.asin))[: (len(group) + 1) // 2]
+    ]
+
+
+def _numbered(goals: Iterable[Goal]) -> Iterable[Goal]:
+    return (replace(goal, index=index) for index, goal in enumerate(goals))
+
+
+def _goals_for(rng: random.Random, products: list[Product], split: Split, count: int, taken: set[str]) -> list[Goal]:
+    """Up to `count` goals over `products` in turn, with instructions that are not in `taken`, which grows."""
+    goals: list[Goal] = []
+    for attempt in range(_ATTEMPTS_PER_GOAL * count):
+        if len(goals) == count:
+            break
+        goal = _goal(rng, products[attempt % len(products)], split)
+        if goal.instruction not in taken:
+            taken.add(goal.instruction)
+            goals.append(goal)
+    return goals
+
+
+def _goal(rng: random.Random, product: Product, split: Split) -> Goal:
+    wanted_groups = [group for group in product.options if rng.random() < 0.75] or list(product.options[:1])
+    price_limit = (product.price // _PRICE_STEP + 1) * _PRICE_STEP
+    return Goal(
+        index=-1,
+        split=split,
+        asin=product.asin,
+        query=product.query,
+        category=product.category,
+        attributes=_wanted_attributes(rng, product),
+        options=tuple((group.name, rng.choice(group.values)) for group in wanted_groups),
+        price_upper=price_limit,
+    )
+
+
+def _wanted_attributes(rng: random.Random, product: Product) -> tuple[str, ...]:
+    """Mostly attributes that the title shows; sometimes one that only the product's own pages show."""
+    shown, hidden = product.attributes[:2], product.attributes[2:]
+    if hidden and rng.random() < 0.25:
+        return (rng.choice(shown), *hidden)
+    if rng.random() < 0.1:
+        return (rng.choice(shown),)
+    return shown
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBreakdown:
+    """The parts of one reward, each between 0 and 1.
+
+    `r_att`, `r_option` and `r_price` are the shares of wanted attributes, options and price limit that were met;
+    `r_option` is None where the goal asks for no option. `reward` is their weighted mean times `r_type`.
+    """
+
+    r_type: float
+    r_att: float
+    r_option: float | None
+    r_price: float
+    reward: float
+
+
+def purchase_reward(product: Product, options: Iterable[tuple[str, str]], goal: Goal) -> RewardBreakdown:
+    """Judge buying `product` with the selected (group, value) `options` for `goal`."""
+    attributes_met = len(_normalised(goal.attributes) & _normalised(product.attributes))
+    options_met = len(_normalised_pairs(goal.options) & _normalised_pairs(options))
+    price_met = float(product.price <= goal.price_upper)
+    r_type = type_reward(product, goal)
+    wanted = len(goal.attributes) + len(goal.options) + 1
+    return RewardBreakdown(
+        r_type=r_type,
+        r_att=attributes_met / len(goal.attributes) if goal.attributes else 1.0,
+        r_option=options_met / len(goal.options) if goal.options else None,
+        r_price=price_met,
+        reward=r_type * (attributes_met + options_met + price_met) / wanted,
+    )
+
+
+def type_reward(product: Product, goal: Goal) -> float:
+    """The type factor: 0 without a shared noun, 0.1 or 0.5 for a slight resemblance, else 1.
+
+    The paper compares the nouns of both titles; here the type's own words are those nouns, since brand and
+    attributes, the rest of a title, do not identify the kind of product.
+    """
+    wanted = set(words(goal.query))
+    resemblance = len(wanted & set(words(product.query))) / len(wanted) if wanted else 0.2
+    if resemblance == 0.0:
+        return 0.0
+    if resemblance < 0.1:
+        return 0.1
+    same_query = product.query == goal.query
+    same_category = len(set(product.category) & set(goal.category)) >= 2
+    return 1.0 if same_query or same_category or resemblance > 0.2 else 0.5
+
+
+def _normalised(values: Iterable[str]) -> set[str]:
+    return {" ".join(words(value)) for value in values}
+
+
+def _normalised_pairs(pairs: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    return {(name.casefold(), value.casefold()) for name, value in pairs}

@@ -1,25 +1,147 @@
-"""The shop without a network: an immutable world, and sessions that are cheap to fork."""
+"""The shop: its pages and actions, a session in it, and the actions that reach a goal."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from html import escape
 
-from openhands_rl_plugin.contrib.webshop.catalogue import Catalogue, Product, generate_catalogue
-from openhands_rl_plugin.contrib.webshop.goals import Goal, Split, generate_goals
-from openhands_rl_plugin.contrib.webshop.pages import (
-    DEFAULT_SEPARATOR,
-    DETAIL_BUTTONS,
-    Button,
-    Page,
-    detail_page,
-    final_page,
-    item_page,
-    results_page,
-    search_page,
+from openhands_rl_plugin.contrib.webshop.catalogue import (
+    Catalogue,
+    Goal,
+    Product,
+    RewardBreakdown,
+    SearchIndex,
+    Split,
+    generate_catalogue,
+    generate_goals,
+    purchase_reward,
 )
-from openhands_rl_plugin.contrib.webshop.reward import RewardBreakdown, purchase_reward
-from openhands_rl_plugin.contrib.webshop.search import SearchIndex
+from openhands_rl_plugin.core.errors import RLError
+
+DEFAULT_SEPARATOR = " [SEP] "
+
+
+class Button(StrEnum):
+    """The fixed buttons, as they are shown."""
+
+    SEARCH = "Search"
+    BACK_TO_SEARCH = "Back to Search"
+    NEXT = "Next >"
+    PREVIOUS = "< Prev"
+    DESCRIPTION = "Description"
+    FEATURES = "Features"
+    REVIEWS = "Reviews"
+    ATTRIBUTES = "Attributes"
+    BUY_NOW = "Buy Now"
+
+
+DETAIL_BUTTONS = (Button.DESCRIPTION, Button.FEATURES, Button.REVIEWS, Button.ATTRIBUTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What is shown, part by part, and which texts can be clicked. `path` names the page as its URL would."""
+
+    path: str
+    parts: tuple[str, ...]
+    clickables: tuple[str, ...]
+    has_search_bar: bool = False
+
+    def text(self, separator: str = DEFAULT_SEPARATOR) -> str:
+        """The observation."""
+        return separator.join(self.parts)
+
+
+def search_page(instruction: str) -> Page:
+    """The front page with the search bar."""
+    return Page(
+        path="",
+        parts=("WebShop", *_header(instruction), Button.SEARCH),
+        clickables=(Button.SEARCH,),
+        has_search_bar=True,
+    )
+
+
+def results_page(instruction: str, products: Sequence[Product], *, page: int, per_page: int, total: int) -> Page:
+    """One page of search results: `products` are those of page `page`, counted from 1."""
+    buttons: list[str] = [Button.BACK_TO_SEARCH]
+    parts: list[str] = [*_header(instruction), Button.BACK_TO_SEARCH, f"Page {page} (Total results: {total})"]
+    if page > 1:
+        buttons.append(Button.PREVIOUS)
+        parts.append(Button.PREVIOUS)
+    if page * per_page < total:
+        buttons.append(Button.NEXT)
+        parts.append(Button.NEXT)
+    for product in products:
+        parts += (product.asin, product.title, f"${product.price}")
+    return Page(
+        path=f"search_results/{page}",
+        parts=tuple(parts),
+        clickables=(*buttons, *(product.asin for product in products)),
+    )
+
+
+def item_page(instruction: str, product: Product, selected: Sequence[tuple[str, str]]) -> Page:
+    """A product with its options; `selected` are the (group, value) pairs clicked so far."""
+    options = [part for group in product.options for part in (group.name, *group.values)]
+    chosen = [f"Selected: {', '.join(f'{name}={value}' for name, value in selected)}"] if selected else []
+    parts = (
+        *_header(instruction),
+        Button.BACK_TO_SEARCH,
+        Button.PREVIOUS,
+        *options,
+        *chosen,
+        product.title,
+        f"Price: ${product.price}",
+        "Rating: N.A.",
+        *DETAIL_BUTTONS,
+        Button.BUY_NOW,
+    )
+    values = (value for group in product.options for value in group.values)
+    return Page(
+        path=f"item_page/{product.asin}",
+        parts=parts,
+        clickables=(Button.BACK_TO_SEARCH, Button.PREVIOUS, *DETAIL_BUTTONS, Button.BUY_NOW, *values),
+    )
+
+
+def detail_page(instruction: str, product: Product, detail: Button) -> Page:
+    """One of the pages behind `DETAIL_BUTTONS`."""
+    match detail:
+        case Button.DESCRIPTION:
+            content: tuple[str, ...] = (product.description,)
+        case Button.FEATURES | Button.ATTRIBUTES:
+            content = product.attributes
+        case _:
+            content = ("No reviews yet.",)
+    return Page(
+        path=f"item_sub_page/{product.asin}/{detail}",
+        parts=(*_header(instruction), Button.BACK_TO_SEARCH, Button.PREVIOUS, *content),
+        clickables=(Button.BACK_TO_SEARCH, Button.PREVIOUS),
+    )
+
+
+def final_page(breakdown: RewardBreakdown) -> Page:
+    """The page after a purchase."""
+    score = f"Your score (min 0.0, max 1.0): {round(breakdown.reward, 4)}"
+    return Page(path="done", parts=("Thank you for shopping with us!", score), clickables=())
+
+
+def page_html(page: Page) -> str:
+    """A page as HTML, with a button for all that can be clicked."""
+    clickable = set(page.clickables)
+    rows = (
+        f"<button>{escape(part)}</button>" if part in clickable else f"<p>{escape(part)}</p>" for part in page.parts
+    )
+    return f"<html><body>{''.join(rows)}</body></html>"
+
+
+def _header(instruction: str) -> tuple[str, str]:
+    return ("Instruction:", instruction)
+
 
 MAX_RESULTS = 50
 _ECHOED_CHARACTERS = 60
@@ -269,3 +391,85 @@ class WebShopSession:
 def _shortened(text: str) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= _ECHOED_CHARACTERS else flat[: _ECHOED_CHARACTERS - 3] + "..."
+
+
+class OracleFailedError(RLError):
+    """No product that the search found meets the goal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One entry of a results page; `price` in dollars."""
+
+    asin: str
+    title: str
+    price: float
+
+
+def oracle_actions(world: WebShop, goal_index: int) -> list[str]:
+    """The actions that earn reward 1.0 for that goal.
+
+    Raises:
+        IndexError: there is no such goal.
+        OracleFailedError: no listing meets the goal; every generated goal has one that does.
+    """
+    session = world.session(goal_index)
+    return list(_shop(session))
+
+
+def listings(observation: str, separator: str) -> list[Listing]:
+    """The entries of a results page, read from its text."""
+    parts = observation.split(separator)
+    return [
+        Listing(asin=parts[at - 2], title=parts[at - 1], price=float(part[1:]))
+        for at, part in enumerate(parts)
+        if at >= 2 and part.startswith("$")
+    ]
+
+
+def _shop(session: WebShopSession) -> Iterator[str]:
+    """Run `session` to its end and yield each action after its step."""
+    goal, separator = session.goal, session.world.separator
+    yield _take(session, f"search[{' '.join((*goal.attributes, goal.query))}]")
+    while not session.done:
+        for listing in _promising(listings(session.observation, separator), goal):
+            yield _take(session, f"click[{listing.asin}]")
+            if _offers(session, goal):
+                unseen = _unseen_attributes(listing, goal)
+                if unseen:
+                    yield _take(session, f"click[{Button.ATTRIBUTES}]")
+                    unseen = [attribute for attribute in unseen if attribute not in session.page.parts]
+                    yield _take(session, f"click[{Button.PREVIOUS}]")
+                if not unseen:
+                    yield from _buy(session)
+                    return
+            yield _take(session, f"click[{Button.PREVIOUS}]")
+        if session.done or Button.NEXT not in session.page.clickables:
+            break
+        yield _take(session, f"click[{Button.NEXT}]")
+    raise OracleFailedError(f"nothing found within the step limit for goal {goal.index}: {goal.instruction}")
+
+
+def _take(session: WebShopSession, action: str) -> str:
+    session.step(action)
+    return action
+
+
+def _promising(found: Sequence[Listing], goal: Goal) -> list[Listing]:
+    """Listings of the right type and price, first those whose titles show all wanted attributes."""
+    affordable = [entry for entry in found if entry.title.endswith(goal.query) and entry.price <= goal.price_upper]
+    return sorted(affordable, key=lambda entry: bool(_unseen_attributes(entry, goal)))
+
+
+def _unseen_attributes(listing: Listing, goal: Goal) -> list[str]:
+    return [attribute for attribute in goal.attributes if attribute not in listing.title]
+
+
+def _offers(session: WebShopSession, goal: Goal) -> bool:
+    return all(value in session.page.clickables for _, value in goal.options)
+
+
+def _buy(session: WebShopSession) -> Iterator[str]:
+    for _, value in session.goal.options:
+        yield _take(session, f"click[{value}]")
+    yield _take(session, f"click[{Button.BUY_NOW}]")

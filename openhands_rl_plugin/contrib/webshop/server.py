@@ -1,17 +1,445 @@
-"""Running the shop as a server, in a thread."""
+"""The shop over HTTP: sessions, forks, AgentGym's requests, and a server in a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Annotated
 
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from openhands_rl_plugin.contrib.webshop.app import MAX_BODY_BYTES, create_app
-from openhands_rl_plugin.contrib.webshop.engine import WebShop
+from openhands_rl_plugin.contrib.webshop.catalogue import SPLITS, Split
+from openhands_rl_plugin.contrib.webshop.engine import StepResult, WebShop, WebShopSession, page_html
+from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.servers.connections import ConnectionLimits
 from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
 from openhands_rl_plugin.core.servers.listening import listening, serving
+
+Index = Annotated[int, Field(ge=0, lt=2**53)]
+SessionName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class BadFieldError(RLError):
+    """A request lacks a field or has a wrong one."""
+
+
+class SessionReference(BaseModel):
+    """The fields that name a session: `session` or `idx` (simple protocol), `env_idx` or `id` (AgentGym)."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    session: SessionName | None = None
+    idx: Index | None = None
+    env_idx: Index | None = Field(default=None, validation_alias=AliasChoices("env_idx", "id"))
+
+    @property
+    def speaks_agentgym(self) -> bool:
+        """Whether the request is in AgentGym's form."""
+        return self.env_idx is not None
+
+    def key(self) -> str | None:
+        """The session's key, or None where the request does not name a session by itself."""
+        return environment_key(self.env_idx) if self.env_idx is not None else self.session
+
+
+class ResetBody(SessionReference):
+    """Body of `POST /reset`: the goal is `idx`, in AgentGym's form `session_id`."""
+
+    session_id: Index | None = None
+
+
+class StepBody(SessionReference):
+    """Body of `POST /step`."""
+
+    action: str
+
+
+_ENVIRONMENT_PREFIX = "env-"
+
+
+def environment_key(env_idx: int) -> str:
+    """The session key of an AgentGym environment."""
+    return f"{_ENVIRONMENT_PREFIX}{env_idx}"
+
+
+def environment_index(key: str) -> int | None:
+    """The AgentGym environment that `key` belongs to, or None for a session of the simple protocol."""
+    digits = key.removeprefix(_ENVIRONMENT_PREFIX)
+    return int(digits) if digits != key and digits.isascii() and digits.isdigit() else None
+
+
+def simple_reset_answer(key: str, session: WebShopSession) -> dict[str, JsonValue]:
+    """The answer to a reset in the simple protocol."""
+    return {
+        "state": session.observation,
+        "reward": 0.0,
+        "done": False,
+        "session": key,
+        "info": {"goal_index": session.goal.index, "instruction": session.goal.instruction},
+    }
+
+
+def simple_step_answer(session: WebShopSession, result: StepResult) -> dict[str, JsonValue]:
+    """The answer to a step in the simple protocol; `info` is filled when the episode is done."""
+    return {
+        "state": result.state,
+        "reward": result.reward,
+        "done": result.done,
+        "truncated": result.truncated,
+        "info": _evidence(session) if result.done else {},
+    }
+
+
+def agentgym_step_answer(result: StepResult) -> dict[str, JsonValue]:
+    """The answer to a step in AgentGym's form."""
+    return {"state": result.state, "reward": result.reward, "done": result.done, "info": None}
+
+
+def _evidence(session: WebShopSession) -> dict[str, JsonValue]:
+    purchase = session.purchase
+    evidence: dict[str, JsonValue] = {
+        "goal_index": session.goal.index,
+        "instruction": session.goal.instruction,
+        "steps": session.steps,
+        "purchase": None,
+    }
+    if purchase is not None:
+        judged = purchase.breakdown
+        evidence["purchase"] = {
+            "asin": purchase.asin,
+            "options": dict(purchase.options),
+            "r_type": judged.r_type,
+            "r_att": judged.r_att,
+            "r_option": judged.r_option,
+            "r_price": judged.r_price,
+            "reward": judged.reward,
+        }
+    return evidence
+
+
+class UnknownSessionError(RLError):
+    """No session has that key: it was never started, was closed, or has expired."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"no session '{key}': start one with /reset or /create; idle ones expire")
+
+
+class TooManySessionsError(RLError):
+    """Every session is in use and no more may be started."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} sessions are in use: close some with /close, or try again later")
+
+
+@dataclass(slots=True)
+class _Entry:
+    session: WebShopSession
+    last_used: float
+
+
+class SessionTable:
+    """Sessions by key, least recently used first. For one thread.
+
+    Args:
+        limit: the most sessions held at once.
+        ttl_s: seconds without use after which a session expires.
+        evictable_after_s: seconds without use after which a full table may drop a session for a new one; a
+            finished episode may be dropped at once.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, *, limit: int, ttl_s: float, evictable_after_s: float, clock: Callable[[], float]) -> None:
+        self._limit = limit
+        self._ttl_s = ttl_s
+        self._evictable_after_s = evictable_after_s
+        self._clock = clock
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        self._drop_expired()
+        return len(self._entries)
+
+    def __contains__(self, key: str) -> bool:
+        self._drop_expired()
+        return key in self._entries
+
+    def held(self) -> tuple[str, ...]:
+        """The keys of all sessions, least recently used first."""
+        self._drop_expired()
+        return tuple(self._entries)
+
+    def put(self, key: str, session: WebShopSession) -> None:
+        """Start or replace the session of `key`; raises TooManySessionsError."""
+        self._drop_expired()
+        if key not in self._entries and len(self._entries) >= self._limit:
+            self._make_room()
+        self._entries[key] = _Entry(session, self._clock())
+        self._entries.move_to_end(key)
+
+    def get(self, key: str) -> WebShopSession:
+        """The session of `key`, which counts as a use; raises UnknownSessionError."""
+        self._drop_expired()
+        entry = self._entries.get(key)
+        if entry is None:
+            raise UnknownSessionError(key)
+        entry.last_used = self._clock()
+        self._entries.move_to_end(key)
+        return entry.session
+
+    def close(self, key: str) -> bool:
+        """Remove the session of `key`; returns whether there was one."""
+        self._drop_expired()
+        return self._entries.pop(key, None) is not None
+
+    def _make_room(self) -> None:
+        key, oldest = next(iter(self._entries.items()))
+        idle_s = self._clock() - oldest.last_used
+        if not oldest.session.done and idle_s < self._evictable_after_s:
+            raise TooManySessionsError(self._limit)
+        del self._entries[key]
+
+    def _drop_expired(self) -> None:
+        expired_before = self._clock() - self._ttl_s
+        while self._entries:
+            key, oldest = next(iter(self._entries.items()))
+            if oldest.last_used > expired_before:
+                return
+            del self._entries[key]
+
+
+MAX_BODY_BYTES = 64 * 1024
+_ENVIRONMENT_NUMBERS = 2**31
+_SESSION_NAME_BYTES = 8
+
+
+class BodyTooLargeError(RLError):
+    """A request body is longer than any action needs."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the request body is longer than {MAX_BODY_BYTES} bytes")
+
+
+def create_app(
+    world: WebShop,
+    *,
+    session_ttl_s: float = 1800.0,
+    max_sessions: int = 10_000,
+    evictable_after_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Starlette:
+    """An application over `world` with its own sessions.
+
+    Args:
+        world: the shop; shared, never changed.
+        session_ttl_s: seconds without use after which a session expires.
+        max_sessions: the most sessions at once; past it, finished or idle ones make room, else the answer is 429.
+        evictable_after_s: seconds without use that count as idle when room is needed.
+        clock: seconds that only grow.
+    """
+    sessions = SessionTable(limit=max_sessions, ttl_s=session_ttl_s, evictable_after_s=evictable_after_s, clock=clock)
+    shop = _ShopRoutes(world, sessions)
+    routes = [
+        Route("/", shop.alive),
+        Route("/health", shop.health),
+        Route("/goals", shop.goals),
+        Route("/create", shop.create, methods=["POST"]),
+        Route("/reset", shop.reset, methods=["POST"]),
+        Route("/step", shop.step, methods=["POST"]),
+        Route("/fork", shop.fork, methods=["POST"]),
+        Route("/close", shop.close, methods=["POST"]),
+        Route("/list_envs", shop.list_environments),
+        Route("/observation", shop.observation),
+        Route("/available_actions", shop.available_actions),
+        Route("/instruction_text", shop.instruction_text),
+        Route("/state", shop.state),
+    ]
+    statuses: Mapping[type[RLError], HTTPStatus] = {
+        BadFieldError: HTTPStatus.UNPROCESSABLE_ENTITY,
+        UnknownSessionError: HTTPStatus.NOT_FOUND,
+        TooManySessionsError: HTTPStatus.TOO_MANY_REQUESTS,
+        BodyTooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    }
+    handlers = {error: partial(_error_answer, status) for error, status in statuses.items()}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+async def _error_answer(status: HTTPStatus, request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=status)
+
+
+class _ShopRoutes:
+    """The handlers. None of them awaits between reading and writing a session, so no lock is needed."""
+
+    def __init__(self, world: WebShop, sessions: SessionTable) -> None:
+        self._world = world
+        self._sessions = sessions
+        # The original protocol names no session: `idx` alone means the latest one that was started that way.
+        self._latest: dict[int, str] = {}
+
+    async def alive(self, request: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def health(self, request: Request) -> Response:
+        counts = {"sessions": len(self._sessions), "goals": len(self._world.goals)}
+        return JSONResponse({"status": "ok", **counts})
+
+    async def goals(self, request: Request) -> Response:
+        wanted = request.query_params.get("split")
+        splits = SPLITS if wanted is None else (_split(wanted),)
+        indices = [index for split in splits for index in self._world.goal_indices(split)]
+        return JSONResponse({"count": len(indices), "indices": indices})
+
+    async def create(self, request: Request) -> Response:
+        env_idx = self._new_environment()
+        goal_index = env_idx % len(self._world.goals)
+        self._sessions.put(environment_key(env_idx), self._world.session(goal_index))
+        return JSONResponse(env_idx)
+
+    def _new_environment(self) -> int:
+        env_idx = secrets.randbelow(_ENVIRONMENT_NUMBERS)
+        while environment_key(env_idx) in self._sessions:
+            env_idx = secrets.randbelow(_ENVIRONMENT_NUMBERS)
+        return env_idx
+
+    async def fork(self, request: Request) -> Response:
+        body = await _body(request, _REFERENCE)
+        twin = self._sessions.get(self._key(body)).fork()
+        if body.speaks_agentgym:
+            env_idx = self._new_environment()
+            self._sessions.put(environment_key(env_idx), twin)
+            return JSONResponse(env_idx)
+        key = secrets.token_hex(_SESSION_NAME_BYTES)
+        self._sessions.put(key, twin)
+        return JSONResponse({"session": key})
+
+    async def reset(self, request: Request) -> Response:
+        body = await _body(request, _RESET)
+        if body.speaks_agentgym:
+            key = self._key(body)
+            goal_index = body.session_id
+            if goal_index is None:
+                goal_index = self._sessions.get(key).goal.index
+            elif key not in self._sessions:
+                raise UnknownSessionError(key)
+            return JSONResponse([self._start(key, goal_index).observation, None])
+        if body.idx is None:
+            raise BadFieldError("'idx' is missing: the index of the goal to start")
+        key = body.session or secrets.token_hex(_SESSION_NAME_BYTES)
+        session = self._start(key, body.idx)
+        if body.session is None:
+            self._latest[body.idx] = key
+        return JSONResponse(simple_reset_answer(key, session))
+
+    def _start(self, key: str, goal_index: int) -> WebShopSession:
+        if goal_index >= len(self._world.goals):
+            raise BadFieldError(f"there are {len(self._world.goals)} goals, so no goal {goal_index}")
+        session = self._world.session(goal_index)
+        self._sessions.put(key, session)
+        return session
+
+    def _key(self, reference: SessionReference) -> str:
+        """The key of the request's session; raises BadFieldError or UnknownSessionError."""
+        key = reference.key()
+        if key is not None:
+            return key
+        if reference.idx is None:
+            raise BadFieldError("one of 'session', 'idx', 'env_idx' is needed to say which session is meant")
+        if reference.idx not in self._latest:
+            raise UnknownSessionError(f"idx {reference.idx}")
+        return self._latest[reference.idx]
+
+    async def step(self, request: Request) -> Response:
+        body = await _body(request, _STEP)
+        session = self._sessions.get(self._key(body))
+        result = session.step(body.action)
+        if body.speaks_agentgym:
+            return JSONResponse(agentgym_step_answer(result))
+        return JSONResponse(simple_step_answer(session, result))
+
+    async def close(self, request: Request) -> Response:
+        reference = await _body(request, _REFERENCE)
+        try:
+            closed = self._sessions.close(self._key(reference))
+        except UnknownSessionError:
+            closed = False
+        return JSONResponse(closed)
+
+    async def list_environments(self, request: Request) -> Response:
+        numbers = (environment_index(key) for key in self._sessions.held())
+        return JSONResponse([number for number in numbers if number is not None])
+
+    async def observation(self, request: Request) -> Response:
+        return JSONResponse(self._named_in_query(request).observation)
+
+    async def available_actions(self, request: Request) -> Response:
+        page = self._named_in_query(request).page
+        clickables: list[JsonValue] = [text.lower() for text in page.clickables]
+        return JSONResponse({"has_search_bar": page.has_search_bar, "clickables": clickables})
+
+    async def instruction_text(self, request: Request) -> Response:
+        return JSONResponse(f"Instruction: {self._named_in_query(request).goal.instruction}")
+
+    async def state(self, request: Request) -> Response:
+        session = self._named_in_query(request)
+        return JSONResponse(
+            {
+                "url": f"{request.base_url}{session.page.path}",
+                "html": page_html(session.page),
+                "instruction_text": f"Instruction: {session.goal.instruction}",
+            }
+        )
+
+    def _named_in_query(self, request: Request) -> WebShopSession:
+        return self._sessions.get(self._key(_query_reference(request)))
+
+
+def _split(name: str) -> Split:
+    for split in SPLITS:
+        if split == name:
+            return split
+    raise BadFieldError(f"'split' is one of {', '.join(SPLITS)}, not '{name[:40]}'")
+
+
+_RESET = TypeAdapter(ResetBody)
+_STEP = TypeAdapter(StepBody)
+_REFERENCE = TypeAdapter(SessionReference)
+
+
+async def _body[Body](request: Request, kind: TypeAdapter[Body]) -> Body:
+    """The body as a `Body`; raises BadFieldError or BodyTooLargeError."""
+    received = bytearray()
+    async for chunk in request.stream():
+        received += chunk
+        if len(received) > MAX_BODY_BYTES:
+            raise BodyTooLargeError
+    try:
+        return kind.validate_json(bytes(received) or b"{}")
+    except ValidationError as error:
+        raise BadFieldError(_first_problem(error)) from error
+
+
+def _query_reference(request: Request) -> SessionReference:
+    try:
+        return _REFERENCE.validate_strings(dict(request.query_params))
+    except ValidationError as error:
+        raise BadFieldError(_first_problem(error)) from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(map(str, problem["loc"])) or "body"
+    return f"'{field}': {problem['msg']}"
+
 
 _STOP_SECONDS = 2
 """A request takes milliseconds, so that is enough to finish running ones."""

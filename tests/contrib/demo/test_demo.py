@@ -19,9 +19,8 @@ from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
 from openhands_rl_plugin.apps.loop.progress import ProgressListener
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.cli.options.running import free_port, running_command
-from openhands_rl_plugin.contrib.demo.options import DemoOptions
-from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
-from openhands_rl_plugin.contrib.demo.repair.run import repair_tasks
+from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
+from openhands_rl_plugin.contrib.demo.repair_story import repair_tasks
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.testing.samples import sample_episode

@@ -10,13 +10,12 @@ from broken_repository import commit
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.contrib.demo.repair.options import RepairOptions
-from openhands_rl_plugin.contrib.demo.repair.own_functions import beside_own, own_functions
-from openhands_rl_plugin.contrib.demo.repair.run import repair_tasks
+from openhands_rl_plugin.contrib.demo.options import RepairOptions
+from openhands_rl_plugin.contrib.demo.repair_story import beside_own, own_functions, repair_tasks
 from openhands_rl_plugin.contrib.repair import making
-from openhands_rl_plugin.contrib.repair.backend import RepairBackend
-from openhands_rl_plugin.contrib.repair.own import OwnTasks, shown_functions
+from openhands_rl_plugin.contrib.repair.making import OwnTasks, shown_functions
 from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.tasks.lineage import lineage_path
 from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP

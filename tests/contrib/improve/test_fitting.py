@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.improve.fitting import check_room, choose_prompt, context_of, fitted, own_settings
+from openhands_rl_plugin.contrib.improve.price import check_room, choose_prompt, context_of, fitted, own_settings
 from openhands_rl_plugin.core.errors import ConfigError
 
 TOOLS = "{% if tools %}{{ tools }}{% endif %}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.contrib.improve.gate import gate_tasks
+from openhands_rl_plugin.contrib.improve.gym import gate_tasks
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.lineage import TaskLineage

@@ -18,8 +18,7 @@ from tiny_model import write_model, write_tokenizer
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.host import TOOLS, host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.improve.gym import Gym
-from openhands_rl_plugin.contrib.improve.survey import Survey
+from openhands_rl_plugin.contrib.improve.gym import Gym, Survey
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance

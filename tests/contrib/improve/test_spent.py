@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.contrib.improve.price import Price
-from openhands_rl_plugin.contrib.improve.rates import ServerRates
-from openhands_rl_plugin.contrib.improve.spent import spent_by, spent_lines
+from openhands_rl_plugin.contrib.improve.price import Price, ServerRates, spent_by, spent_lines
 from openhands_rl_plugin.core.types import Tokens
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord

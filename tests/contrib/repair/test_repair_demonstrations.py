@@ -12,8 +12,8 @@ from openhands_rl_plugin.apps.loop.demonstrations import open_demonstrator
 from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, WorkspaceSettings
-from openhands_rl_plugin.contrib.repair.backend import RepairBackend
 from openhands_rl_plugin.contrib.repair.oracle import ORACLE
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import EpisodeRequest
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -33,7 +33,7 @@ def test_a_loop_over_repair_tasks_holds_out_packages():
 
 
 def test_other_repositories_have_no_demonstrations():
-    with pytest.raises(ConfigError, match="swe-local has no scripted ones, only webshop, repair-1"):
+    with pytest.raises(ConfigError, match="swe-local has no scripted ones, only repair-1"):
         loop_tasks(TaskSource(suite="swe-local"), SETTINGS)
 
 

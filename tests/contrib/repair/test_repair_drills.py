@@ -15,13 +15,10 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.config.host import TOOLS
-from openhands_rl_plugin.contrib.repair.drills import lessons
-from openhands_rl_plugin.contrib.repair.kinds import bugs_in
-from openhands_rl_plugin.contrib.repair.library_bugs import library_functions
+from openhands_rl_plugin.contrib.repair.bugs import bugs_in, is_told
+from openhands_rl_plugin.contrib.repair.demonstrations import lessons, library_functions, short_drill
 from openhands_rl_plugin.contrib.repair.oracle import oracle_plan
 from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
-from openhands_rl_plugin.contrib.repair.short_drills import short_drill
-from openhands_rl_plugin.contrib.repair.telling import is_told
 from openhands_rl_plugin.core.types import Message, Node, Task, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.testing.samples import sample_episode

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.contrib.repair.edits import LineEdit, line_edit, sed_script
-from openhands_rl_plugin.contrib.repair.kinds import bugs_in
-from openhands_rl_plugin.contrib.repair.library_bugs import library_functions
+from openhands_rl_plugin.contrib.repair.bugs import LineEdit, bugs_in, line_edit, sed_script
+from openhands_rl_plugin.contrib.repair.demonstrations import library_functions
 
 
 def edited(text: str, script: str, file: Path) -> str:

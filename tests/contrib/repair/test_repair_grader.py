@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.contrib.repair.backend import RepairBackend, same
 from openhands_rl_plugin.contrib.repair.rows import COLUMN, RUN_TESTS, RepairSpec, repository_files
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend, same
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap
 from openhands_rl_plugin.environments.workspace.visible import hidden_package, system_mounts
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind

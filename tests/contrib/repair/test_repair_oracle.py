@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.config.host import TOOLS
-from openhands_rl_plugin.contrib.repair.backend import RepairBackend
 from openhands_rl_plugin.contrib.repair.oracle import (
     RepairOracle,
     fixed_text,
     oracle_calls,
     oracle_plan,
     parsed_call,
+    serve_oracle,
 )
-from openhands_rl_plugin.contrib.repair.oracle_server import serve_oracle
 from openhands_rl_plugin.contrib.repair.rows import (
     RUN_TESTS,
     RepairSpec,
@@ -31,6 +30,7 @@ from openhands_rl_plugin.contrib.repair.rows import (
     repository_files,
     spec_of,
 )
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.types import Instance
 

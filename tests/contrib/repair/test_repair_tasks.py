@@ -16,12 +16,10 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.contrib.repair.backend import RepairBackend, same
+from openhands_rl_plugin.contrib.repair.bugs import KINDS, LONGEST_FUNCTION, PackageSlicer, bugs_in, is_told, varied
 from openhands_rl_plugin.contrib.repair.calling import apart
-from openhands_rl_plugin.contrib.repair.kinds import KINDS, bugs_in
 from openhands_rl_plugin.contrib.repair.making import RepairPlan, make_repair
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
-from openhands_rl_plugin.contrib.repair.other_bugs import more_instances
 from openhands_rl_plugin.contrib.repair.rows import (
     RUN_TESTS,
     RepairSpec,
@@ -31,9 +29,7 @@ from openhands_rl_plugin.contrib.repair.rows import (
     repository_files,
     spec_of,
 )
-from openhands_rl_plugin.contrib.repair.slices import LONGEST_FUNCTION, PackageSlicer
-from openhands_rl_plugin.contrib.repair.telling import is_told
-from openhands_rl_plugin.contrib.repair.variations import varied
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend, more_instances, same
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.runs.prompts import instruction_of

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.contrib.webshop import WebShop
-from openhands_rl_plugin.contrib.webshop.catalogue import OptionGroup, Product
-from openhands_rl_plugin.contrib.webshop.goals import Goal
-from openhands_rl_plugin.contrib.webshop.reward import purchase_reward, type_reward
+from openhands_rl_plugin.contrib.webshop.catalogue import Goal, OptionGroup, Product, purchase_reward, type_reward
 
 WORLD = WebShop()
 

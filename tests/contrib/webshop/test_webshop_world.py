@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from openhands_rl_plugin.contrib.webshop import WebShop, oracle_actions
-from openhands_rl_plugin.contrib.webshop.oracle import Listing, listings
-from openhands_rl_plugin.contrib.webshop.vocabulary import PRODUCT_TYPES
+from openhands_rl_plugin.contrib.webshop.catalogue import PRODUCT_TYPES
+from openhands_rl_plugin.contrib.webshop.engine import Listing, listings
 
 CATALOGUE_SHA256 = "80b98b7d1127683b3c0a3dca32d085d47a405a53596fa7b65aba71ee04a10848"
 GOALS_SHA256 = "593db8cfcd43f55d1055947030a4a8ac5effec7d2568e375525b7a207b4dc4d6"

@@ -11,8 +11,7 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.host import TOOLS, installed_hosts
-from openhands_rl_plugin.contrib.repair.oracle import ORACLE, RepairOracle
-from openhands_rl_plugin.contrib.repair.oracle_server import serve_oracle
+from openhands_rl_plugin.contrib.repair.oracle import ORACLE, RepairOracle, serve_oracle
 from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.evals.swe.dataset import row_of
 

@@ -1,8 +1,10 @@
-"""The demo on code: a small pretrained model is trained to repair functions, in OpenHands' sandbox."""
+"""The demo on code: functions with a bug, of the suite and of the user's own repository."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Sequence, Set
 
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
@@ -10,13 +12,75 @@ from openhands_rl_plugin.apps.loop.run import LoopJob, run_loop
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
 from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.host import host_of
-from openhands_rl_plugin.contrib.demo.options import OTHER_SIZES
-from openhands_rl_plugin.contrib.demo.repair.options import CONTEXT_TOKENS, RepairOptions
-from openhands_rl_plugin.contrib.demo.repair.own_functions import beside_own, own_functions
+from openhands_rl_plugin.contrib.demo.options import OTHER_SIZES, REPAIR_CONTEXT, RepairOptions
 from openhands_rl_plugin.contrib.demo.story import DemoResult
-from openhands_rl_plugin.contrib.repair.backend import RepairBackend
-from openhands_rl_plugin.contrib.repair.rows import REPAIR
+from openhands_rl_plugin.contrib.repair.making import OwnTasks, make_own_tasks, own_tasks, shown_functions
+from openhands_rl_plugin.contrib.repair.rows import LEVELS, REPAIR, at_level, spec_of
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.suites import swe_task
+from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository, repository_lines
+from openhands_rl_plugin.evals.tasks.split import TRAIN
 from openhands_rl_plugin.training.loop.stages import LoopListener
+
+
+def own_functions(options: RepairOptions, listener: LoopListener, *, anew: bool) -> OwnTasks:
+    """The tasks of ``options.repository``, which lie in the run's folder; ``anew``: they are made now.
+
+    Raises as ``find_repository``, ``make_own_tasks`` and ``own_tasks`` do.
+    """
+    assert options.repository is not None
+    repository, folder = find_repository(options.repository), options.run_directory / "tasks"
+    if anew:
+        listener.noted(f"making tasks of the functions of {repository.name}: its tests run once, four minutes at most")
+        notes = make_own_tasks(
+            repository,
+            folder,
+            default_cache(),
+            most_held_out=options.held_out,
+            tests=options.tests,
+            requirements=options.requirements,
+        )
+        for line in notes:
+            listener.noted(line)
+    own = own_tasks(folder, repository.name)
+    if own is None:
+        raise ConfigError(f"{folder} has lost its tasks: start over with --fresh")
+    made_of = repository.model_copy(update={"commit": own.commit})
+    for line in (*repository_lines(made_of, repository.commit), own.line()):
+        listener.noted(line)
+    return own
+
+
+def beside_own(suite: LoopTasks, own: OwnTasks, options: RepairOptions) -> LoopTasks:
+    """The tasks of a run that is evaluated on held-out functions of a repository.
+
+    Every second training task is the repository's, as long as there are any; demonstrations and the others are the
+    suite's, without those that show a function with the name of one of the repository's.
+    """
+    level = LEVELS[options.level - 1]
+    mine = {spec_of(each).function for each in (*own.training, *own.held_out)}
+    demonstrations, published = (_without(mine, part) for part in (suite.demonstrations, suite.training))
+    training, held_out = (
+        [swe_task(at_level(each, level), suite.suite.model_copy(update={"split": part})) for each in rows]
+        for part, rows in ((TRAIN, own.training), (HELD_OUT, own.held_out))
+    )
+    random.Random(options.seed).shuffle(training)
+    mixed = [each for pair in zip(training, published, strict=False) for each in pair]
+    rest = [*training[len(mixed) // 2 :], *published[len(mixed) // 2 :]]
+    return LoopTasks(suite.suite, demonstrations, (*mixed, *rest), tuple(held_out))
+
+
+def _without(functions: Set[str], entries: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
+    return tuple(
+        entry
+        for entry in entries
+        if entry.instance is not None and functions.isdisjoint(shown_functions(entry.instance))
+    )
+
 
 TITLE = "A small model is trained to repair code"
 DRAFT_TOKENS = 8  # most of an answer is the form of a call
@@ -57,7 +121,7 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     model = ensure_model(options.model_directory)
     words = ["serve", "--model", str(model), "--served-model-name", NAME]
     answers = options.concurrency * (2 if options.level == 1 else 1)
-    words += [f"--max-batch={answers}", f"--max-model-len={CONTEXT_TOKENS[options.level]}"]
+    words += [f"--max-batch={answers}", f"--max-model-len={REPAIR_CONTEXT[options.level]}"]
     words += [f"--cache-bytes={CACHE_BYTES[options.level]}", f"--draft-tokens={DRAFT_TOKENS}"]
     with running_command(words, free_port(), options.run_directory / "logs" / "serve.log") as url:
         serving = settings.serving.model_copy(update={"base_url": f"{url}/v1"})
