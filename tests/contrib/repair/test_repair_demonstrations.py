@@ -44,7 +44,7 @@ def test_drills_are_of_repair_tasks_with_demonstrations():
         ("repair-1", 0, "short_drills"),
     ):
         loop = LoopSettings.model_validate({"demonstrations": demonstrations, option: 4, "held_out": 5})
-        named = f"--{option.replace('_', '-')}: they stand beside demonstrations of repair-1"
+        named = f"--{option.replace('_', '-')}: {suite} has none, or there are no --demonstrations"
         with pytest.raises(ConfigError, match=named):
             loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop, "react_format": False}))
 
@@ -59,7 +59,7 @@ def test_further_tasks_are_trained_on_and_never_held_out_or_demonstrated():
     names = [{entry.task.id for entry in each.training} for each in (plain, more)]
     assert len(more.training) == len(plain.training) + 30 and names[0] < names[1]
     assert any("-more-" in entry.task.id for entry in more.training[:100])
-    with pytest.raises(ConfigError, match="--more-tasks: only repair-1, repair-2, repair-3 have them"):
+    with pytest.raises(ConfigError, match="--more-tasks: swe-local has none"):
         tasks("swe-local", 3)
     with pytest.raises(ConfigError, match="--more-tasks 5000: repair-1 has 992"):
         tasks("repair-1", 5000)
