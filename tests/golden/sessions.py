@@ -65,6 +65,20 @@ def refusing_token_ids() -> Policy:
     )
 
 
+def writing() -> Policy:
+    """Looks, then writes the right line or a wrong one, then finishes; which one is the seed's."""
+
+    def policy(body: dict[str, Any]) -> Answer:
+        turn, way = sum(message["role"] == "assistant" for message in body["messages"]), body["seed"] % 3
+        if turn == 0:
+            return bash("cat answer.txt; echo note >> notes; wc -l < notes", f"look{way % 2}")
+        return (
+            bash(f"echo {'wrong' * way or 'right'} > answer.txt", f"write{way}") if turn == 1 else finish(f"end{way}")
+        )
+
+    return policy
+
+
 FUNCTION = "<function=execute_bash>\n<parameter=command>{}</parameter>\n<parameter=security_risk>LOW</parameter>\n"
 TEXT = (
     stopped("Looking.\n" + FUNCTION.format("echo one")),
@@ -75,6 +89,8 @@ TEXT = (
 )
 MANY = tuple(bash(f"echo {n}", f"c{n}") for n in range(9))
 CONDENSER = {"condenser": {"type": "llm", "max_size": 10, "keep_first": 3}}
+TESTS = "test ! -e answer.txt || grep -qx right answer.txt"
+BY_TESTS = {"value": "reward", "value_options": {"reward": "command", "reward_options": {"command": TESTS}}}
 CREATE = {"command": "create", "path": "/workspace/b.txt", "file_text": "x\n", "security_risk": "LOW"}
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -130,6 +146,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "server refuses": {"make": scripted(bash("echo 1", "a"), refusal(403, "no"))},
     "server gone for good": {"make": scripted(bash("echo 1", "a"), *[refusal(503, "down")] * 40)},
 }
+SEARCHES = {
+    "BestOfN": {"n": 4, "seed": 1},
+    "ToT": {"num_branches": 2, "depth": 2, "seed": 2},
+    "MCTS": {"num_simulations": 6, "first_branches": 2, "num_branches": 3, "depth": 4, "seed": 3},
+}
+SCENARIOS |= {
+    name: {"make": writing, "settings": {"rollout_strategy": name, "strategy": options | BY_TESTS}}
+    for name, options in SEARCHES.items()
+}
 
 
 def normal(value: Any) -> Any:
@@ -156,17 +181,37 @@ def view(trajectory: Trajectory) -> Any:
     return made | {"acted": trajectory.acted()}
 
 
+def in_order(session: Any) -> Any:
+    """Of a search, which asks and executes side by side: requests sorted, and nodes from the root, siblings sorted."""
+    found, nodes = session["trajectory"], session["trajectory"]["nodes"]
+    texts = [json.dumps(node | {"parent": None}) for node in nodes]
+    order: list[int] = []
+
+    def visit(parent: int | None) -> None:
+        below = [at for at, node in enumerate(nodes) if node["parent"] == parent]
+        for at in sorted(below, key=lambda at: texts[at]):
+            order.append(at)
+            visit(at)
+
+    visit(None)
+    places = {at: place for place, at in enumerate(order)}
+    moved = {"head": places[found["head"]], "acted": [places[at] for at in found["acted"]]}
+    moved["nodes"] = [nodes[at] | {"parent": places.get(nodes[at]["parent"])} for at in order]
+    return {"trajectory": found | moved, "requests": sorted(session["requests"], key=json.dumps)}
+
+
 async def played(server: ScriptedModel, model: str, scenario: dict[str, Any], names: dict[str, str]) -> Any:
     policy = scenario["make"]()
     server.policies[model] = lambda body: renamed(policy(body), names)
     serving = ServingSettings(base_url=server.url, model=model, request_timeout=20.0)
-    settings = RLSettings(serving=serving, max_turns=10, max_obs_length=4096)
+    settings = RLSettings(serving=serving, max_turns=10, max_obs_length=4096, **scenario.get("settings", {}))
     options = HostOptions(environment_mode=False, **scenario.get("options", {}))
     limits = Limits(**{"max_turns": 10, "max_obs_length": 4096, **scenario.get("limits", {})})
     task = Task(id="t", environment="workspace", instruction="Do it.", limits=limits)
     async with open_runner(settings, options) as runner:
         found = await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g", seed=11))
-    return normal({"trajectory": view(found), "requests": server.requests[model]})
+    made = normal({"trajectory": view(found), "requests": server.requests[model]})
+    return in_order(made) if "settings" in scenario else made
 
 
 async def play_all(names: dict[str, str]) -> Any:
