@@ -257,7 +257,7 @@ def test_nothing_in_the_package_imports_its_users() -> None:
 
 TORCH_ROOMS = (
     *("models/engines/transformers.py", "models/generator/", "models/server/", "models/adapters/", "training/"),
-    *("rewards/verifier/", "apps/agent/", "apps/demo_model.py", "contrib/demo/", "contrib/trainers/"),
+    *("rewards/verifier/", "apps/agent/", "apps/demo_model.py", "contrib/demo/", "contrib/trainers/tinker_trainer.py"),
 )
 
 
@@ -270,13 +270,13 @@ TORCH_ROOMS = (
         (
             {"aiohttp", "multidict", "yarl"},
             # The bridge is executed by the Python of verifiers, which has it.
-            ("models/gateway/", "environments/openenv/websocket.py", "contrib/environments/verifiers/bridge.py"),
+            ("models/gateway/", "environments/openenv/websocket.py", "contrib/environments/verifiers_bridge.py"),
         ),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
-        ({"ray"}, ("hosts/pool/ray", "contrib/rollouts/service.py", "contrib/trainers/skyrl/entrypoint.py")),
-        ({"skyrl"}, ("contrib/trainers/skyrl/",)),
-        ({"verl"}, ("contrib/trainers/verl/agent_loop.py",)),
-        ({"verifiers"}, ("contrib/environments/verifiers/bridge.py", "contrib/trainers/verifiers/plugin.py")),
+        ({"ray"}, ("hosts/pool/ray", "contrib/rollouts/service.py", "contrib/trainers/skyrl.py")),
+        ({"skyrl"}, ("contrib/trainers/skyrl.py",)),
+        ({"verl"}, ("contrib/trainers/verl.py",)),
+        ({"verifiers"}, ("contrib/environments/verifiers_bridge.py", "contrib/trainers/verifiers.py")),
         ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ()),
         # Code that this process compiled, for its own child, which would execute the text as well.
         ({"marshal"}, ("environments/workspace/inside.py",)),

@@ -46,7 +46,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     },
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
-        "gymnasium": "openhands_rl_plugin.environments.gyms.gymnasium:GymnasiumEnvironment",
+        "gymnasium": "openhands_rl_plugin.environments.gyms:GymnasiumEnvironment",
         "openenv": "openhands_rl_plugin.environments.openenv.client:OpenEnvClient",
         "tools": "openhands_rl_plugin.environments.tools.environment:ToolEnvironment",
         "web": "openhands_rl_plugin.environments.http.client:WebEnvClient",

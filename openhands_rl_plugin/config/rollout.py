@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
@@ -113,16 +112,3 @@ def with_absolute_paths[S: PlaySettings](options: S) -> S:
     """For a process with another working folder."""
     paths = {name: value for name, value in options if isinstance(value, Path)}
     return options.model_copy(update={name: path.expanduser().absolute() for name, path in paths.items()})
-
-
-def as_trainer_names(text: str, where: str, trainer: str, said: Collection[str]) -> str:
-    """What ``openhands-rl rollout`` says, with its options as the trainer's configuration has them: see
-    ``options_from_trainer``."""
-
-    def named(option: re.Match[str]) -> str:
-        name = option[1].replace("-", "_")
-        if name not in PlaySettings.model_fields:
-            return option[0]
-        return f"{trainer}'s {name}" if name in _OF_TRAINERS or name in said else f"{where}.{name}"
-
-    return re.sub(r"(?<!\S)--([a-z][a-z-]*)(?![\w=])", named, text)

@@ -30,9 +30,8 @@ import httpx
 import pytest
 
 from openhands_rl_plugin.config.success import success_rule
-from openhands_rl_plugin.contrib.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
-from openhands_rl_plugin.contrib.environments.nemo_gym.rows import PARAMETERS, GymRow
-from openhands_rl_plugin.contrib.environments.verifiers.environment import VerifiersEnvironment, VerifiersOptions
+from openhands_rl_plugin.contrib.environments.nemo_gym import PARAMETERS, GymRow, NeMoGymClient, NeMoGymOptions
+from openhands_rl_plugin.contrib.environments.verifiers import VerifiersEnvironment, VerifiersOptions
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import Message, Observation, StopReason, Task, ToolCall
 from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymOptions

@@ -1,33 +1,56 @@
-"""Episodes as processes of the Python that has OpenHands, for trainers whose own has not."""
+"""``openhands-rl rollout`` as a program of the Python that has OpenHands, for trainers whose own Python has not."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
-from openhands_rl_plugin.apps.rollout.program import SECRET, read_episode, rollout_command
-from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
-from openhands_rl_plugin.config.rollout import as_trainer_names, options_from_trainer
+from pydantic import ValidationError
+
+import openhands_rl_plugin
+from openhands_rl_plugin.config.rollout import options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 
-_AWAY = 5.0
-"""Seconds before an episode is played again."""
+VARIABLE = "OPENHANDS_RL_PYTHON"
+"""The environment variable that names the Python with OpenHands."""
+SECRET = "OPENHANDS_RL_ROLLOUT_SECRET"
+"""The environment variable with the key of the one rollout's endpoint."""
+STORE = "episodes"
+"""The store of an episode that the trainer records, in the working folder, which goes with it."""
 GRACE = 60.0
 """Seconds that the program has beyond the episode's own limit, to say why it ended."""
+_AWAY = 5.0
+"""Seconds before an episode is rolled out again."""
+_HOW = (
+    "make one with `uv venv OPENHANDS && uv pip install --python OPENHANDS 'openhands_rl_plugin[sdk]'`, then export "
+    f"{VARIABLE}=OPENHANDS/bin/python"
+)
+_PROBE = (
+    "import importlib.metadata as m, json\n"
+    "def at(name):\n"
+    "    try: return m.version(name)\n"
+    "    except m.PackageNotFoundError: return None\n"
+    "print(json.dumps([at(name) for name in ('openhands_rl_plugin', 'openhands-sdk', 'openhands-ai')]))"
+)
 
 
 class EpisodeProgram:
-    """Plays episodes by the options that a trainer's configuration has below ``where``.
+    """Rolls out episodes by the options that a trainer's configuration has below ``where``.
 
-    ``said``: the options that the ``trainer`` says itself. ``tries``: how often an episode is played that failed of the
-    infrastructure. ``store``: keeps the episodes; without it they go with their process. Raises ``ConfigError`` for
+    ``said``: the options that the ``trainer`` sets itself. ``tries``: how often an episode is rolled out that failed of
+    the infrastructure. ``store``: keeps the episodes; without it they go with their process. Raises ``ConfigError`` for
     options that are not there, and for a Python without OpenHands.
     """
 
@@ -43,7 +66,6 @@ class EpisodeProgram:
     ) -> None:
         if tries < 1:
             raise ConfigError(f"{where.removesuffix('options')}tries has to be 1 or more")
-        self._named = partial(as_trainer_names, where=where, trainer=trainer, said=said)
         checked = options_from_trainer(given, where, trainer, said)
         self._options = {name: getattr(checked, name) for name in given}
         self._seconds = checked.timeout + GRACE
@@ -65,7 +87,7 @@ class EpisodeProgram:
 
         ``changes``: further options. An episode without reward or token ids is none.
         """
-        why = ""
+        row, why = task.lstrip().startswith("{"), ""
         for number in range(self._tries):
             options = {**self._options, **changes}
             if number:
@@ -73,7 +95,17 @@ class EpisodeProgram:
                 if name := options.get("group_id"):
                     # One that failed is stored under its own names, and would be returned.
                     options["group_id"] = f"{name}/again-{number}"
-            played = await self._once(task, base_url, model, base_model, key, options)
+            words = rollout_command(
+                self._python,
+                ("--task", "-" if row else task),
+                base_url,
+                model,
+                options,
+                self._store,
+                base_model=base_model,
+                token_ids=True,
+            )
+            played = await run_program(words, task if row else "", key=key, seconds=self._seconds)
             if not isinstance(played, str):
                 valid = played.reward is not None and played.segments
                 return played if valid else "model: the episode has no reward or no token ids"
@@ -82,17 +114,6 @@ class EpisodeProgram:
                 break
         return why
 
-    async def _once(
-        self, task: str, base_url: str, model: str, base_model: str, key: str, options: Mapping[str, object]
-    ) -> PlayedRollout | str:
-        row = task.lstrip().startswith("{")
-        chosen = ("--task", "-" if row else task)
-        words = rollout_command(
-            self._python, chosen, base_url, model, options, self._store, base_model=base_model, token_ids=True
-        )
-        played = await run_program(words, task if row else "", key=key, seconds=self._seconds)
-        return self._named(played) if isinstance(played, str) else played
-
 
 async def run_program(words: Sequence[str], given: str, *, key: str, seconds: float) -> PlayedRollout | str:
     """The episode that a program prints which is ``given`` its standard input, or in one line why there is none.
@@ -100,17 +121,18 @@ async def run_program(words: Sequence[str], given: str, *, key: str, seconds: fl
     It and all that it started are killed after ``seconds``, and with the task that waits for it.
     """
     with tempfile.TemporaryDirectory() as folder:
+        pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *words,
             env={**os.environ, SECRET: key},
             cwd=folder,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
             start_new_session=True,
         )
         try:
-            said = await asyncio.wait_for(process.communicate(given.encode()), seconds)
+            printed = await asyncio.wait_for(process.communicate(given.encode()), seconds)
         except TimeoutError:
             return f"infrastructure: the episode's program did not end within {seconds:g} s"
         finally:
@@ -118,4 +140,95 @@ async def run_program(words: Sequence[str], given: str, *, key: str, seconds: fl
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-        return read_episode(process.returncode or 0, *(each.decode(errors="replace") for each in said))
+        return read_episode(process.returncode or 0, *(each.decode(errors="replace") for each in printed))
+
+
+def rollout_command(
+    python: str,
+    task: Sequence[str],
+    base_url: str,
+    model: str,
+    options: Mapping[str, object],
+    store: Path | None = None,
+    *,
+    base_model: str = "",
+    token_ids: bool = False,
+) -> list[str]:
+    """``openhands-rl rollout`` of the task that the options ``task`` choose, against an endpoint that records it.
+
+    ``options``: fields of ``PlayOptions``. Paths are those of this process; the program has another working folder.
+    The endpoint's key is in the variable ``SECRET``. ``base_model``: where it is not ``model`` itself. ``token_ids``:
+    ask for them, where the endpoint keeps none itself.
+    """
+    words = [python, "-P", "-m", "openhands_rl_plugin", "rollout", *task, "--json", "--token-ids", _word(token_ids)]
+    words += ["--base-url", base_url, "--model", model, "--base-model", base_model or model, "--api-key-env", SECRET]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", _word(value)]
+    return [*words, "--store", STORE if store is None else _word(store)]
+
+
+def _word(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value.expanduser().absolute())
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def read_episode(exit_code: int, stdout: str, stderr: str) -> PlayedRollout | str:
+    """The episode that the command printed, or in one line why there is none that may be trained on."""
+    try:
+        printed = json.loads(stdout)
+        if isinstance(printed, dict) and "trajectory_id" not in printed:
+            failure = printed["failure"]
+            return f"{failure['kind']}: {failure['message']}"
+        played = PlayedRollout.model_validate(printed, strict=False)
+    except (ValueError, ValidationError, LookupError, TypeError):
+        last = _last_line(stderr) or _last_line(stdout) or "it printed nothing"
+        return f"infrastructure: openhands-rl rollout ended with exit code {exit_code}: {last}"
+    return played if played.failure is None else f"{played.failure.kind.value}: {played.failure.message}"
+
+
+def facts_of(played: PlayedRollout) -> JsonObject:
+    """What a trace keeps of an episode beside its messages and tokens."""
+    kept = {"trajectory_id", "task_id", "environment", "reward", "reward_version", "resolved", "stop", "cut_short"}
+    return played.model_dump(mode="json", include={*kept, "off_policy", "turns", "seconds"})
+
+
+@cache
+def checked_interpreter(named: str = "") -> str:
+    """The Python that has OpenHands: the one named, the variable's, or this one. Blocks.
+
+    Raises ``ConfigError`` for a Python without OpenHands, or with another version of this package than this one.
+    """
+    python = os.path.abspath(os.path.expanduser(named or os.environ.get(VARIABLE, "") or sys.executable))
+    try:
+        ran = subprocess.run([python, "-P", "-c", _PROBE], capture_output=True, text=True, check=True, timeout=60.0)
+        ours, *hosts = json.loads(ran.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"{python} is no Python that runs ({error}): {_HOW}") from error
+    if ours is None or not any(hosts):
+        raise ConfigError(f"{python} has no {'openhands_rl_plugin' if ours is None else 'OpenHands'}: {_HOW}")
+    if ours != (here := openhands_rl_plugin.__version__):
+        raise ConfigError(f"{python} has openhands_rl_plugin {ours}, and this Python {here}: install the same in both")
+    return python
+
+
+class UnfitReleaseError(ConfigError, ValueError):
+    """Another release of a trainer, or none. A ``ValueError`` too: verifiers' commands show those in one line."""
+
+
+def check_release(package: str, fits: str) -> None:
+    """Raise ``UnfitReleaseError`` unless this Python has a release ``fits`` of ``package``."""
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if not f"{found}.".startswith(f"{fits}."):
+        raise UnfitReleaseError(
+            f"openhands_rl_plugin needs {package} {fits} for this, and this Python has {found}: "
+            f"pip install '{package}=={fits}.*' openhands_rl_plugin, in a Python without OpenHands"
+        )
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip()[-500:] if lines else ""

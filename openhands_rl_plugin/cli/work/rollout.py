@@ -16,7 +16,7 @@ from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import EpisodeError, RLError
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.rollout.tasks import GivenTask
+    from openhands_rl_plugin.apps.rollout.play import GivenTask
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, Task
-from openhands_rl_plugin.environments.gyms.episode import GymEpisode, GymOptions, Seen, number, plain, plain_object
+from openhands_rl_plugin.environments.gyms import GymEpisode, GymOptions, Seen, number, plain, plain_object
 
 
 class SkyRLGymOptions(GymOptions):

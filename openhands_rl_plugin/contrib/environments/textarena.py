@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
 from openhands_rl_plugin.core.types import JsonObject, Message, Task
-from openhands_rl_plugin.environments.gyms.episode import (
+from openhands_rl_plugin.environments.gyms import (
     GymEpisode,
     GymOptions,
     Seen,
@@ -20,11 +24,49 @@ from openhands_rl_plugin.environments.gyms.episode import (
     plain,
     plain_object,
 )
-from openhands_rl_plugin.environments.gyms.off_loop import PrivateRandom
 from openhands_rl_plugin.environments.http.client import episode_index
 
 Opponent = Callable[[str], str]
 _MOST_MOVES_OF_OTHERS = 64
+
+
+_GLOBAL_GENERATORS = threading.Lock()
+
+
+class PrivateRandom:
+    """Python's and NumPy's global random generators, as one episode sees them: its own, from its own seed.
+
+    Code that draws from ``random`` would otherwise disturb, and be disturbed by, the other episodes of the process.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._python: Any = random.Random(seed).getstate()
+        self._numpy: Any = None
+        self._seed = seed
+
+    def copy(self) -> PrivateRandom:
+        """An independent one in the same state."""
+        twin = PrivateRandom(self._seed)
+        twin._python, twin._numpy = self._python, self._numpy
+        return twin
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """For the block, the global generators are this episode's; one block of the process runs at a time."""
+        with _GLOBAL_GENERATORS:
+            numpy = getattr(sys.modules.get("numpy"), "random", None)
+            others = random.getstate(), numpy.get_state() if numpy else None
+            random.setstate(self._python)
+            if numpy:
+                numpy.seed(self._seed % 2**32) if self._numpy is None else numpy.set_state(self._numpy)
+            try:
+                yield
+            finally:
+                self._python = random.getstate()
+                random.setstate(others[0])
+                if numpy:
+                    self._numpy = numpy.get_state()
+                    numpy.set_state(others[1])
 
 
 class TextArenaOptions(TextGymOptions):

@@ -13,8 +13,12 @@ import tempfile
 
 import httpx
 
-from openhands_rl_plugin.apps.rollout.program import SECRET, read_episode, rollout_command
-from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
+from openhands_rl_plugin.apps.rollout.episode_program import (
+    SECRET,
+    checked_interpreter,
+    read_episode,
+    rollout_command,
+)
 from openhands_rl_plugin.core.errors import ConfigError
 
 TASK = "OPENHANDS_RL_TASK"

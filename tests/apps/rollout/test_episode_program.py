@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 from scripted_model import ScriptedModel, says, serve, with_prompt_ids
 
+import openhands_rl_plugin
 from openhands_rl_plugin.apps.rollout import episode_program
-from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram
-from openhands_rl_plugin.apps.rollout.program import VARIABLE
-from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
-from openhands_rl_plugin.config.rollout import as_trainer_names, options_from_trainer
+from openhands_rl_plugin.apps.rollout.episode_program import (
+    VARIABLE,
+    EpisodeProgram,
+    UnfitReleaseError,
+    check_release,
+    checked_interpreter,
+)
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -56,17 +60,6 @@ def stand_in(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_path_is_that_of_the_trainer_not_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The program has another working folder, and knows no ``~`` in what it is sent."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/me")
-    given = {"config": "policy.toml", "mirror": "~/mirror", "cache": "/cache"}
-    found = options_from_trainer(given, "own.options", "Trainer", ())
-    assert (found.config, found.mirror, found.cache) == (
-        *(tmp_path / "policy.toml", Path("/home/me/mirror"), Path("/cache")),
-    )
-
-
 async def test_an_episode_has_its_ids_and_is_kept_where_asked(model: ScriptedModel, tmp_path: Path):
     own = program(SHOP, store=str(tmp_path / "kept"))
     row = json.dumps({"id": "mine", "environment": "webshop", "data": {"idx": 5}})
@@ -84,15 +77,6 @@ async def test_an_episode_without_ids_is_none(model: ScriptedModel):
     model.policies["policy"] = lambda body: with_prompt_ids(says(SEARCH), None)
     played = await program(SHOP).play("webshop-3", model.url, "policy")
     assert isinstance(played, str) and played.startswith("model: ")
-
-
-async def test_what_is_said_of_options_names_them_as_the_trainer_does(model: ScriptedModel):
-    refused = await program({"mirror": "/nowhere"}).play("sdist__h11-0.16.0-0ff9ccd7", model.url, "policy")
-    assert refused == "configuration: own.options.mirror /nowhere: no such folder"
-    others = "docker run --network=none --model-dir x; --network, or --backend local; see --help"
-    assert as_trainer_names(others, "own.options", "Trainer", {"backend"}) == (
-        "docker run --network=none --model-dir x; own.options.network, or Trainer's backend local; see --help"
-    )
 
 
 async def test_what_fails_of_the_infrastructure_is_played_again_under_another_name(
@@ -158,8 +142,27 @@ def test_what_cannot_be_played_is_refused_before_anything_starts(python: pytest.
     ):
         with pytest.raises(ConfigError, match=said):
             program(given, **settings)
-    for named, said in ((tmp_path / "none", "is no Python: make one with"), ("/bin/false", "does not run")):
+    ours = openhands_rl_plugin.__version__
+    for number, (text, said) in enumerate(
+        (
+            ("exit 1", "is no Python that runs"),
+            ("echo Hello", "is no Python that runs"),
+            ("echo '[null, null, null]'", "has no openhands_rl_plugin: make one with"),
+            (f"""echo '["{ours}", null, null]'""", "has no OpenHands: make one with"),
+            ("""echo '["0.0.1", "1", null]'""", f"has openhands_rl_plugin 0.0.1, and this Python {ours}"),
+        )
+    ):
+        named = tmp_path / f"python-{number}"
+        named.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        named.chmod(0o700)
         python.setenv(VARIABLE, str(named))
         checked_interpreter.cache_clear()
         with pytest.raises(ConfigError, match=said):
             program({})
+
+
+def test_another_release_of_a_trainer_is_named_with_the_one_that_fits():
+    check_release("pytest", pytest.__version__.rpartition(".")[0])
+    for package in ("pytest", "no-such-trainer"):
+        with pytest.raises(UnfitReleaseError, match=rf"needs {package} 0\.4 for this.*pip install '{package}==0\.4"):
+            check_release(package, "0.4")

@@ -13,8 +13,8 @@ from scripted_model import ScriptedModel, says, serve, with_prompt_ids
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin import FileTrajectoryStorage, PlayOptions, PolicyRef, Task, cli, play
-from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of, read_episode, rollout_command
-from openhands_rl_plugin.apps.rollout.tasks import find_task
+from openhands_rl_plugin.apps.rollout.episode_program import SECRET, facts_of, read_episode, rollout_command
+from openhands_rl_plugin.apps.rollout.play import find_task
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.core.errors import ConfigError

@@ -25,7 +25,7 @@ from needs import needs_bubblewrap
 from scripted_model import call, says, serve
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.apps.rollout.program import VARIABLE
+from openhands_rl_plugin.apps.rollout.episode_program import VARIABLE
 from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.contrib.trainers.agent_lightning import OPTIONS, TASK, OpenHandsAgent
 

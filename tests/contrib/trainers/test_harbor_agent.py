@@ -23,7 +23,7 @@ from needs import needs_bubblewrap
 from scripted_model import LOGPROB, ScriptedModel, call, prompt_ids, says, serve, with_prompt_ids
 
 ROOT = Path(__file__).parents[3]
-AGENT = "openhands_rl_plugin.contrib.trainers.harbor.agent:OpenHandsHarborAgent"
+AGENT = "openhands_rl_plugin.contrib.trainers.harbor:OpenHandsHarborAgent"
 PYTHON = os.environ.get("OPENHANDS_RL_HARBOR_PYTHON", "")
 CONTAINERS = os.environ.get("OPENHANDS_RL_HARBOR_CONTAINERS", "")
 IMAGE = os.environ.get("OPENHANDS_RL_HARBOR_IMAGE", "debian:12")

@@ -15,8 +15,7 @@ from scripted_model import LOGPROB, ScriptedModel, call, prompt_ids, says, serve
 
 from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.config.rollout import PlayOptions
-from openhands_rl_plugin.contrib.trainers.harbor.bridge import served
-from openhands_rl_plugin.contrib.trainers.harbor.episode import ContainerEpisode, play_in_container
+from openhands_rl_plugin.contrib.trainers.harbor_episode import ContainerEpisode, play_in_container, served
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.container.place import ContainerPlace
 from openhands_rl_plugin.trajectories.exchange.agents import atif
@@ -207,7 +206,7 @@ async def test_the_program_says_why_there_is_no_episode(tmp_path: Path):
     asked = {"name": "a", "instruction": "b", "place": {"socket": "/none", "folder": "/tmp/x", "start": "/"}}
     asked["options"] = {"base_url": "http://127.0.0.1:9/v1", "model": "policy"}
     program = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "openhands_rl_plugin.contrib.trainers.harbor.episode"),
+        *(sys.executable, "-P", "-m", "openhands_rl_plugin.contrib.trainers.harbor_episode"),
         **{"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE},
     )
     told, _ = await program.communicate(json.dumps(asked).encode())

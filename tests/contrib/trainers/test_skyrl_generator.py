@@ -17,7 +17,7 @@ from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, call, says, serve, with_prompt_ids
 
 from openhands_rl_plugin.contrib.repair.rows import repair_instances
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = [
@@ -32,7 +32,7 @@ STEPWISE = ("generator.step_wise_trajectories=true", "trainer.policy.model.path=
 
 
 def configured(*words: str) -> Any:
-    from openhands_rl_plugin.contrib.trainers.skyrl.entrypoint import OpenHandsTrainConfig
+    from openhands_rl_plugin.contrib.trainers.skyrl import OpenHandsTrainConfig
 
     return OpenHandsTrainConfig.from_cli_overrides(["trainer.placement.colocate_all=false", *words])
 
@@ -88,7 +88,7 @@ def without_ids(body: dict[str, Any]) -> Any:
 
 
 def generator(cfg: Any, model: ScriptedModel) -> Any:
-    from openhands_rl_plugin.contrib.trainers.skyrl.entrypoint import make_generator
+    from openhands_rl_plugin.contrib.trainers.skyrl import make_generator
 
     return make_generator(cfg, model.url.removesuffix("/v1"))
 
@@ -135,25 +135,6 @@ async def test_a_batch_has_the_advantages_of_its_valid_episodes(model: ScriptedM
     assert not learnt[2:].any()
 
 
-def test_rows_of_a_data_set_keep_their_task(tmp_path: Path):
-    from skyrl.train.dataset.dataset import PromptDataset  # pyright: ignore[reportMissingImports]
-
-    file = tmp_path / "tasks.jsonl"
-    row = {"prompt": [{"role": "user", "content": "?"}], "env_class": "openhands", "task": INSTANCE.instance_id}
-    file.write_text(json.dumps(row), encoding="utf-8")
-    tokenizer = SimpleNamespace(apply_chat_template=lambda *_, **__: [1, 2])
-    rows = PromptDataset(str(file), tokenizer, 512, num_workers=1)
-    (asked,) = rows.collate_fn([rows[0]])
-    assert asked["env_extras"] == {"task": INSTANCE.instance_id} and asked["uid"] == "0"
-
-
-async def test_what_cannot_be_played_stops_the_batch(model: ScriptedModel):
-    cfg = configured(*STEPWISE, "openhands.options.native_tool_calling=false", "openhands.options.max_turns=1")
-    model.policies["base"] = lambda body: with_prompt_ids(says(SEARCH), None)
-    with pytest.raises(TrainingError, match="no episode of 2 in the batch is valid"):
-        await generator(cfg, model).generate(batch(cfg, ["webshop-3"], 2))
-
-
 async def test_a_batch_of_the_shop_by_rows(model: ScriptedModel, tmp_path: Path):
     (tmp_path / "config.toml").write_text("[rl]\nmax_turns = 2\n", encoding="utf-8")
     options = (f"openhands.options.config={tmp_path / 'config.toml'}", "openhands.options.native_tool_calling=false")
@@ -191,13 +172,7 @@ async def test_a_batch_of_the_shop_by_rows(model: ScriptedModel, tmp_path: Path)
     ],
 )
 def test_what_would_be_trained_wrongly_is_refused(words: tuple[str, ...], said: str):
-    from openhands_rl_plugin.contrib.trainers.skyrl.entrypoint import make_generator
+    from openhands_rl_plugin.contrib.trainers.skyrl import make_generator
 
     with pytest.raises(ConfigError, match=said):
         make_generator(configured(*words), "http://127.0.0.1:1")
-
-
-async def test_sampling_that_an_episode_has_not_is_refused(model: ScriptedModel):
-    cfg = configured(*STEPWISE, "generator.sampling_params.top_k=5")
-    with pytest.raises(ConfigError, match="top_k = 5 cannot be honoured"):
-        await generator(cfg, model).generate(batch(cfg, ["webshop-3"], 1))

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-import yaml
 from tiny_model import write_model
 
-from openhands_rl_plugin.config.rollout import options_from_trainer
-from openhands_rl_plugin.contrib.trainers.verl.endpoint import PolicyEndpoint
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
@@ -58,45 +53,9 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
         yield Servers(made)
 
 
-async def test_an_endpoint_answers_with_what_was_sampled(servers: Servers):
-    endpoint = PolicyEndpoint()
-
-    async def sample(ids: tuple[int, ...], most: int) -> Any:
-        return await servers.generate("a", prompt_ids=list(ids), sampling_params={"temperature": 0, "max_tokens": most})
-
-    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "max_tokens": 4}
-    with endpoint.open(sample, servers.generator.tokenizer, CONTEXT) as (url, key):
-        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as client:
-            said = (await client.post("chat/completions", json=body)).json()
-            ((_, ids, _),) = servers.asked
-            assert said["prompt_token_ids"] == list(ids) and said["usage"]["completion_tokens"] == 4
-            (choice,) = said["choices"]
-            assert len(choice["token_ids"]) == 4 == len(choice["logprobs"]["content"])
-            assert choice["finish_reason"] == "length"
-            too_long = await client.post("chat/completions", json=body | {"max_tokens": CONTEXT})
-            assert too_long.status_code == 400 and "maximum context length" in too_long.text
-            servers.fails = 1
-            assert (await client.post("chat/completions", json=body)).status_code == 503
-            other = await client.post("chat/completions", json=body, headers={"authorization": "Bearer other"})
-            assert other.status_code == 404, "an episode has its own policy"
-        unknown = key
-    with endpoint.open(sample, servers.generator.tokenizer, CONTEXT) as (url, _):
-        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {unknown}"}) as client:
-            assert (await client.get("models")).status_code == 404, "and it ends with the episode"
-    endpoint.close()
-
-
-def test_the_page_names_options_that_are_there():
-    page = (Path(__file__).parents[3] / "docs/howto/trainers.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r'```yaml title="agent_loops.yaml"\n(.*?)```', page, re.DOTALL)
-    (own,) = yaml.safe_load(block)
-    assert options_from_trainer(own["options"], "options", "verl", {"temperature"}).max_turns == 50
-    assert own["_target_"] in LOOP
-
-
 LOOP = """
 - name: openhands
-  _target_: openhands_rl_plugin.contrib.trainers.verl.agent_loop.OpenHandsAgentLoop
+  _target_: openhands_rl_plugin.contrib.trainers.verl.OpenHandsAgentLoop
   options: {max_turns: 2, native_tool_calling: false, config: CONFIG, max_response_length: 24}
 """
 

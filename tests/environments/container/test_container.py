@@ -13,7 +13,7 @@ import pytest
 from folder_container import FolderContainer, Ran
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.contrib.trainers.harbor.bridge import directory_of, served
+from openhands_rl_plugin.contrib.trainers.harbor_episode import directory_of, served
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.container import programs
 from openhands_rl_plugin.environments.container.files import ContainerFiles

@@ -21,7 +21,7 @@ from tinker_server import skyrl_server
 from transformers import AutoTokenizer
 
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
-from openhands_rl_plugin.contrib.trainers.tinker.settings import TinkerSettings
+from openhands_rl_plugin.contrib.trainers.tinker import TinkerSettings
 from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.types import Adapter, Sample, SamplingParams, Task
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher

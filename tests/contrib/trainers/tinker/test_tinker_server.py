@@ -21,11 +21,14 @@ from tinker_server import PYTHON, skyrl_server
 from tiny_model import write_model
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.trainers.tinker.archive import write_adapter
-from openhands_rl_plugin.contrib.trainers.tinker.rows import likelihood_rows
-from openhands_rl_plugin.contrib.trainers.tinker.service import NewAdapter, RemoteAdapter, StepOptions, TinkerService
-from openhands_rl_plugin.contrib.trainers.tinker.settings import TinkerSettings
-from openhands_rl_plugin.contrib.trainers.tinker.trainer import TinkerTrainer
+from openhands_rl_plugin.contrib.trainers.tinker import (
+    NewAdapter,
+    RemoteAdapter,
+    StepOptions,
+    TinkerService,
+    TinkerSettings,
+)
+from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer, likelihood_rows, write_adapter
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore

@@ -13,8 +13,8 @@ from tinker_double import TinkerDouble
 from tiny_model import write_model
 
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
-from openhands_rl_plugin.contrib.trainers.tinker.settings import TinkerSettings
-from openhands_rl_plugin.contrib.trainers.tinker.trainer import ORIGIN, TinkerTrainer
+from openhands_rl_plugin.contrib.trainers.tinker import TinkerSettings
+from openhands_rl_plugin.contrib.trainers.tinker_trainer import ORIGIN, TinkerTrainer
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore

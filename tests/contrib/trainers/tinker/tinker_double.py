@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.trainers.tinker.service import NewAdapter, RemoteAdapter, StepOptions
+from openhands_rl_plugin.contrib.trainers.tinker import NewAdapter, RemoteAdapter, StepOptions
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy

@@ -24,8 +24,7 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Task,
 )
-from openhands_rl_plugin.environments.gyms.gymnasium import GymnasiumEnvironment, GymnasiumOptions
-from openhands_rl_plugin.environments.gyms.spaces import ActionSpace, without_colours
+from openhands_rl_plugin.environments.gyms import ActionSpace, GymnasiumEnvironment, GymnasiumOptions
 from openhands_rl_plugin.environments.http.client import RefusedActionError
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
@@ -224,14 +223,12 @@ async def test_names_and_options_that_are_wrong_say_so():
         await GymnasiumEnvironment().reset(task("gymnasium/FrozenLik-v1"))
     with pytest.raises(BadEnvironmentError, match='write it after a slash, as in env_name = "gymnasium/NAME"'):
         await GymnasiumEnvironment().reset(task("gymnasium"))
-    with pytest.raises(ConfigError, match='set show = "observation"'):
-        await GymnasiumEnvironment(GymnasiumOptions(show="drawing")).reset(task("gymnasium/CartPole-v1"))
     with pytest.raises(ConfigError, match="formatter = 'nothing:here' cannot be loaded"):
         await lake(formatter="nothing:here").reset(task())
 
 
 async def test_a_formatter_of_ones_own_is_shown():
-    player = lake(formatter="test_gymnasium_words:words", show="observation")
+    player = lake(formatter="test_gymnasium_words:words")
     module = ModuleType("test_gymnasium_words")
     module.words = lambda observation, info: f"at {observation} with {info['prob']}"  # type: ignore[attr-defined]
     sys.modules["test_gymnasium_words"] = module
@@ -259,7 +256,3 @@ def test_actions_of_every_space():
     ):
         with pytest.raises(RefusedActionError, match="Invalid action: it must be"):
             ActionSpace(space).read(wrong)
-
-
-def test_colours_become_brackets():
-    assert without_colours("\x1b[41mS\x1b[0mF\n\x1b[1mB\x1b[0m\n") == "[S]F\n[B]"

@@ -1,33 +1,92 @@
-"""The classes that verifiers loads by the id ``openhands-rl-verifiers``. Imported by the Python that has verifiers."""
+"""OpenHands as the harness of verifiers 0.4 and prime-rl, and our suites as its taskset: ``openhands-rl-verifiers``.
+
+Imported by the Python that has verifiers; OpenHands is in another one.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field, create_model, model_validator
 
-from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of, read_episode, rollout_command
-from openhands_rl_plugin.apps.rollout.pythons import check_probe, check_release, interpreter, probe
-from openhands_rl_plugin.config.rollout import PlaySettings, as_trainer_names
-from openhands_rl_plugin.contrib.trainers.verifiers.suite_tasks import SuiteTask, suite_tasks
-from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.apps.rollout.episode_program import (
+    SECRET,
+    check_release,
+    checked_interpreter,
+    facts_of,
+    read_episode,
+    rollout_command,
+)
+from openhands_rl_plugin.apps.rollout.play import tasks_of_file
+from openhands_rl_plugin.config.rollout import PlaySettings
+from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.suites import (
+    ENDINGS,
+    ENVIRONMENT,
+    environment_tasks,
+    find_suite,
+    swe_tasks,
+)
 
-try:
-    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  (pins another openai than OpenHands)
-except ModuleNotFoundError:
-    check_release("verifiers", "0.4")
-    raise
 check_release("verifiers", "0.4")
+import verifiers.v1 as vf  # noqa: E402  # pyright: ignore[reportMissingImports]  (pins another openai than OpenHands)
 
 FACTS = "openhands_rl"
 """Where a trace's ``info`` has what the episode came to."""
 
-# Of the endpoint, the task and the sampling, which verifiers says.
+# Of the endpoint, the task and the sampling, which verifiers sets.
 _OWN = {"base_url", "model", "base_model", "api_key_env", "suite", "temperature", "max_response_length"}
-_listed = cache(suite_tasks)
+
+
+class SuiteTask(NamedTuple):
+    """``instruction`` is what the agent is told first; ``options`` choose the task on the command line."""
+
+    id: str
+    instruction: str
+    options: tuple[str, ...]
+
+
+@cache
+def suite_tasks(suite: str, split: str = "", count: int = 0, wanted: tuple[str, ...] = ()) -> tuple[SuiteTask, ...]:
+    """The tasks of a suite, or of a file of rows; ``wanted``: those with these ids only, in this order.
+
+    ``split``: the suite's own by default, all of a file. ``count``: how many tasks ``environment`` has, which nothing
+    else says. Raises ``ConfigError``.
+    """
+    found: list[SuiteTask] = []
+    if suite.endswith(ENDINGS):
+        path = Path(suite).absolute()
+        entries = [entry for entry in tasks_of_file(path) if split in ("", entry.task.split)]
+        found = [_chosen(entry, "--task", str(path), "--id", entry.task.id) for entry in entries]
+    elif (known := find_suite(suite, split or None)).software:
+        found = [_chosen(entry, "--task", entry.task.id, "--suite", suite) for entry in swe_tasks(known)]
+    elif suite == ENVIRONMENT and count < 1:
+        raise ConfigError("how many tasks has the environment? give --env.taskset.count N, or a file of tasks as suite")
+    else:
+        prefix = "" if suite == ENVIRONMENT else f"{suite}-"
+        for entry in environment_tasks(known, prefix[:-1], count):
+            number = entry.row["idx"]
+            text = entry.task.instruction or f"task {number}"
+            found.append(SuiteTask(f"{suite}-{number}", text, ("--task", f"{prefix}{number}")))
+    by_id = {each.id: each for each in found}
+    if len(by_id) < len(found):
+        raise ConfigError(f"{suite}: several tasks have the same id")
+    if not found:
+        raise ConfigError(f"{suite} has no task{f' of the split {split!r}' if split else ''}")
+    for name in wanted:
+        if name not in by_id:
+            raise ConfigError(unknown_name("task", name, by_id)[:400])
+    return tuple(by_id[name] for name in wanted) if wanted else tuple(found)
+
+
+def _chosen(entry: EvalTask, *options: str) -> SuiteTask:
+    return SuiteTask(entry.task.id, entry.task.instruction or entry.task.id, options)
 
 
 def _episode_fields() -> dict[str, Any]:
@@ -73,7 +132,7 @@ class OpenHandsTasksetConfig(vf.TasksetConfig):
     def listed(self) -> tuple[SuiteTask, ...]:
         """The tasks. Raises ``ValueError``, which is shown in one line, for a suite, split or id that is not there."""
         try:
-            return _listed(self.suite, self.split, self.count, tuple(self.tasks))
+            return suite_tasks(self.suite, self.split, self.count, tuple(self.tasks))
         except RLError as error:
             raise ValueError(str(error)) from error
 
@@ -124,9 +183,7 @@ class OpenHandsHarness(vf.Harness[OpenHandsHarnessConfig]):
 
     async def setup(self, runtime: vf.Runtime) -> None:
         """Raise ``ConfigError`` where the Python has no OpenHands, or another version of this package."""
-        python = interpreter(self.config.python)
-        result = await runtime.run(probe(python), {})
-        check_probe(python, result.exit_code, result.stdout, result.stderr)
+        await asyncio.to_thread(checked_interpreter, self.config.python)
 
     async def launch(
         self,
@@ -142,13 +199,12 @@ class OpenHandsHarness(vf.Harness[OpenHandsHarnessConfig]):
         if not isinstance(data, OpenHandsTaskData):
             raise ValueError("this harness plays tasks of --env.taskset.id openhands-rl-verifiers")
         options = self.config.episode.model_dump(exclude_defaults=True)
-        python = interpreter(self.config.python)
+        python = checked_interpreter(self.config.python)
         command = rollout_command(python, data.options, endpoint, ctx.model, options, self.config.store)
         result = await runtime.run_program(command, {**self.config.resolved_env, SECRET: secret})
         played = read_episode(result.exit_code, result.stdout, result.stderr)
         if isinstance(played, str):
-            why = as_trainer_names(played, "env.agent.harness.episode", "verifiers", _OWN)
-            return vf.ProgramResult(result.exit_code or 1, "", why)
+            return vf.ProgramResult(result.exit_code or 1, "", played)
         if played.off_policy and isinstance(ctx.client, vf.TrainClientConfig):
             return vf.ProgramResult(1, "", f"configuration: this episode is not to be trained on: {played.off_policy}")
         trace.info[FACTS] = facts_of(played)

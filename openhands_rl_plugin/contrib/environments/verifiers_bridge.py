@@ -4,8 +4,7 @@ The text of this file is executed (``python -c``), so it imports the standard li
 lines. The first line on stdin is the set-up, ``{"env": {...}, "role", "runtime", "harness", "max_turns"}``,
 answered ``{"ready": true}`` or ``{"refused": why}``. Then, of any number of episodes at once:
 
-* ``{"episode", "start": index}``, ``{"episode", "answer": message}``, ``{"episode", "cut": true}`` and
-  ``{"episode", "alive": true}``, which is sent back, come in;
+* ``{"episode", "start": index}``, ``{"episode", "answer": message}`` and ``{"episode", "cut": true}`` come in;
 * ``{"episode", "request": {"messages", "tools"}}``, and last ``{"episode", "end": {...}}`` or ``{"episode", "failed":
   why}``, go out.
 
@@ -153,9 +152,7 @@ class Bridge:
             say({"ready": True, "bounded": bool(bounded), "role": self.role})
             while (line := await reader.get()) is not None:
                 number = line["episode"]
-                if "alive" in line:
-                    say({"episode": number, "alive": True})
-                elif "start" in line:
+                if "start" in line:
                     running.add(task := asyncio.create_task(self.play(number, line["start"])))
                     task.add_done_callback(running.discard)
                 elif (future := self.waiting.get(number)) is not None and not future.done():

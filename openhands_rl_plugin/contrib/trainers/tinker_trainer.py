@@ -7,38 +7,37 @@ the factors of a likelihood: exact, for one more forward pass.
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import secrets
 import sys
+import tarfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.trainers.tinker.archive import write_adapter
-from openhands_rl_plugin.contrib.trainers.tinker.reduction import check_reduction
-from openhands_rl_plugin.contrib.trainers.tinker.rows import (
-    forward_rows,
-    likelihood_rows,
-    policy_rows,
-    trained_logprobs,
-)
-from openhands_rl_plugin.contrib.trainers.tinker.service import (
+from openhands_rl_plugin.contrib.trainers.tinker import (
     NewAdapter,
     RemoteAdapter,
-    Service,
     StepOptions,
     TinkerService,
+    TinkerSettings,
 )
-from openhands_rl_plugin.contrib.trainers.tinker.settings import TinkerSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
+from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from openhands_rl_plugin.training.algorithms import algorithm_of, clip_bounds
 from openhands_rl_plugin.training.data.layout import Layout
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
@@ -50,6 +49,7 @@ from openhands_rl_plugin.training.trainer.metrics import RunningMetrics
 from openhands_rl_plugin.training.trainer.resume import RunCheckpoint
 from openhands_rl_plugin.training.trainer.run_files import fingerprint
 from openhands_rl_plugin.training.trainer.trainer import WITHOUT_EFFECT, Trainer
+from openhands_rl_plugin.trajectories.exchange.trainers.tinker import DatumRow, datums
 
 ORIGIN = "tinker.json"
 """Beside the files of a version: where the service keeps its weights and its optimiser."""
@@ -78,7 +78,7 @@ class TinkerTrainer(Trainer):
         base_model: str,
         *,
         adapter: Adapter | None = None,
-        service: Service | None = None,
+        service: TinkerService | None = None,
     ) -> None:
         self._tinker = tinker
         self._base_model = tinker.model or base_model
@@ -311,3 +311,152 @@ def _own_loss(loss: MicroBatchLoss, settings: TrainingSettings) -> tuple[str, Ma
 
 def _micro_batch(live: list[TrainingSample], logprobs: Tensor, weights: Tensor) -> MicroBatch:
     return MicroBatch(live, logprobs, -logprobs.detach(), weights)
+
+
+Reduction = Literal["sum", "sequence-mean"]
+
+_ONE: Mapping[str, float] = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
+
+
+def policy_rows(items: Sequence[TrainingSample], factors: Sequence[Tensor], reduction: Reduction) -> list[DatumRow]:
+    """Rows for a policy gradient, so that the server's reduction gives the gradient of the whole batch.
+
+    Services add up the losses of all tokens (SkyRL: ``ppo_utils.py``). SkyRL's JAX back end divides those of a sequence
+    by the sum of its weights, and the gradient by the number of sequences since the last step (``backends/jax.py``):
+    there a token's weight is multiplied by both.
+    ``factors``: [K] of each sample, advantages with all weights in them.
+
+    The ratio is to ``TrainingSample.old``. Raises ``ExchangeError`` for samples that are not of temperature 1.
+    """
+    averaged = reduction == "sequence-mean"
+    made = []
+    for item, each in zip(items, factors, strict=True):
+        scale = len(item.positions) * len(items) if averaged else 1
+        changed = {
+            "logprobs": _spread(item, item.old),
+            "token_advantages": _spread(item, each * scale),
+            "token_temperatures": _spread(
+                item, torch.ones_like(each) if item.temperatures is None else item.temperatures
+            ),
+            "count": 1,  # the factors have it
+        }
+        made.append(item.sample.model_copy(update=changed))
+    return datums(made, weights=averaged)
+
+
+def likelihood_rows(
+    items: Sequence[TrainingSample], factors: Sequence[Tensor], reduction: Reduction
+) -> tuple[list[DatumRow], str, Mapping[str, float]]:
+    """Rows, loss and its options with the gradient of ``-sum(factor * logprob)``; factors ([K]) of any sign.
+
+    Where weights are divided by their own sum they cannot carry factors: there it is CISPO with a ratio clipped to 1.
+    """
+    rows = policy_rows(items, factors, reduction)
+    if reduction == "sequence-mean":
+        return rows, "cispo", _ONE
+    for row in rows:
+        inputs = row["loss_fn_inputs"]
+        row["loss_fn_inputs"] = {"target_tokens": inputs["target_tokens"], "weights": inputs["advantages"]}
+    return rows, "cross_entropy", {}
+
+
+def forward_rows(sequences: Sequence[Sequence[int]]) -> list[DatumRow]:
+    """Rows of which only the logprobs are wanted."""
+    return [
+        DatumRow(
+            model_input=[*ids[:-1]],
+            loss_fn_inputs={"target_tokens": [*ids[1:]], "weights": [1.0] * (len(ids) - 1)},
+        )
+        for ids in sequences
+    ]
+
+
+def trained_logprobs(items: Sequence[TrainingSample], answers: Sequence[Sequence[float]]) -> Tensor:
+    """[K]: those of the trained tokens, sample by sample; an answer begins with the second token of a sequence."""
+    pairs = zip(items, answers, strict=True)
+    return torch.tensor([answer[at - 1] for item, answer in pairs for at in item.positions])
+
+
+def _spread(item: TrainingSample, values: Tensor) -> tuple[float, ...]:
+    """[K] -> a value for each token; 0 where nothing is trained."""
+    whole = [0.0] * len(item.sample.input_ids)
+    for at, value in zip(item.positions, values.tolist(), strict=True):
+        whole[at] = value
+    return tuple(whole)
+
+
+_LOG = redacting_logger(__name__)
+
+_TOLERANCE = 0.05
+"""Of the ratio of two norms, which are equal but for rounding; another reduction moves it by a quarter at least."""
+
+
+def check_reduction(adapter: RemoteAdapter, items: Sequence[TrainingSample], reduction: Reduction) -> float | None:
+    """The ratio of the two norms, ``None`` where the server says no norms, which is logged.
+
+    One sequence, and the same one cut into two beside an equal one without advantages, have the same gradient, if the
+    server reduces as the rows were made for. Their norms are compared, on an adapter of the check's own, at a learning
+    rate of 0. ``items``: of the first batch. Raises ``TrainingError`` where the server reduces otherwise.
+    """
+    item = max(items, key=lambda each: len(each.positions))
+    ones = torch.ones(len(item.positions))
+    first = (torch.arange(len(ones)) < max(1, len(ones) // 2)).float()
+    parts = [first, ones - first] if len(ones) > 1 else [ones]
+    whole = _norm(adapter, [(item, ones)], reduction)
+    split = _norm(adapter, [*((_only(item, part), part[part > 0]) for part in parts), (item, ones * 0)], reduction)
+    if whole is None or split is None or not whole:
+        _LOG.warning(
+            "the server does not say the norm of a gradient, so that nothing shows whether it reduces by %r, as "
+            "[rl.tinker] reduction says",
+            reduction,
+        )
+        return None
+    ratio = split / whole
+    if abs(ratio - 1) > _TOLERANCE:
+        other = "sequence-mean" if reduction == "sum" else "sum"
+        raise TrainingError(
+            f'[rl.tinker] reduction = "{reduction}": the server reduces a batch otherwise (the norm of a gradient is '
+            f'{ratio:.2f} times what it should be); nothing was trained: set "{other}"'
+        )
+    return ratio
+
+
+def _norm(adapter: RemoteAdapter, parts: Sequence[tuple[TrainingSample, Tensor]], reduction: Reduction) -> float | None:
+    rows = policy_rows([item for item, _ in parts], [factors for _, factors in parts], reduction)
+    adapter.forward_backward(rows, "importance_sampling", {})
+    return adapter.step(StepOptions(learning_rate=0.0))
+
+
+def _only(item: TrainingSample, part: Tensor) -> TrainingSample:
+    """The same sequence with a part ([K], 0 or 1) of its trained tokens."""
+    kept = {at for at, own in zip(item.positions, part.tolist(), strict=True) if own}
+    mask = tuple(at in kept for at in range(len(item.sample.mask)))
+    cut = TrainingSample(item.sample.model_copy(update={"mask": mask, "spans": ()}), item.unit)
+    cut.temperatures = None if item.temperatures is None else item.temperatures[part > 0]
+    return cut
+
+
+_LARGEST = 16 << 30
+"""Bytes of one file: many times the largest adapter."""
+
+
+def write_adapter(archive: bytes, directory: Path, *, base_model: str) -> None:
+    """Write the two files of the adapter into ``directory``. Raises ``TrainingError`` for an archive without them."""
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            for member in tar:
+                name = member.name.rpartition("/")[2]
+                file = tar.extractfile(member) if member.isfile() and member.size <= _LARGEST else None
+                if name in (CONFIG_FILE, WEIGHTS_FILE) and file is not None:
+                    found[name] = file.read()
+        config, weights = json.loads(found[CONFIG_FILE]), load(found[WEIGHTS_FILE])
+    except (tarfile.TarError, EOFError, OSError, KeyError, ValueError, SafetensorError) as error:
+        raise TrainingError(f"what the Tinker service exported is no adapter: {describe(error)}") from error
+    modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in weights})
+    # SkyRL leaves the layers open, and names the base model by a folder of its own machine.
+    config |= {"target_modules": config.get("target_modules") or modules, "base_model_name_or_path": base_model}
+    config |= {"task_type": config.get("task_type") or "CAUSAL_LM"}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    (directory / WEIGHTS_FILE).write_bytes(found[WEIGHTS_FILE])

@@ -2,6 +2,8 @@
 
 OpenHands V1 runs beside Harbor, not in the task's image, which needs bash and coreutils; it asks the model from there,
 too, so that a trainer's endpoint need not be reached from the sandbox. Its tools work in the environment of the trial.
+
+The episode runs in another Python (``harbor_episode``), whose commands are run by Harbor's ``exec``.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ from harbor.environments.base import BaseEnvironment  # pyright: ignore[reportMi
 from harbor.models.agent.context import AgentContext  # pyright: ignore[reportMissingImports]
 
 import openhands_rl_plugin
-from openhands_rl_plugin.apps.rollout.episode_program import GRACE, run_program
-from openhands_rl_plugin.apps.rollout.program import SECRET, facts_of
-from openhands_rl_plugin.apps.rollout.pythons import checked_interpreter
-from openhands_rl_plugin.config.rollout import as_trainer_names, options_from_trainer
-from openhands_rl_plugin.contrib.trainers.harbor.bridge import directory_of, served
+from openhands_rl_plugin.apps.rollout.episode_program import (
+    GRACE,
+    SECRET,
+    checked_interpreter,
+    facts_of,
+    run_program,
+)
+from openhands_rl_plugin.config.rollout import options_from_trainer
+from openhands_rl_plugin.contrib.trainers.harbor_episode import directory_of, served
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.container import programs
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
@@ -36,10 +42,9 @@ from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRol
 FACTS = "openhands_rl"
 """Where the metadata of a trial has what the episode came to."""
 
-_PROGRAM = "openhands_rl_plugin.contrib.trainers.harbor.episode"
+_PROGRAM = "openhands_rl_plugin.contrib.trainers.harbor_episode"
 # Of suites, of their grading and of our own sandbox: Harbor's task, verifier and environment are in their place.
 _SAID = frozenset({"suite", "backend", "mirror", "cache", "network", "test_timeout"})
-_NAMES = ("agent.kwargs", "Harbor", _SAID)
 _OF_HARBOR = inspect.signature(BaseAgent.__init__).parameters.keys() | {"override_setup_timeout_sec"}
 _SECONDS = 60
 
@@ -79,7 +84,7 @@ class OpenHandsHarborAgent(BaseAgent):
         ours = {name: given.pop(name) for name in [*given] if name not in _OF_HARBOR}
         super().__init__(logs_dir, model_name, *args, **given)
         try:
-            options = options_from_trainer(ours, *_NAMES)
+            options = options_from_trainer(ours, "agent.kwargs", "Harbor", _SAID)
         except ConfigError as error:
             raise _Refused(str(error)) from error
         connection = self.model_connection
@@ -135,7 +140,7 @@ class OpenHandsHarborAgent(BaseAgent):
         played = await run_program(command, json.dumps(asked), key=self._key, seconds=self._seconds)
         if isinstance(played, str):
             kind = EpisodeInfrastructureError if played.startswith("infrastructure: ") else EpisodeFailedError
-            raise kind(as_trainer_names(played, *_NAMES))
+            raise kind(played)
         if self._details and played.off_policy:
             raise EpisodeFailedError(f"configuration: this episode is not to be trained on: {played.off_policy}")
         return played

@@ -1,7 +1,7 @@
-"""The Tinker API, by its own client, as the trainer needs it: forward and backward passes, steps, checkpoints.
+"""Training on a server of the Tinker API: ``[rl.tinker]``, the engine ``tinker``, and the service by its own client.
 
 The client (the package ``tinker``) is imported here only. It repeats requests that a server did not take for at most
-five minutes; every answer is waited for at most ``[rl.tinker] timeout``.
+five minutes; every response is waited for at most ``[rl.tinker] timeout``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,96 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 import httpx
+from pydantic import Field, model_validator
 
-from openhands_rl_plugin.contrib.trainers.tinker.settings import TinkerSettings
-from openhands_rl_plugin.core.errors import RLError, TrainingError, describe
+from openhands_rl_plugin.config.engines import ATTENTION, MLP, OURS_ALONE, Engine, Only
+from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
+from openhands_rl_plugin.core.servers.door import is_loopback
+from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.training.learn import PolicyTrainer
 from openhands_rl_plugin.training.packages import check_package
 from openhands_rl_plugin.trajectories.exchange.trainers.tinker import DatumRow
+
+HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+"""The address of the hosted service, as its own client has it."""
+
+
+class TinkerSettings(Settings):
+    """``[rl.tinker]``: the address of a server of the Tinker API, its base model, and how it adds up a batch."""
+
+    base_url: HttpUrl = Field(default="", description="server of the Tinker API; empty: the hosted service")
+    model: str = Field(default="", description="the base model by its name there; empty: [rl.serving] model")
+    api_key_env: VariableName = Field(
+        default="TINKER_API_KEY", description="NAME of the environment variable with the service's key"
+    )
+    reduction: Literal["sum", "sequence-mean"] = Field(
+        default="sum",
+        description="how the server reduces token losses; sequence-mean: SkyRL's JAX back end; checked at the start",
+    )
+    timeout: float = Field(default=900.0, gt=0, description="seconds for one answer of the service")
+
+    @model_validator(mode="after")
+    def _no_key_in_the_clear(self) -> Self:
+        parts = urlsplit(self.base_url)
+        if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
+            raise ValueError(
+                "base_url: http:// would send key and data in the clear to another machine; use https:// or a tunnel "
+                "to 127.0.0.1"
+            )
+        return self
+
+    @property
+    def address(self) -> str:
+        """Of the server, without a slash at the end."""
+        return self.base_url or HOSTED
+
+    def api_key(self, environ: Mapping[str, str] | None = None) -> str | None:
+        """The key, ``None`` where a server of one's own needs none. Raises ``ConfigError`` for the hosted service."""
+        if key := (os.environ if environ is None else environ).get(self.api_key_env):
+            return key
+        if self.base_url:
+            return None
+        raise ConfigError(
+            f"[rl.tinker] api_key_env: the environment variable {self.api_key_env} is not set; export it, or set "
+            "base_url to a server of your own"
+        )
+
+
+LIMITS = Engine(
+    # Versions whose protocol is known: older ones send JSON, which SkyRL 0.4 refuses.
+    requires="tinker>=0.25,<0.39",
+    title="the client of the Tinker API",
+    # The service answers with logprobs and nothing else.
+    lacks=(*OURS_ALONE, "gradient_checkpointing", "dtype", "keep_token_notes"),
+    only=(
+        # The service's own; a request cannot change it (thinkingmachines.ai/blog/lora, SkyRL's ``api.py``).
+        Only("lora_alpha", (32,), 'trains with lora_alpha = 32 only: set that, or engine = "local"'),
+        Only(
+            "target_modules",
+            (ATTENTION, MLP, (*ATTENTION, *MLP)),
+            f"adapts all of {', '.join(ATTENTION)}, all of {', '.join(MLP)}, or both: set target_modules to that, "
+            'or engine = "local"',
+        ),
+    ),
+    temperatures="1",
+    here=False,
+)
+
+
+def make_trainer(
+    training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None
+) -> PolicyTrainer:
+    """A trainer on the server of ``[rl.tinker]``. Raises ``ConfigError`` and ``TrainingError``."""
+    from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
+
+    return TinkerTrainer(training, settings.section("tinker", TinkerSettings), base_model, adapter=adapter)
+
 
 _TRIES = 3
 _KEYLESS = "tml-none"
@@ -49,54 +131,6 @@ class NewAdapter:
     seed: int
     attention: bool
     mlp: bool
-
-
-class RemoteAdapter(Protocol):
-    """One adapter and its optimiser at a service. Every method raises ``TrainingError``."""
-
-    def forward(self, rows: Sequence[DatumRow]) -> list[list[float]]:
-        """The logprobs of the target tokens of each row."""
-        ...
-
-    def forward_backward(self, rows: Sequence[DatumRow], loss: str, config: Mapping[str, float]) -> list[list[float]]:
-        """The same, and the gradient of the loss is added to that since the last step."""
-        ...
-
-    def step(self, options: StepOptions) -> float | None:
-        """One step with the gradient, which is zero afterwards. Its L2 norm, where the server says it."""
-        ...
-
-    def save(self, name: str) -> str:
-        """The path of a checkpoint of weights and optimiser."""
-        ...
-
-    def export(self, name: str) -> bytes:
-        """The adapter in PEFT's format, as a tar file."""
-        ...
-
-    def close(self) -> None:
-        """Give its place at the server back; what was not saved is lost. Never raises."""
-        ...
-
-
-class Service(Protocol):
-    """A server of the Tinker API. Every method raises ``TrainingError``."""
-
-    def models(self) -> tuple[str, ...]:
-        """The names of the base models that it trains; empty where it does not say."""
-        ...
-
-    def checkpoint(self, path: str) -> tuple[str, int | None]:
-        """The base model and the rank of a checkpoint."""
-        ...
-
-    def create(self, wanted: NewAdapter) -> RemoteAdapter:
-        """A fresh adapter."""
-        ...
-
-    def open(self, path: str, *, optimizer: bool) -> RemoteAdapter:
-        """An adapter with the weights of a checkpoint, and its optimiser's state where that is wanted."""
-        ...
 
 
 class TinkerService:
@@ -139,7 +173,7 @@ class TinkerService:
                 train_mlp=wanted.mlp,
                 train_unembed=False,
             )
-        return _Adapter(self._tinker, made, self._settings)
+        return RemoteAdapter(self._tinker, made, self._settings)
 
     def open(self, path: str, *, optimizer: bool) -> RemoteAdapter:
         """With or without the moments."""
@@ -148,10 +182,12 @@ class TinkerService:
             if optimizer:
                 make = self._client.create_training_client_from_state_with_optimizer
             made = make(path)
-        return _Adapter(self._tinker, made, self._settings)
+        return RemoteAdapter(self._tinker, made, self._settings)
 
 
-class _Adapter:
+class RemoteAdapter:
+    """One adapter and its optimiser at a service. Every method raises ``TrainingError``."""
+
     def __init__(self, tinker: Any, client: Any, settings: TinkerSettings) -> None:
         self._tinker = tinker
         self._client = client

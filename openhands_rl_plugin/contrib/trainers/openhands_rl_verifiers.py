@@ -3,6 +3,6 @@
 Installed as a module of its own, because verifiers finds top-level modules only.
 """
 
-from openhands_rl_plugin.contrib.trainers.verifiers.plugin import OpenHandsEnv, OpenHandsHarness, OpenHandsTaskset
+from openhands_rl_plugin.contrib.trainers.verifiers import OpenHandsEnv, OpenHandsHarness, OpenHandsTaskset
 
 __all__ = ["OpenHandsEnv", "OpenHandsHarness", "OpenHandsTaskset"]

@@ -1,1 +1,0 @@
-"""OpenHands as the generator of SkyRL 0.4 train, in the Python that has both."""

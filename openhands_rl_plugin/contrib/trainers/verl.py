@@ -1,0 +1,191 @@
+"""OpenHands as an agent loop of verl 0.9's V1 trainer. Imported by the Python that has verl; OpenHands is in another.
+
+verl's servers take and give token ids, so a chat endpoint over them is opened on loopback, with a key for each episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram, check_release
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError
+from openhands_rl_plugin.models.generator.sampling import SampledToken
+from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation
+from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS
+from openhands_rl_plugin.models.server.formatting import Formatter, usage
+from openhands_rl_plugin.models.server.http import json_response
+from openhands_rl_plugin.models.server.prompts import PromptRenderer
+from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
+from openhands_rl_plugin.models.server.responses import ChatCompletionResponse, new_id
+from openhands_rl_plugin.trajectories.exchange.trainers.verl import agent_loop_rows
+
+check_release("verl", "0.9")
+from verl.experimental.agent_loop.agent_loop import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    AgentLoopBase,
+    AgentLoopOutput,
+)
+
+MODEL = "policy"
+TASK = "task"
+"""The column of the data set with the task: an id of a suite, or a whole row as JSON."""
+
+type Sample = Callable[[tuple[int, ...], int], Awaitable[Any]]
+"""Prompt ids and the most tokens -> verl's ``TokenOutput`` (``token_ids``, ``log_probs``, ``stop_reason``)."""
+
+
+class _Episode(NamedTuple):
+    sample: Sample
+    loop: asyncio.AbstractEventLoop
+    renderer: PromptRenderer
+    tokenizer: Any
+
+
+class PolicyEndpoint:
+    """One server for all episodes of this process. Every episode has a key of its own, which is all that it knows."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, _Episode] = {}
+        self._running = ExitStack()
+        self._url = ""
+
+    @contextmanager
+    def open(self, sample: Sample, tokenizer: Any, max_model_len: int) -> Iterator[tuple[str, str]]:
+        """Within it an episode's model is ``sample``, in this event loop; yields the endpoint's base URL and key.
+
+        ``max_model_len``: tokens of prompt and completion together.
+        """
+        if not self._url:
+            routes = [
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+            ]
+            app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+            listener = self._running.enter_context(listening("127.0.0.1", 0))
+            self._url = self._running.enter_context(serving(app, listener, lifespan="off"))
+        key = secrets.token_urlsafe(24)
+        renderer = PromptRenderer(tokenizer, max_model_len, None)
+        self._episodes[key] = _Episode(sample, asyncio.get_running_loop(), renderer, tokenizer)
+        try:
+            yield f"{self._url}/v1", key
+        finally:
+            del self._episodes[key]
+
+    def _episode(self, request: Request) -> _Episode:
+        found = self._episodes.get(request.headers.get("authorization", "").removeprefix("Bearer "))
+        if found is None:
+            raise NotFound("no episode has this key")
+        return found
+
+    async def _models(self, request: Request) -> Response:
+        self._episode(request)
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "verl"}]})
+
+    async def _chat(self, request: Request) -> Response:
+        sample, loop, renderer, tokenizer = self._episode(request)
+        body = ChatCompletionRequest.model_validate_json(await request.body())
+        ids = await asyncio.to_thread(renderer.chat, body)
+        asked = body.max_completion_tokens or body.max_tokens
+        most = renderer.params(body, prompt_len=len(ids), max_tokens=asked, top_logprobs=None).max_tokens
+
+        async def sampled() -> Any:
+            # What this request has of sampling is verl's to set; its length is the episode's.
+            return await sample(ids, most)
+
+        output = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sampled(), loop))
+        if output.stop_reason == "aborted" or not output.token_ids:
+            raise Overloaded("verl's server gave up the request")
+        if output.log_probs is None or len(output.log_probs) != len(output.token_ids):
+            raise ServingError("verl's server gave no logprobs")
+        tokens = zip(output.token_ids, output.log_probs, strict=True)
+        generation = Generation(
+            prompt_ids=ids,
+            sampled=tuple(SampledToken(token=token, logprob=logprob, top=()) for token, logprob in tokens),
+            text=tokenizer.decode(output.token_ids, skip_special_tokens=True),
+            finish_reason=FinishReason.LENGTH if len(output.token_ids) >= most else FinishReason.STOP,
+            stop_reason=None,
+            prompt=None,
+            cached_tokens=0,
+            adapter=None,
+        )
+        choice = Formatter(tokenizer).chat_choice(
+            0, generation, logprobs=True, token_ids=True, tools=bool(body.tools) and body.tool_choice != "none"
+        )
+        return json_response(
+            ChatCompletionResponse(
+                id=new_id("chatcmpl"),
+                model=MODEL,
+                choices=[choice],
+                usage=usage([generation], 1),
+                prompt_logprobs=None,
+                prompt_token_ids=list(ids),
+            )
+        )
+
+
+_ENDPOINT = PolicyEndpoint()
+
+
+class OpenHandsAgentLoop(AgentLoopBase):
+    """Rolls out the task of a row by ``openhands-rl rollout``, in the Python that ``OPENHANDS_RL_PYTHON`` names.
+
+    ``options``: those of the command, with underscores. ``tries``, ``store``: see ``EpisodeProgram``. Raises
+    ``ConfigError`` for what would be trained wrongly.
+    """
+
+    def __init__(
+        self, *args: Any, options: Mapping[str, Any] | None = None, tries: int = 2, store: str = "", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._program = EpisodeProgram(
+            options or {}, where="options", trainer="verl", said=frozenset({"temperature"}), tries=tries, store=store
+        )
+        if not self.config.trainer.get("use_v1", False):
+            raise ConfigError("set trainer.use_v1=True: the other trainer has no place for an episode that failed")
+        for name, neutral in (("top_p", (1,)), ("top_k", (-1, 0))):
+            if (given := self.rollout_config.get(name, neutral[0])) not in neutral:
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.{name}={given}: logprobs are then not the policy's; leave it out"
+                )
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
+        """One ``AgentLoopOutput`` a segment. Raises ``InfrastructureError`` for a failed episode: verl then drops the
+        prompt, and nothing is trained on a reward that nobody gave."""
+        task = row.get(TASK) or (row.get("extra_info") or {}).get(TASK)
+        if not isinstance(task, str) or not task:
+            raise ConfigError(f"the data set needs a column {TASK!r}, with an id of a suite or a row as JSON")
+        sizes = self.rollout_config
+        longest = sizes.get("max_model_len") or sizes.prompt_length + sizes.response_length
+        temperature = float(sampling_params.get("temperature", 1.0))
+        name = uuid.uuid4().hex  # the same server for all turns, which has their prefix
+
+        async def sample(ids: tuple[int, ...], most: int) -> Any:
+            asked = {**sampling_params, "logprobs": True, "max_tokens": most}
+            return await self.server_manager.generate(name, prompt_ids=list(ids), sampling_params=asked)
+
+        with _ENDPOINT.open(sample, self.tokenizer, longest) as (url, key):
+            played = await self._program.play(task, url, MODEL, key=key, temperature=temperature)
+        if isinstance(played, str):
+            raise InfrastructureError(f"{task[:80]}: {played}")
+        if played.off_policy:
+            raise ConfigError(f"completions that are no samples of the policy cannot be trained: {played.off_policy}")
+        rows = agent_loop_rows(
+            played,
+            longest_prompt=sizes.prompt_length,
+            longest_response=sizes.response_length,
+            temperature=temperature,
+        )
+        # verl copies it from the last output to the others, and expects it there.
+        more = {"reward_extra_info": {}}
+        return [AgentLoopOutput(**{**each, "extra_fields": {**each["extra_fields"], **more}}) for each in rows]

@@ -1,0 +1,649 @@
+"""Classes with ``reset`` and ``step`` that live in this process: ``GymEpisode``, and Gymnasium's environments."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import json
+import math
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue
+
+from openhands_rl_plugin.core.errors import (
+    BadEnvironmentError,
+    CaughtFailure,
+    ConfigError,
+    EpisodeError,
+    InfrastructureError,
+    MissingExtraError,
+    RLError,
+    boundary,
+    describe,
+)
+from openhands_rl_plugin.core.judgements import SuccessRule
+from openhands_rl_plugin.core.protocols import EnvInfo
+from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Message, Observation, Task
+from openhands_rl_plugin.environments.http.client import RefusedActionError, episode_index
+from openhands_rl_plugin.environments.http.opening import opening_messages
+from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
+
+WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
+
+
+class GymOptions(Frozen):
+    """Options of all libraries.
+
+    ``id``: the library's name of the environment (default: what follows the slash in ``env_name``). ``arguments`` are
+    those of its constructor. ``timeout`` is in seconds and bounds every call.
+
+    ``fork``: how a search copies an episode. "copy" makes a deep copy, for classes whose state is in their attributes;
+    "replay" executes the actions again in a new episode of the same seed and compares every observation; "auto" copies
+    where that is known to be safe and replays elsewhere; "none" refuses.
+    """
+
+    id: str = ""
+    arguments: JsonObject = Field(default_factory=dict)
+    timeout: float = Field(default=60.0, gt=0)
+    fork: Literal["auto", "copy", "replay", "none"] = "auto"
+
+
+class TextGymOptions(GymOptions):
+    """``react_format``, ``system_prompt`` and ``action_language`` are as for servers (``HttpEnvironmentOptions``)."""
+
+    react_format: bool = True
+    system_prompt: str | None = None
+    action_language: str | None = None
+
+    def opening(self, task: Task, state: str, actions: str) -> tuple[Message, ...]:
+        """The messages that open an episode."""
+        language = actions if self.action_language is None else self.action_language
+        return opening_messages(
+            task, state, react_format=self.react_format, actions=language, system_prompt=self.system_prompt
+        )
+
+    def action_in(self, answer: Message) -> str:
+        """The action in a model's answer. Raises ``RefusedActionError``."""
+        parsed = parse_react(answer.content) if self.react_format else parse_plain(answer.content)
+        if parsed.action is None:
+            raise RefusedActionError(parsed.error or "Invalid action.")
+        return parsed.action
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What ``reset`` or ``step`` returned, as messages for the model. ``info`` is JSON."""
+
+    messages: tuple[Message, ...]
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: JsonValue = field(default=None, compare=False)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no action can follow."""
+        return self.terminated or self.truncated
+
+
+class GymEpisode(ABC):
+    """Base class; implements ``core.protocols.Environment`` and ``Forkable``.
+
+    A subclass implements ``open``, ``act`` and ``shut``, which are synchronous, run in a thread and may raise anything.
+    A malformed action is told to the model, takes a step and has reward 0; the environment is not stepped.
+    """
+
+    Options: ClassVar[type[GymOptions]] = GymOptions
+    library: ClassVar[str]
+
+    def __init__(self, options: GymOptions | None = None) -> None:
+        """Raises ``MissingExtraError`` where the library is not installed."""
+        module = self.library.replace("-", "_")
+        if find_spec(module) is None:
+            raise MissingExtraError(self.library, self.library)
+        self.options = options or self.Options()
+        self.name = self.library
+        self._task: Task | None = None
+        self._steps: list[tuple[str | None, Seen]] = []
+        self._opening: Seen | None = None
+        self._last: Seen | None = None
+        self._lost = self._closed = False
+        self._one_at_a_time = asyncio.Lock()
+
+    @abstractmethod
+    def open(self, name: str, task: Task) -> Seen:
+        """Make the environment ``name`` and start the episode of ``task``; called once."""
+
+    @abstractmethod
+    def act(self, action: str) -> Seen:
+        """Execute one action. Raises ``RefusedActionError`` for an invalid one."""
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Release the environment; also called after ``open`` failed."""
+
+    def read(self, answer: Message) -> str:
+        """The action in a model's answer. Raises ``RefusedActionError``. Default: the whole text."""
+        return answer.content or ""
+
+    @property
+    def copies_safely(self) -> bool:
+        """Whether a deep copy is known to be independent and complete."""
+        return False
+
+    def copied(self) -> dict[str, Any]:
+        """The attributes of a copy of this episode: a deep copy of the running environment and what belongs to it."""
+        raise NotImplementedError
+
+    def final(self) -> JsonObject:
+        """Further evidence, gathered from the environment before it is closed."""
+        return {}
+
+    @property
+    def info(self) -> EnvInfo:
+        """How many actions a fork replays; none for a copy."""
+        return EnvInfo(fork_steps=0 if self._by_copy() else sum(action is not None for action, _ in self._steps))
+
+    async def reset(self, task: Task) -> Observation:
+        """Open the episode of ``task``. Raises ``BadEnvironmentError`` where the library has no such environment."""
+        if self._task is not None or self._closed:
+            raise RuntimeError("an environment runs one episode: make a new one")
+        self._task = task
+        name = self.options.id or task.environment.partition("/")[2]
+        if not name:
+            raise BadEnvironmentError(
+                f"{self.library} needs the name of an environment: write it after a slash, as in "
+                f'env_name = "{self.library}/NAME", or as id in [rl.environment]'
+            )
+        self.name = f"{self.library}/{name}"
+        seen = await self._call(lambda: _checked(self.open(name, task), self.name), "reset")
+        self._opening = self._last = seen
+        return _observation(seen)
+
+    async def step(self, action: Message) -> Observation:
+        """Execute one model response."""
+        if self._last is None:
+            raise RuntimeError("no episode is open: reset did not succeed")
+        if self._last.ended:
+            raise RuntimeError("the episode has ended")
+        try:
+            text = self.read(action)
+            seen = await self._execute(text)
+        except RefusedActionError as refused:
+            said = Seen((Message(role="user", content=str(refused)),))
+            self._steps.append((None, said))
+            return _observation(said)
+        self._steps.append((text, seen))
+        self._last = seen
+        return _observation(seen)
+
+    async def fork(self) -> Self:
+        """An independent copy of the open episode.
+
+        Raises ``BadEnvironmentError`` where it cannot be copied, or a replay is answered differently.
+        """
+        if self._task is None or self._opening is None or self._closed:
+            raise RuntimeError("only an open episode can be forked")
+        if self.options.fork == "none":
+            raise BadEnvironmentError(f"{self.name} is not forked, as [rl.environment] fork says; {WITHOUT_FORKS}")
+        twin = type(self)(self.options)
+        try:
+            if self._by_copy():
+                await self._call(lambda: self._copy(twin), "copy")
+            else:
+                await self._replay_in(twin)
+        except BaseException:
+            with suppress(EpisodeError):
+                await twin.close()
+            raise
+        twin.name, twin._task, twin._opening = self.name, self._task, self._opening
+        twin._steps, twin._last = list(self._steps), self._last
+        return twin
+
+    async def evidence(self) -> JsonObject:
+        """Final state, return, rewards and how the episode ended; empty when it never began."""
+        if self._last is None or self._task is None:
+            return {}
+        rewards: list[JsonValue] = [seen.reward for _, seen in self._steps]
+        return {
+            "idx": self._task.data.get("idx"),
+            "final_state": "\n\n".join(message.content or "" for message in self._last.messages),
+            "return": sum(seen.reward for _, seen in self._steps),
+            "rewards": rewards,
+            "steps": len(self._steps),
+            "malformed": sum(action is None for action, _ in self._steps),
+            "done": self._last.ended,
+            "truncated": self._last.truncated,
+            "info": self._last.info,
+            **(await self._call(lambda: plain_object(self.final()), "evidence") if not self._lost else {}),
+        }
+
+    async def close(self) -> None:
+        """Release the environment; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._task is not None and not self._lost:
+            await self._call(self.shut, "close")
+
+    def _by_copy(self) -> bool:
+        return self.options.fork == "copy" or (self.options.fork == "auto" and self.copies_safely)
+
+    def _copy(self, twin: Self) -> None:
+        try:
+            for name, value in self.copied().items():
+                setattr(twin, name, value)
+        except (TypeError, ValueError, AttributeError, copy.Error, NotImplementedError) as error:
+            raise BadEnvironmentError(
+                f'{self.name} cannot be copied ({error}): set fork = "replay" in [rl.environment], or {WITHOUT_FORKS}'
+            ) from error
+
+    async def _replay_in(self, twin: Self) -> None:
+        assert self._task is not None
+        await twin.reset(self._task)
+        same = twin._opening == self._opening
+        for action, seen in list(self._steps):
+            if action is not None:
+                same = same and await twin._execute(action) == seen
+        if not same:
+            raise BadEnvironmentError(
+                f"{self.name} cannot be forked: it answered the same actions differently the second time; "
+                f"{WITHOUT_FORKS}"
+            )
+
+    async def _execute(self, action: str) -> Seen:
+        return await self._call(lambda: _checked(self.act(action), self.name), "step")
+
+    async def _call[T](self, call: Callable[[], T], what: str) -> T:
+        async with self._one_at_a_time:
+            if self._lost:
+                raise InfrastructureError(f"{self.name} still executes an earlier call, which took too long")
+            # Until the call has returned, the environment is in another thread's hands: after a timeout, for ever.
+            self._lost = True
+            result = await off_loop(lambda: _outcome(call), f"{self.name}.{what}", self.options.timeout)
+            self._lost = False
+        if isinstance(result, EpisodeError):
+            raise result
+        return result
+
+
+def _outcome[T](call: Callable[[], T]) -> T | EpisodeError:
+    """The result of foreign code, or its failure: either way the call has returned."""
+    try:
+        with boundary(FailureKind.ENVIRONMENT, "environment"):
+            return call()
+    except CaughtFailure as caught:
+        cause = caught.__cause__
+        return cause if isinstance(cause, EpisodeError) else caught
+
+
+def _checked(seen: Seen, name: str) -> Seen:
+    if not seen.messages and not seen.ended:
+        raise BadEnvironmentError(f"{name} answered no observation although the episode goes on")
+    return seen
+
+
+def _observation(seen: Seen) -> Observation:
+    return Observation(messages=seen.messages, reward=seen.reward, terminated=seen.terminated, truncated=seen.truncated)
+
+
+def number(reward: object, name: str) -> float:
+    """A reward. Raises ``BadEnvironmentError`` for one that is missing or no finite number: it is never taken as 0."""
+    try:
+        value = None if reward is None or isinstance(reward, str) else float(reward)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        value = None
+    if value is None or not math.isfinite(value):
+        raise BadEnvironmentError(f"{name} returned the reward {reward!r:.80}, which is no finite number")
+    return value
+
+
+def plain(value: Any) -> JsonValue:
+    """Any value as JSON: arrays and tuples as lists, what JSON does not have as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value if type(value) in (type(None), bool, int, float, str) else json.loads(json.dumps(value))
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    if hasattr(value, "tolist"):  # arrays and numbers of NumPy
+        return plain(value.tolist())
+    return str(value)
+
+
+def plain_object(value: Any) -> JsonObject:
+    """A mapping as JSON; empty for anything else."""
+    found = plain(value)
+    return found if isinstance(found, dict) else {}
+
+
+def load_function(option: str, name: str) -> Callable[..., Any]:
+    """The function that an option names as ``"module:function"``. Raises ``ConfigError``."""
+    module, colon, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute) if colon else None
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{option} = {name!r} cannot be loaded: {describe(error)}") from error
+    if not callable(found):
+        raise ConfigError(f'{option} = {name!r}: give "module:function"')
+    return found
+
+
+async def off_loop[T](call: Callable[[], T], what: str, seconds: float) -> T:
+    """The result of ``call``, made in a thread of its own.
+
+    Raises ``EpisodeError`` for whatever ``call`` raises, and ``InfrastructureError`` after ``seconds``: the thread then
+    goes on by itself, because Python cannot end it, so what it works on must not be used again.
+    """
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # so that nobody cancels it before the thread ends
+
+    def run() -> None:
+        try:
+            with boundary(FailureKind.ENVIRONMENT, what):
+                result = call()
+        except RLError as error:
+            done.set_exception(error)
+        except SystemExit as error:
+            done.set_exception(BadEnvironmentError(f"{what} asked its process to end: {describe(error)}"))
+        else:
+            done.set_result(result)
+
+    # A daemon, so that a call that hangs does not keep the process from ending.
+    threading.Thread(target=run, name=what, daemon=True).start()
+    try:
+        async with asyncio.timeout(seconds):
+            return await asyncio.wrap_future(done)
+    except TimeoutError as error:
+        raise InfrastructureError(
+            f"{what} did not return within {seconds:g} s: raise timeout in [rl.environment], or mend the environment"
+        ) from error
+
+
+_COLOURED = re.compile(r"\x1b\[[\d;]*[1-9][\d;]*m(.*?)\x1b\[0?m", re.DOTALL)
+_MOST_CHARACTERS = 128
+_ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
+
+
+class ActionSpace:
+    """The actions of a space, with ``names`` for those of a ``Discrete`` one, in their order."""
+
+    def __init__(self, space: Any, names: Sequence[str] = ()) -> None:
+        self._space = space
+        self._kind = type(space).__name__
+        start = int(getattr(space, "start", 0)) if self._kind == "Discrete" else 0
+        self._first, self._count = start, int(space.n) if self._kind == "Discrete" else 0
+        self._names = {name.lower(): start + at for at, name in enumerate(names[: self._count])}
+
+    def language(self) -> str:
+        """The description for the prompt."""
+        if self._kind == "Discrete":
+            if self._names:
+                return ", ".join(f"{name} ({value})" for name, value in self._names.items())
+            return f"a whole number from {self._first} to {self._first + self._count - 1}"
+        if self._kind == "Text":
+            characters = "".join(sorted(self._space.character_set))[:_MOST_CHARACTERS]
+            return f"a text of {self._space.min_length} to {self._space.max_length} of the characters {characters!r}"
+        return f"JSON of an element of {self._space}"
+
+    def read(self, text: str) -> Any:
+        """The element that ``text`` names. Raises ``RefusedActionError``, which describes the actions."""
+        text = text.strip()
+        if self._kind == "Text":
+            action: Any = text
+        elif self._kind == "Discrete":
+            action = self._names.get(text.lower().strip("\"'.!"), _whole(text))
+        else:
+            action = _element(self._space, _json(text))
+        if action is None or not self._space.contains(action):
+            raise RefusedActionError(f"Invalid action: it must be {self.language()}.")
+        return action
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[+-]?\d{1,18}", text) else None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _element(space: Any, value: Any) -> Any:
+    """JSON as a value of ``space``: arrays where it has them, tuples and mappings part by part."""
+    kind = type(space).__name__
+    if kind == "Dict" and isinstance(value, dict) and value.keys() == space.spaces.keys():
+        return {name: _element(part, value[name]) for name, part in space.spaces.items()}
+    if kind == "Tuple" and isinstance(value, list) and len(value) == len(space.spaces):
+        return tuple(_element(part, each) for part, each in zip(space.spaces, value, strict=True))
+    if kind in ("Discrete", "Text"):
+        return value
+    if getattr(space, "shape", None) is not None and isinstance(value, list | int | float):
+        import numpy
+
+        try:
+            found = numpy.asarray(value)
+            # A fraction that an integer space would cut off is no element of it.
+            kept = found.astype(space.dtype)
+            return kept if (kept.shape == space.shape and (kept == found).all()) or space.dtype.kind == "f" else None
+        except (TypeError, ValueError, OverflowError):
+            return None
+    return None
+
+
+def as_text(value: Any) -> str:
+    """An observation: text as it is, a mapping with one line a part, anything else as JSON."""
+    found = plain(value)
+    if isinstance(found, str):
+        return found
+    if isinstance(found, dict):
+        return "\n".join(f"{name}: {as_text(each)}" for name, each in found.items())
+    return json.dumps(found, ensure_ascii=False)
+
+
+def without_colours(drawing: str) -> str:
+    """A drawing for terminals as plain text: what is coloured, such as the player's cell, is put in brackets."""
+    return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawing)).strip("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class GymnasiumPreset:
+    """``goal`` is the task for the model, ``actions`` are the names of a ``Discrete`` space in its order, and ``words``
+    says what an observation and its info mean. ``success`` is when an episode is one."""
+
+    goal: str = ""
+    actions: tuple[str, ...] = ()
+    words: Callable[[Any, dict[str, Any]], str] | None = None
+    success: SuccessRule = field(default_factory=SuccessRule)
+
+
+def preset_of(name: str) -> GymnasiumPreset:
+    """The preset of an environment's id, whatever its version and module; an empty one for others."""
+    bare = name.rpartition(":")[2].rpartition("/")[2]
+    found = next((preset for prefix, preset in PRESETS.items() if bare.startswith(prefix)), None)
+    return found or GymnasiumPreset()
+
+
+def _blackjack(observation: Any, info: dict[str, Any]) -> str:
+    hand, dealer, ace = (int(each) for each in observation)
+    return f"Your hand counts {hand}{' with an ace counted as 11' if ace else ''}. The dealer shows {dealer}."
+
+
+def _cell(observation: Any, info: dict[str, Any]) -> str:
+    return f"You are in cell {int(observation)} (cells are numbered row by row from the upper left, from 0)."
+
+
+# Each move costs; only the goal ends these.
+_AT_THE_GOAL = SuccessRule(at=None, ended=True)
+# 1 - 0.9 x steps / limit at the goal, else 0 or less.
+_MINIGRID_GOAL = SuccessRule(at=0.1)
+
+PRESETS: dict[str, GymnasiumPreset] = {
+    "FrozenLake": GymnasiumPreset(
+        "Walk from the start S to the goal G over frozen cells F. A hole H ends the episode. The cell in brackets is "
+        "yours. Where the ice is slippery you may slide to a side.",
+        ("left", "down", "right", "up"),
+        _cell,
+    ),
+    "CliffWalking": GymnasiumPreset(
+        "Walk to the cell T in as few moves as you can: each costs 1. A step onto the cliff C costs 100 and puts you "
+        "back to the start. x is you.",
+        ("up", "right", "down", "left"),
+        _cell,
+        _AT_THE_GOAL,
+    ),
+    "Taxi": GymnasiumPreset(
+        "Drive to the passenger, pick them up, drive to their destination and drop them off. R, G, Y and B are the "
+        "stops, | is a wall; the taxi, the passenger and the destination are in brackets.",
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+        lambda observation, info: f"State {int(observation)}.",
+        _AT_THE_GOAL,
+    ),
+    "Blackjack": GymnasiumPreset(
+        "Beat the dealer: come closer to 21 without going over it.",
+        ("stick", "hit"),
+        _blackjack,
+    ),
+    "MiniGrid": GymnasiumPreset("Do what the mission says.", success=_MINIGRID_GOAL),
+    "BabyAI": GymnasiumPreset("Do what the mission says.", success=_MINIGRID_GOAL),
+}
+
+
+class GymnasiumOptions(TextGymOptions):
+    """``id`` is one of ``gymnasium.make``, also ``"module:Name-v0"``; a task's number is the seed of ``reset``, and its
+    row, ``data["row"]``, the ``options`` of ``reset``.
+
+    ``formatter`` is ``"module:function"`` of your own, called with observation and info, whose text is shown. By
+    default the observation is, and the drawing (``render_mode = "ansi"``) where there is one. ``action_names`` name
+    the actions of a ``Discrete`` space in their order.
+    """
+
+    formatter: str = ""
+    action_names: tuple[str, ...] = ()
+
+
+class GymnasiumEnvironment(GymEpisode):
+    """``reset(seed)`` and ``step`` of one environment; ``terminated`` and ``truncated`` are its own.
+
+    Observations become text, texts become actions (``gyms.spaces``). Popular environments have presets: goals, names of
+    actions, and words for observations.
+    """
+
+    Options: ClassVar[type[GymOptions]] = GymnasiumOptions
+    library = "gymnasium"
+
+    def __init__(self, options: GymnasiumOptions | None = None) -> None:
+        super().__init__(options)
+        self._settings = options or GymnasiumOptions()
+        self._env: Any = None
+        self._actions: ActionSpace | None = None
+        self._words: Callable[[Any, dict[str, Any]], str] | None = None
+
+    @classmethod
+    def success_rule(cls, name: str) -> SuccessRule:
+        """When an episode of ``name`` is a success, by its preset; else a return of at least 1."""
+        return preset_of(name).success
+
+    def open(self, name: str, task: Task) -> Seen:
+        """``make`` and ``reset(seed=...)``."""
+        seed, row, preset = episode_index(task), task.data.get("row"), preset_of(name)
+        self._words = load_function("formatter", self._settings.formatter) if self._settings.formatter else preset.words
+        self._env = self._make(name)
+        names = self._settings.action_names or preset.actions or _own_names(self._env)
+        self._actions = ActionSpace(self._env.action_space, names)
+        found = self._env.reset(seed=seed, options=row)
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+            raise BadEnvironmentError(f"{self.name}: reset must return (observation, info), as in Gymnasium 1.0")
+        described = task if task.instruction else task.model_copy(update={"instruction": preset.goal})
+        state = self._shown(*found)
+        return Seen(self._settings.opening(described, state, self._actions.language()), info=plain(found[1]))
+
+    def act(self, action: str) -> Seen:
+        """``step``."""
+        assert self._actions is not None
+        found = self._env.step(self._actions.read(action))
+        if not isinstance(found, tuple) or len(found) != 5 or not isinstance(found[4], dict):
+            raise BadEnvironmentError(
+                f"{self.name}: step must return (observation, reward, terminated, truncated, info), not "
+                f"{len(found) if isinstance(found, tuple) else type(found).__name__} values: wrap an environment of "
+                "old Gym with shimmy"
+            )
+        observation, reward, terminated, truncated, info = found
+        return Seen(
+            (Message(role="user", content=self._shown(observation, info)),),
+            number(reward, self.name),
+            bool(terminated),
+            bool(truncated),
+            plain(info),
+        )
+
+    def shut(self) -> None:
+        """``close``."""
+        if self._env is not None:
+            self._env.close()
+
+    def read(self, answer: Message) -> str:
+        """The action in a model's text, by ``react_format``."""
+        return self._settings.action_in(answer)
+
+    @property
+    def copies_safely(self) -> bool:
+        """Gymnasium's own text environments keep all of their state in attributes."""
+        return type(getattr(self._env, "unwrapped", None)).__module__.startswith("gymnasium.envs.toy_text.")
+
+    def copied(self) -> dict[str, Any]:
+        """A deep copy, which has its own random generator in the same state."""
+        return {"_env": copy.deepcopy(self._env), "_actions": self._actions, "_words": self._words}
+
+    def final(self) -> JsonObject:
+        """The ``id`` and its arguments."""
+        spec = getattr(self._env, "spec", None)
+        return {
+            "environment": {"id": getattr(spec, "id", self.name), "arguments": plain_object(self.options.arguments)}
+        }
+
+    def _make(self, name: str) -> Any:
+        import gymnasium
+
+        arguments: dict[str, Any] = dict(self.options.arguments)
+        try:
+            env = gymnasium.make(name, disable_env_checker=True, **arguments)
+            drawn = "ansi" in env.metadata.get("render_modes", ()) and not self._settings.formatter
+            if drawn and "render_mode" not in arguments:
+                env.close()
+                env = gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **arguments)
+            return env
+        except (gymnasium.error.Error, ImportError, TypeError, AttributeError) as error:
+            raise BadEnvironmentError(
+                f"{self.name} cannot be made: {describe(error)}; correct the name, install the package that registers "
+                'it and write "module:Name-v0", or correct arguments in [rl.environment]'
+            ) from error
+
+    def _shown(self, observation: Any, info: dict[str, Any]) -> str:
+        text = self._words(observation, info) if self._words is not None else as_text(observation)
+        if not isinstance(text, str):
+            raise BadEnvironmentError(
+                f"the formatter {self._settings.formatter} returned {type(text).__name__}, no text"
+            )
+        drawing = without_colours(str(self._env.render())) if self._env.render_mode == "ansi" else ""
+        return "\n".join(part for part in (text, drawing) if part) or "(no observation)"
+
+
+def _own_names(env: Any) -> tuple[str, ...]:
+    """The names of an environment that has an enumeration of its actions (MiniGrid), in the order of their values."""
+    actions = getattr(env.unwrapped, "actions", None)
+    members = getattr(actions, "__members__", None)
+    return tuple(members) if members and [int(each) for each in members.values()] == [*range(len(members))] else ()
