@@ -47,7 +47,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
         "gymnasium": "openhands_rl_plugin.environments.gyms:GymnasiumEnvironment",
-        "openenv": "openhands_rl_plugin.environments.openenv.client:OpenEnvClient",
+        "openenv": "openhands_rl_plugin.environments.openenv:OpenEnvClient",
         "tools": "openhands_rl_plugin.environments.tools.environment:ToolEnvironment",
         "web": "openhands_rl_plugin.environments.http.client:WebEnvClient",
         "webshop": "openhands_rl_plugin.environments.http.client:WebEnvClient",

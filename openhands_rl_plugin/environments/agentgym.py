@@ -13,9 +13,9 @@ from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
     HttpEnvironmentOptions,
     ServerAnswer,
+    action_language,
     episode_index,
 )
-from openhands_rl_plugin.environments.http.opening import action_language
 from openhands_rl_plugin.environments.http.transport import EndpointMissingError, excerpt
 
 # Tolerance for the rounding of summed step rewards, such as 10 x 0.1.

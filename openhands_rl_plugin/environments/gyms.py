@@ -33,8 +33,7 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Message, Observation, Task
-from openhands_rl_plugin.environments.http.client import RefusedActionError, episode_index
-from openhands_rl_plugin.environments.http.opening import opening_messages
+from openhands_rl_plugin.environments.http.client import RefusedActionError, episode_index, opening_messages
 from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
 
 WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'

@@ -35,9 +35,8 @@ from openhands_rl_plugin.contrib.environments.verifiers import VerifiersEnvironm
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import Message, Observation, StopReason, Task, ToolCall
 from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymOptions
-from openhands_rl_plugin.environments.http.client import BaseEnvClient
-from openhands_rl_plugin.environments.http.opening import action_language
-from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
+from openhands_rl_plugin.environments.http.client import BaseEnvClient, action_language
+from openhands_rl_plugin.environments.openenv import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.testing import check_environment
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]

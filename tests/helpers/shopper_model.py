@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.contrib.webshop import WebShop
 from openhands_rl_plugin.core.types import Task
-from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
+from openhands_rl_plugin.environments.http.client import action_language, opening_messages
 from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
 
 SHOP = WebShop(num_products=60, num_goals=20, results_per_page=2, separator="\n")

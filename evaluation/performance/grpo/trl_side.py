@@ -24,7 +24,7 @@ from openhands_rl_plugin.contrib.demo.options import ANSWER_TOKENS, CONTEXT_TOKE
 from openhands_rl_plugin.contrib.webshop import WebShop, WebShopSession
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Task
-from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
+from openhands_rl_plugin.environments.http.client import action_language, opening_messages
 from openhands_rl_plugin.environments.http.react import parse_plain
 from openhands_rl_plugin.training.loop.plan import LoopPlan
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -34,7 +34,7 @@ from openhands_rl_plugin.apps.rollout.episode_program import (
 from openhands_rl_plugin.config.rollout import options_from_trainer
 from openhands_rl_plugin.contrib.trainers.harbor_episode import directory_of, served
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.container import programs
+from openhands_rl_plugin.environments import container
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.trainers.harbor import rollout_details
 from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
@@ -126,7 +126,7 @@ class OpenHandsHarborAgent(BaseAgent):
                 played = await self._play(environment.environment_name, instruction, place)
         except BaseException:
             # The command that runs would write on while the verifier looks.
-            ending = environment.exec(programs.end(folder), timeout_sec=_SECONDS)
+            ending = environment.exec(container.end(folder), timeout_sec=_SECONDS)
             await asyncio.gather(ending, return_exceptions=True)
             raise
         self._fill(context, played)

@@ -1,4 +1,4 @@
-"""Training on a server of the Tinker API: ``[rl.tinker]``, the engine ``tinker``, and the service by its own client.
+"""Training on a server of the Tinker API: ``[rl.tinker]``, and the service by its own client.
 
 The client (the package ``tinker``) is imported here only. It repeats requests that a server did not take for at most
 five minutes; every response is waited for at most ``[rl.tinker] timeout``.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,13 +19,9 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field, model_validator
 
-from openhands_rl_plugin.config.engines import ATTENTION, MLP, OURS_ALONE, Engine, Only
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
-from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
 from openhands_rl_plugin.core.servers.door import is_loopback
-from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.training.learn import PolicyTrainer
 from openhands_rl_plugin.training.packages import check_package
 from openhands_rl_plugin.trajectories.exchange.trainers.tinker import DatumRow
 
@@ -73,36 +68,6 @@ class TinkerSettings(Settings):
             f"[rl.tinker] api_key_env: the environment variable {self.api_key_env} is not set; export it, or set "
             "base_url to a server of your own"
         )
-
-
-LIMITS = Engine(
-    # Versions whose protocol is known: older ones send JSON, which SkyRL 0.4 refuses.
-    requires="tinker>=0.25,<0.39",
-    title="the client of the Tinker API",
-    # The service answers with logprobs and nothing else.
-    lacks=(*OURS_ALONE, "gradient_checkpointing", "dtype", "keep_token_notes"),
-    only=(
-        # The service's own; a request cannot change it (thinkingmachines.ai/blog/lora, SkyRL's ``api.py``).
-        Only("lora_alpha", (32,), 'trains with lora_alpha = 32 only: set that, or engine = "local"'),
-        Only(
-            "target_modules",
-            (ATTENTION, MLP, (*ATTENTION, *MLP)),
-            f"adapts all of {', '.join(ATTENTION)}, all of {', '.join(MLP)}, or both: set target_modules to that, "
-            'or engine = "local"',
-        ),
-    ),
-    temperatures="1",
-    here=False,
-)
-
-
-def make_trainer(
-    training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None
-) -> PolicyTrainer:
-    """A trainer on the server of ``[rl.tinker]``. Raises ``ConfigError`` and ``TrainingError``."""
-    from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
-
-    return TinkerTrainer(training, settings.section("tinker", TinkerSettings), base_model, adapter=adapter)
 
 
 _TRIES = 3
@@ -258,18 +223,15 @@ def _client_package() -> Any:
 
 
 def _greet(settings: TinkerSettings) -> None:
-    """Any answer shows that there is a server; raises ``TrainingError`` where there is none after three tries."""
-    for left in reversed(range(_TRIES)):
-        try:
-            httpx.get(f"{settings.address}/api/v1/healthz", timeout=10.0)
-            return
-        except httpx.HTTPError as error:
-            if not left:
-                raise TrainingError(
-                    f"no route to the Tinker service at {settings.address} ({describe(error)}): start it, or set "
-                    "[rl.tinker] base_url"
-                ) from error
-            time.sleep(0.5)
+    """Any response shows that there is a server. Raises ``TrainingError`` where there is none."""
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=_TRIES)) as client:
+            client.get(f"{settings.address}/api/v1/healthz", timeout=10.0)
+    except httpx.HTTPError as error:
+        raise TrainingError(
+            f"no route to the Tinker service at {settings.address} ({describe(error)}): start it, or set "
+            "[rl.tinker] base_url"
+        ) from error
 
 
 def _unload(settings: TinkerSettings, model: str) -> None:

@@ -1,25 +1,24 @@
-"""Environments behind HTTP. One client object is one episode of one task."""
+"""A client of a server with ``/reset`` and ``/step``: its answers, the record of an episode, the opening messages."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import ClassVar, Self
 
 import httpx
-from pydantic import Field, JsonValue, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
-from openhands_rl_plugin.environments.http.answers import EpisodeStep as EpisodeStep
-from openhands_rl_plugin.environments.http.answers import ServerAnswer as ServerAnswer
-from openhands_rl_plugin.environments.http.answers import SessionAnswer
-from openhands_rl_plugin.environments.http.ledger import Claim, EpisodeLedger
-from openhands_rl_plugin.environments.http.opening import action_language, opening_messages
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
 from openhands_rl_plugin.environments.http.transport import (
     EndpointMissingError,
@@ -27,6 +26,187 @@ from openhands_rl_plugin.environments.http.transport import (
     UnavailableError,
     excerpt,
 )
+
+
+class ServerAnswer(BaseModel):
+    """The answer to ``/reset`` or ``/step``. Other keys are ignored; a wrong type is an error.
+
+    ``reward`` and one of ``done``, ``terminated`` and ``truncated`` may be left out by ``/reset`` only: a step that
+    says nothing of its reward has none, which is not 0.0.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+    state: str = Field(validation_alias=AliasChoices("state", "observation"))
+    reward: float = 0.0
+    done: bool = False
+    terminated: bool = False
+    truncated: bool = False
+    info: JsonValue = None
+
+    @classmethod
+    def parse(cls, answer: JsonValue, path: str) -> Self:
+        """Check an answer. Raises ``BadEnvironmentError`` that names the field."""
+        if not isinstance(answer, dict):
+            raise BadEnvironmentError(f"{path} answered {excerpt(str(answer))}, which is not a JSON object")
+        if answer.get("error"):
+            raise BadEnvironmentError(f"{path} answered an error: {excerpt(str(answer['error']))}")
+        try:
+            return cls.model_validate(answer)
+        except ValidationError as invalid:
+            first = invalid.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"][:3])
+            raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
+
+    def told(self, path: str) -> Self:
+        """This answer to a step. Raises ``BadEnvironmentError`` when it does not say what the step was worth."""
+        if "reward" not in self.model_fields_set:
+            inside = isinstance(self.info, dict) and "reward" in self.info
+            hint = "the one in 'info' does not count: answer it beside 'state'" if inside else "answer a number"
+            raise BadEnvironmentError(f"{path} answered no 'reward': {hint}, 0.0 where a step earns nothing")
+        if not self.model_fields_set & {"done", "terminated", "truncated"}:
+            raise BadEnvironmentError(f"{path} answered no 'done', so that no episode would end there")
+        return self
+
+    def same_as(self, other: ServerAnswer | None) -> bool:
+        """Whether observation, reward and end of episode are equal; ``info`` and sessions may differ."""
+        mine = (self.state, self.reward, self.done, self.terminated, self.truncated)
+        return other is not None and mine == (other.state, other.reward, other.done, other.terminated, other.truncated)
+
+    @property
+    def ended(self) -> bool:
+        """The task itself ended; an episode that a limit of the server ended is ``truncated`` instead."""
+        return self.terminated or (self.done and not self.truncated)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStep:
+    """One executed action with the server's answer, or a malformed action that was not sent to the server."""
+
+    action: str | None
+    answer: ServerAnswer | None = None
+
+    @property
+    def reward(self) -> float:
+        """The reward of the step."""
+        return self.answer.reward if self.answer is not None else 0.0
+
+
+class SessionAnswer(ServerAnswer):
+    """The answer to ``/reset``, with a session where the server can run several episodes of one task."""
+
+    session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
+
+
+class Claim(Enum):
+    """The decision on a client's request to start an episode."""
+
+    GRANTED = auto()
+    """Start: no other client runs this task, or the server has sessions."""
+    UNDECIDED = auto()
+    """Wait: another client is starting this task; its answer will show whether the server has sessions."""
+    TAKEN = auto()
+    """Refused: the server has no sessions and another client runs this task."""
+
+
+class EpisodeLedger:
+    """Claims on (server, task index) within this process; safe to use from several threads.
+
+    Players (clients) are referenced weakly, so one that was dropped without ``close`` blocks no other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._players: weakref.WeakValueDictionary[tuple[str, int], object] = weakref.WeakValueDictionary()
+        self._playing: weakref.WeakSet[object] = weakref.WeakSet()
+        self._with_sessions: set[str] = set()
+
+    def claim(self, server: str, index: int, player: object) -> Claim:
+        """Request a claim before an episode is opened; repeated requests are allowed."""
+        with self._lock:
+            if server in self._with_sessions:
+                return Claim.GRANTED
+            holder = self._players.setdefault((server, index), player)
+            if holder is player:
+                return Claim.GRANTED
+            return Claim.TAKEN if holder in self._playing else Claim.UNDECIDED
+
+    def opened_with_session(self, server: str, index: int, player: object) -> None:
+        """The server returned a session, so it needs no claims."""
+        with self._lock:
+            self._with_sessions.add(server)
+        self.release(server, index, player)
+
+    def opened_without_session(self, server: str, index: int, player: object) -> Claim:
+        """The server returned no session: the claim of ``player``, which shares the episode unless it is granted."""
+        with self._lock:
+            self._with_sessions.discard(server)
+        if (claim := self.claim(server, index, player)) is Claim.GRANTED:
+            self._playing.add(player)
+        return claim
+
+    def release(self, server: str, index: int, player: object) -> None:
+        """Release the claim, if ``player`` holds it."""
+        with self._lock:
+            self._playing.discard(player)
+            if self._players.get((server, index)) is player:
+                del self._players[(server, index)]
+
+
+ACTION_LANGUAGES = {
+    "webshop": (
+        "search[keywords] - search the shop\n"
+        "click[value] - click a button, product or option that the page shows; click[Buy Now] ends the task"
+    ),
+    "textcraft": (
+        "get <count> <item> - take an ingredient from the world\n"
+        "craft <count> <item> using <count> <ingredient>, ... - follow one of the given recipes\n"
+        "inventory - list what you carry"
+    ),
+    "sciworld": (
+        "look around, look at <object>, look in <object>, inventory, task, wait, wait1\n"
+        "go to <place>, open <object>, close <object>, activate <object>, deactivate <object>\n"
+        "pick up <object>, put down <object>, move <object> to <place>, pour <object> into <container>, "
+        "dunk <object> into <container>, mix <container>\n"
+        "connect <object> to <object>, disconnect <object>, use <object> on <object>, focus on <object>, "
+        "read <object>, eat <object>, flush <object>"
+    ),
+    "babyai": (
+        "turn right, turn left, move forward, toggle, drop, check available actions\n"
+        "go to <object> <id>, pickup <object> <id>, go to goal\n"
+        "go through <door> <id>, toggle and go through <door> <id>"
+    ),
+    "alfworld": (
+        "go to <place>, look, inventory, examine <object>\n"
+        "take <object> from <place>, put <object> in/on <place> (in newer versions: move <object> to <place>)\n"
+        "open <object>, close <object>, use <object>\n"
+        "clean <object> with <place>, heat <object> with <place>, cool <object> with <place>"
+    ),
+}
+
+_ROLE = "Do the task step by step in an environment. Each turn you see its state and choose one action."
+_REACT = "Answer in this form:\nThought: <your reasoning>\nAction: <one action>"
+_PLAIN = "Answer with the action only."
+
+
+def action_language(environment: str) -> str:
+    """The actions of a known environment (``agentgym/webshop`` counts as ``webshop``), or an empty text."""
+    return ACTION_LANGUAGES.get(environment.rsplit("/", 1)[-1], "")
+
+
+def opening_messages(
+    task: Task, state: str, *, react_format: bool, actions: str, system_prompt: str | None = None
+) -> tuple[Message, Message]:
+    """A system message with the task and how to act, then the first state as a user message.
+
+    ``system_prompt`` replaces the general instructions and the list of actions, but neither the answer format, which
+    the client requires, nor the task.
+    """
+    general = [system_prompt] if system_prompt is not None else [_ROLE, f"Actions:\n{actions}" if actions else ""]
+    parts = [*general, _REACT if react_format else _PLAIN, f"Task: {task.instruction}" if task.instruction else ""]
+    system = "\n".join(part for part in parts if part)
+    return Message(role="system", content=system), Message(role="user", content=state)
+
 
 _LONGEST_PAUSE = 5.0
 _CLAIM_POLL = 0.01

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.container.place import ContainerPlace
+from openhands_rl_plugin.environments.container import ContainerPlace
 
 
 class WorkspaceMount(Frozen):

@@ -20,7 +20,7 @@ from openhands_rl_plugin.contrib.webshop.suite import WEBSHOP
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
-from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
+from openhands_rl_plugin.environments.openenv import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel

@@ -11,9 +11,7 @@ from typing import NoReturn
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
-from openhands_rl_plugin.environments.container.files import ContainerFiles
-from openhands_rl_plugin.environments.container.place import ContainerPlace
-from openhands_rl_plugin.environments.container.shell import ContainerShell
+from openhands_rl_plugin.environments.container import ContainerFiles, ContainerPlace, ContainerShell
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.environments.workspace.shell import CommandResult
 

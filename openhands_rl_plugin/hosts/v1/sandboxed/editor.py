@@ -18,7 +18,7 @@ from openhands.tools.file_editor.exceptions import ToolError
 from openhands.tools.file_editor.utils.history import FileHistoryManager
 
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.environments.container.files import ContainerFiles
+from openhands_rl_plugin.environments.container import ContainerFiles
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.edit_history import KEPT, NamedInside
 from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace

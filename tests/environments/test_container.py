@@ -15,10 +15,8 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.contrib.trainers.harbor_episode import directory_of, served
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.environments.container import programs
-from openhands_rl_plugin.environments.container.files import ContainerFiles
-from openhands_rl_plugin.environments.container.place import ContainerPlace, execute
-from openhands_rl_plugin.environments.container.shell import ContainerShell
+from openhands_rl_plugin.environments import container as container_module
+from openhands_rl_plugin.environments.container import ContainerFiles, ContainerPlace, ContainerShell, execute
 
 pytestmark = needs_bubblewrap
 
@@ -67,7 +65,7 @@ async def test_a_shell_keeps_its_directory_variables_and_functions(shell: Contai
     assert await said(shell, 'pwd; echo "$A"; f 1; env | grep ^B=') == "/tmp\nx  y\nf-1\nB=b\n"
     assert (await asyncio.to_thread(shell.run, "exit 3", timeout=20.0)).exit_code == 3
     assert "unexpected EOF" in await said(shell, "echo 'unclosed") and await said(shell, "pwd") == "/tmp\n"
-    long = "x" * 3 * programs.PIECE
+    long = "x" * 3 * container_module.PIECE
     assert await said(shell, f"x={long}; echo ${{#x}}") == f"{len(long)}\n", "no argument takes so much"
     assert await said(shell, "cat") == "", "standard input is empty"
     assert container.root.joinpath(FOLDER[1:]).stat().st_mode & 0o777 == 0o700
@@ -108,7 +106,7 @@ async def test_a_command_is_ended_by_time_by_an_interrupt_and_with_the_session(s
 async def test_a_long_output_is_cut_in_its_middle_and_an_endless_one_ended(
     shell: ContainerShell, monkeypatch: pytest.MonkeyPatch
 ):
-    most = programs.MOST_SHOWN
+    most = container_module.MOST_SHOWN
     told = await said(shell, f"head -c {3 * most} /dev/zero | tr '\\0' a; echo end")
     assert told.startswith("aaa") and told.endswith("aaa" + "end\n")
     assert f"[... {most + 4} bytes of output cut ...]" in told and len(told) < 2 * most + 100

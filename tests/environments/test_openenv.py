@@ -33,8 +33,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import RefusedActionError
-from openhands_rl_plugin.environments.openenv.action import ActionForm
-from openhands_rl_plugin.environments.openenv.client import OpenEnvClient, OpenEnvOptions
+from openhands_rl_plugin.environments.openenv import ActionForm, OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy

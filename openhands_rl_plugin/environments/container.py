@@ -1,0 +1,442 @@
+"""A container that another program has made and owns: commands and files by nothing but its ``exec``."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import json
+import os
+import shlex
+import socket
+import threading
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.environments.workspace.files import MAX_FILE_BYTES, MAX_LISTED, FileKind
+from openhands_rl_plugin.environments.workspace.shell import CommandResult
+from openhands_rl_plugin.environments.workspace.supervisor import LONG_STATE, SCRIPT
+
+LONGEST_LINE = 64 * 1024**2
+"""Bytes of a request or an answer."""
+_SLACK = 30.0
+"""Seconds that the owner has beyond a command's own limit, to say how it ended."""
+
+
+class ContainerPlace(Frozen):
+    """Where it is, and how one command is run in it.
+
+    Its owner listens at ``socket`` of this machine, in a folder that no other user reads. A connection is one command,
+    a line ``{"command": text, "timeout": seconds or null}``, answered by ``{"return_code", "stdout", "stderr"}``, or by
+    ``{"error"}`` where it could not be run. A command whose connection is closed is given up. ``folder`` is this
+    session's own in the container; ``start`` the directory in which its commands begin.
+    """
+
+    socket: Path
+    folder: str
+    start: str
+
+
+class Executed(BaseModel):
+    """The result of one command, as its owner reads it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    return_code: int
+    stdout: str = ""
+    stderr: str = ""
+
+
+def execute(place: ContainerPlace, command: str, *, timeout: float | None) -> Executed:
+    """Run ``command`` by the container's bash. Blocks; from any thread, also several at a time.
+
+    ``timeout``: seconds, after which the owner gives the command up. Raises ``InfrastructureError``.
+    """
+    request = json.dumps({"command": command, "timeout": timeout}).encode() + b"\n"
+    try:
+        with socket.socket(socket.AF_UNIX) as line:
+            line.settimeout(None if timeout is None else timeout + _SLACK)
+            line.connect(str(place.socket))
+            line.sendall(request)
+            with line.makefile("rb") as answers:
+                said = answers.readline(LONGEST_LINE)
+    except OSError as error:
+        raise InfrastructureError(f"the container's owner does not answer: {error}") from error
+    try:
+        answer = json.loads(said)
+        if "error" in answer:
+            raise InfrastructureError(f"the container: {answer['error']}")
+        return Executed.model_validate(answer)
+    except (ValueError, TypeError, ValidationError) as error:
+        raise InfrastructureError("the container's owner ended before a command was answered") from error
+
+
+MOST_WRITTEN = 512 * 1024**2
+"""Bytes that one command may write to its output, which are kept in the container; then it is ended."""
+MOST_SHOWN = 64 * 1024
+"""Bytes from the beginning, and from the end, of an output."""
+PIECE = 64 * 1024
+"""Bytes that one command carries: programs take 128 KiB of one argument."""
+_MARK = "openhands-rl-answer"
+
+# Job control gives the command a process group of its own, which can be interrupted and killed.
+_RUN = rf"""
+d=${{BASH_SOURCE%/*}} limit=$1 start=$2
+cwd=$start
+[[ -s $d/cwd ]] && {{ IFS= read -r -d '' cwd < "$d/cwd" || :; }}
+before=$(wc -c < "$d/output") seen=$(cat "$d/seen") long= why=
+[[ -r $d/state ]] && (( $(wc -c < "$d/state") > {LONG_STATE} )) && long=long
+rm -f "$d/new" "$d/new.cwd" "$d/why"
+set -m
+bash -c "$(<"$d/script")" bash "$d/state" "$d/command" "$cwd" "$start" "$d/new" "$long" </dev/null >>"$d/output" 2>&1 &
+group=$!
+echo "$group" | tee "$d/running" >> "$d/groups"
+( began=$SECONDS
+while sleep 0.5; do
+[[ $limit ]] && (( SECONDS - began >= limit )) && why=time
+(( $(wc -c < "$d/output") - before > {MOST_WRITTEN} )) && why=output
+[[ $why ]] && {{ echo "$why" > "$d/why"; kill -KILL -- "-$group"; break; }}
+done ) </dev/null >/dev/null 2>&1 &
+watch=$!
+wait "$group" 2>/dev/null
+code=$?
+kill -KILL -- "-$watch" 2>/dev/null
+rm -f "$d/running"
+[[ -s $d/why ]] && why=$(<"$d/why")
+if [[ ! $why && $(tail -n 1 "$d/new" 2>/dev/null) == "#complete" && -s $d/new.cwd ]]; then
+mv -f "$d/new" "$d/state"; mv -f "$d/new.cwd" "$d/cwd"
+fi
+size=$(wc -c < "$d/output")
+echo "$size" > "$d/seen"
+part() {{ tail -c "+$(($1 + 1))" "$d/output" | head -c "$2" | base64 | tr -d '\n'; echo; }}
+ends() {{
+local size=$(($2 - $1)) half={MOST_SHOWN}
+echo "$size"
+if (( size <= 2 * half )); then part "$1" "$size"; echo; else part "$1" "$half"; part "$(($2 - half))" "$half"; fi
+}}
+echo "$code ${{why:-none}}"
+{{ [[ -s $d/cwd ]] && cat "$d/cwd" || printf '%s\0' "$start"; }} | base64 | tr -d '\n'; echo
+ends "$seen" "$before"
+ends "$before" "$size"
+"""
+
+_LOOK = r"""
+path=$1 most=$2 names=$3
+kind() { if [[ -d $1 && ! -L $1 ]]; then printf d; elif [[ -f $1 && ! -L $1 ]]; then printf f; else printf o; fi; }
+if [[ -d $path ]]; then
+shopt -s nullglob dotglob
+[[ -r $path && -x $path ]] || { echo "$path: Permission denied" >&2; exit 1; }
+echo directory
+list() {
+local entry below
+for entry in "${path%/}"/*; do
+kind "$entry"; printf '%s\0' "${entry#"${path%/}"/}"
+[[ -d $entry && ! -L $entry ]] && for below in "$entry"/*; do
+kind "$below"; printf '%s\0' "${below#"${path%/}"/}"
+done
+done
+}
+list | head -c "$names" | base64 | tr -d '\n'; echo
+elif [[ -f $path ]]; then
+size=$(wc -c < "$path") || exit 1
+(( size <= most )) || { echo "larger than $((most >> 20)) MiB" >&2; exit 1; }
+echo file; base64 < "$path" | tr -d '\n'; echo
+elif [[ -e $path ]]; then echo other; echo
+else echo missing; [[ -d ${path%/*}/ ]] && echo parent || echo
+fi
+"""
+
+
+def marked(command: str) -> str:
+    """``command``, with its output of both kinds and its exit code in what ``answer`` reads.
+
+    What an owner tells of an exit code, and which lines it adds, differs from one kind of container to another.
+    """
+    return f"echo {_MARK}; {{ {command}\n}} </dev/null 2>&1; echo {_MARK} $?"
+
+
+def answer(printed: str) -> tuple[int, list[str]]:
+    """The exit code of a ``marked`` command, and its lines. Raises ``ValueError`` where it was cut on its way."""
+    lines = printed.splitlines()
+    start = lines.index(_MARK)
+    for at in range(len(lines) - 1, start, -1):
+        mark, _, code = lines[at].partition(" ")
+        if mark == _MARK:
+            return int(code), lines[start + 1 : at]
+    raise ValueError("no end")
+
+
+def _begin(folder: str) -> str:
+    """Makes the session's folder, for its user alone; fails where a program is missing, naming it."""
+    needed = "base64 cat head mkdir mv rm sleep tail tee tr wc"
+    quoted = shlex.quote(folder)
+    missing = '{ echo "the image has no $each"; exit 1; }'
+    return (
+        f'for each in {needed}; do command -v "$each" >/dev/null || {missing}; done\n'
+        f"umask 077 && mkdir {quoted} && cd {quoted} && : > output && : > groups && echo 0 > seen\n"
+        f"{_piped(SCRIPT)} > script && {_piped(_RUN)} > run && pwd"
+    )
+
+
+def _begin_anew(folder: str) -> str:
+    """``begin`` where the folder, or what a command left of it, may be."""
+    return f"rm -rf {shlex.quote(folder)}\n{_begin(folder)}"
+
+
+def _put(data: bytes, file: str, *, first: bool) -> str:
+    """Writes a ``PIECE`` of a file of the session's folder, after what is there unless it is the ``first``."""
+    return f"{_piped(data)} {'>' if first else '>>'} {shlex.quote(file)}"
+
+
+def _run(folder: str, start: str, limit: float | None) -> str:
+    """Runs what is in ``command``; ``limit`` in seconds."""
+    whole = "" if limit is None else str(max(1, round(limit)))
+    return f"{shlex.join(['bash', f'{folder}/run', whole, start])} 2>/dev/null"
+
+
+def _interrupt(folder: str) -> str:
+    """Sends Ctrl-C to the command that runs."""
+    running = shlex.quote(f"{folder}/running")
+    return f'group=$(cat {running} 2>/dev/null) && kill -INT -- "-$group"'
+
+
+def _restart(folder: str) -> str:
+    """Ends all process groups of the session, and forgets the shell's state."""
+    kill = 'while read -r group; do kill -KILL -- "-$group"; done < groups'
+    return f"cd {shlex.quote(folder)} && {kill}; rm -f state cwd; : > groups"
+
+
+def end(folder: str) -> str:
+    """Ends the command that runs, and removes the folder. What runs in the background goes on: it is the work's."""
+    running = shlex.quote(f"{folder}/running")
+    return f'group=$(cat {running} 2>/dev/null) && kill -KILL -- "-$group"; rm -rf {shlex.quote(folder)}'
+
+
+def _look(path: str, *, most: int, names: int) -> str:
+    """Tells what is at ``path``: a file of at most ``most`` bytes with its content, or the names in a folder and in
+    those below it, ``names`` bytes of them."""
+    return shlex.join(["bash", "-c", _LOOK, "bash", path, str(most), str(names)])
+
+
+def _place_at(folder: str, path: str) -> str:
+    """Writes what is in ``uploaded`` to ``path``, whose mode and owner stay; folders above it are made."""
+    source, target = shlex.quote(f"{folder}/uploaded"), shlex.quote(path)
+    above = shlex.quote(path.rpartition("/")[0] or "/")
+    return f"mkdir -p {above} && cat {source} > {target} && rm -f {source}"
+
+
+def _piped(data: str | bytes) -> str:
+    raw = data.encode() if isinstance(data, str) else data
+    return f"printf %s {base64.b64encode(raw).decode()} | base64 -d"
+
+
+SECONDS = 60.0
+"""Of what is no command of the agent."""
+
+
+class SessionLostError(InfrastructureError):
+    """The container answers, but what is the session's own in it does not: a command of the agent may have removed
+    it."""
+
+
+class ContainerShell:
+    """``cd``, variables, functions and background processes last from command to command. Thread-safe.
+
+    The first and the last 64 KiB of an output are told; one that passes ``MOST_WRITTEN`` ends its command.
+    A command that removes what is the session's own ends the shell, as one that kills a terminal's would: the result
+    says so, and the next command has a new one. ``failure``: how the container's owner failed last, empty where it
+    never did.
+    """
+
+    def __init__(self, place: ContainerPlace) -> None:
+        """Makes the session's folder. Raises ``InfrastructureError``, also for an image without a program it needs."""
+        self.place = place
+        self.failure = ""
+        self._one_at_a_time = threading.Lock()
+        self._asked(_begin(place.folder))
+
+    def run(self, command: str, *, timeout: float | None) -> CommandResult:
+        """Run ``command`` for at most ``timeout`` seconds; then its processes are killed.
+
+        Raises ``InfrastructureError``.
+        """
+        with self._one_at_a_time:
+            try:
+                return self._ran(command, timeout)
+            except SessionLostError as lost:
+                return self._begun_anew(str(lost))
+
+    def put(self, data: bytes, name: str) -> str:
+        """Write a file of the session's folder, up to its last piece, which the command that is returned writes.
+
+        Raises ``InfrastructureError``.
+        """
+        path = f"{self.place.folder}/{name}"
+        pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)] or [b""]
+        *most, last = [_put(piece, path, first=number == 0) for number, piece in enumerate(pieces)]
+        for command in most:
+            self._asked(command)
+        return last
+
+    def interrupt(self) -> None:
+        """Send Ctrl-C (SIGINT) to the command that is running. Raises ``InfrastructureError``."""
+        self.ask(_interrupt(self.place.folder))
+
+    def restart(self) -> None:
+        """End all that commands started, but for what left its process group, and forget the shell's state."""
+        self.ask(_restart(self.place.folder))
+
+    def close(self) -> None:
+        """End the command that is running, and remove what is the session's own. What runs in the background stays."""
+        self.ask(end(self.place.folder))
+
+    def _ran(self, command: str, timeout: float | None) -> CommandResult:
+        written = self.put(whole_text(command).encode(errors="surrogateescape"), "command")
+        limit = None if timeout is None else timeout + SECONDS
+        told = self._asked(f"{written} && {_run(self.place.folder, self.place.start, timeout)}", limit)
+        try:
+            return _result(told)
+        except (ValueError, TypeError, binascii.Error) as error:
+            raise SessionLostError("the container's answer to a command is none of the session's") from error
+
+    def _begun_anew(self, why: str) -> CommandResult:
+        try:
+            self._asked(_begin_anew(self.place.folder))
+            now = "and a new one was begun"
+        except SessionLostError:
+            now = "and no new one can be begun"
+        return CommandResult(output=f"[The shell was lost, {now}: {why}]", exit_code=1, cwd=self.place.start)
+
+    def ask(self, command: str, timeout: float | None = SECONDS) -> tuple[int, list[str]]:
+        """The exit code and the lines of one command of the session's own. Raises ``InfrastructureError``."""
+        try:
+            ran = execute(self.place, marked(command), timeout=timeout)
+        except InfrastructureError as error:
+            self.failure = str(error)
+            raise
+        try:
+            return answer(ran.stdout)
+        except ValueError:
+            said = f"{ran.stdout}\n{ran.stderr}".strip().splitlines()
+            why = f"exit code {ran.return_code}: {said[-1]}" if ran.return_code and said else "it was cut on its way"
+            self.failure = f"the container's answer to a command is none: {why}"
+            raise InfrastructureError(self.failure) from None
+
+    def _asked(self, command: str, timeout: float | None = SECONDS) -> list[str]:
+        code, lines = self.ask(command, timeout)
+        if code:
+            why = lines[-1] if lines else f"exit code {code}"
+            raise SessionLostError(f"a command of the session failed in the container: {why}")
+        return lines
+
+
+def _result(lines: list[str]) -> CommandResult:
+    ended, cwd, *parts = lines
+    code, why = ended.split()
+    where, _, python = _decoded(cwd).partition("\0")
+    earlier, output = _shown(*parts[:3]), _shown(*parts[3:])
+    if why == "output":
+        output += f"\n[The command was ended: it wrote more than {MOST_WRITTEN >> 20} MiB.]"
+    return CommandResult(
+        output=output,
+        earlier=earlier,
+        exit_code=None if why == "time" else int(code),
+        timed_out=why == "time",
+        cwd=where,
+        python=python.strip(),
+    )
+
+
+def _shown(size: str, head: str, tail: str) -> str:
+    cut = int(size) - 2 * MOST_SHOWN
+    return f"{_decoded(head)}\n[... {cut} bytes of output cut ...]\n{_decoded(tail)}" if tail else _decoded(head)
+
+
+def _decoded(text: str) -> str:
+    return base64.b64decode(text, validate=True).decode(errors="replace")
+
+
+_KINDS: dict[str, FileKind] = {"d": "directory", "f": "file", "o": "other"}
+_NAMES = MAX_LISTED * 100
+
+
+class ContainerFiles:
+    """Reading and writing with the rights of the container's user. Paths are absolute.
+
+    What is at a path is asked once, so that an object is for one use of it. All methods raise ``OSError`` with the
+    reason of the container, and ``InfrastructureError``.
+    """
+
+    def __init__(self, shell: ContainerShell) -> None:
+        self._shell = shell
+        self._known: dict[str, tuple[str, bytes]] = {}
+        self._folders: set[str] = set()
+
+    def kind(self, path: str) -> FileKind | None:
+        """The kind of the file at ``path``, links followed; ``None`` where there is none."""
+        if path in self._folders:
+            return "directory"
+        kind = self._look(path)[0]
+        return kind if kind in ("file", "directory", "other") else None
+
+    def read(self, path: str) -> bytes:
+        """The whole file, of at most 10 MiB."""
+        kind, content = self._look(path)
+        if kind != "file":
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return content
+
+    def entries(self, path: str) -> list[tuple[str, FileKind]]:
+        """Names in a directory with their kinds; a symbolic link counts as ``other``."""
+        path = f"/{path.strip('/')}"
+        root = next((each for each in self._known if path == each or path.startswith(f"{each.rstrip('/')}/")), path)
+        within = path[len(root.rstrip("/")) + 1 :]
+        found: list[tuple[str, FileKind]] = []
+        for entry in self._look(root)[1].split(b"\0")[:-1]:
+            kind, name = _KINDS[entry[:1].decode()], os.fsdecode(entry[1:])
+            folder, _, last = name.rpartition("/")
+            if folder == within:
+                found.append((last, kind))
+        return found
+
+    def write(self, path: str, data: bytes) -> None:
+        """Replace the file's content in place, or make the file and the folders above it."""
+        try:
+            written = self._shell.put(data, "uploaded")
+        except SessionLostError as lost:
+            raise OSError(errno.EIO, str(lost), path) from lost
+        code, lines = self._shell.ask(f"{written} && {_place_at(self._shell.place.folder, path)}")
+        if code:
+            raise _refused(lines, path)
+
+    def _look(self, path: str) -> tuple[str, bytes]:
+        if path not in self._known:
+            code, lines = self._shell.ask(_look(path, most=MAX_FILE_BYTES, names=_NAMES))
+            if code:
+                raise _refused(lines, path)
+            try:
+                kind, content = lines
+                found = content.encode() if kind == "missing" else base64.b64decode(content, validate=True)
+                _check(kind, found)
+            except (ValueError, binascii.Error) as error:
+                raise OSError(errno.EIO, "the container's answer about it is none of the session's", path) from error
+            self._known[path] = kind, found
+            if found == b"parent" and kind == "missing":
+                self._folders.add(path.rpartition("/")[0] or "/")
+        return self._known[path]
+
+
+def _check(kind: str, found: bytes) -> None:
+    """Raise ``ValueError`` for what the session's programs never tell: those of the container may be the agent's."""
+    if len(found) > (_NAMES if kind == "directory" else MAX_FILE_BYTES):
+        raise ValueError("too long")
+    if kind == "directory" and {entry[:1] for entry in found.split(b"\0")[:-1]} - {each.encode() for each in _KINDS}:
+        raise ValueError("a file of no kind")
+
+
+def _refused(lines: list[str], path: str) -> OSError:
+    return OSError(errno.EIO, lines[-1].rpartition(": ")[2] if lines else "refused", path)

@@ -1,1 +1,0 @@
-"""OpenEnv servers over their WebSocket. Start with ``client``."""
