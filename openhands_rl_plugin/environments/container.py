@@ -10,35 +10,20 @@ import os
 import shlex
 import socket
 import threading
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.files import MAX_FILE_BYTES, MAX_LISTED, FileKind
 from openhands_rl_plugin.environments.workspace.shell import CommandResult
 from openhands_rl_plugin.environments.workspace.supervisor import LONG_STATE, SCRIPT
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 
 LONGEST_LINE = 64 * 1024**2
 """Bytes of a request or an answer."""
 _SLACK = 30.0
 """Seconds that the owner has beyond a command's own limit, to say how it ended."""
-
-
-class ContainerPlace(Frozen):
-    """Where it is, and how one command is run in it.
-
-    Its owner listens at ``socket`` of this machine, in a folder that no other user reads. A connection is one command,
-    a line ``{"command": text, "timeout": seconds or null}``, answered by ``{"return_code", "stdout", "stderr"}``, or by
-    ``{"error"}`` where it could not be run. A command whose connection is closed is given up. ``folder`` is this
-    session's own in the container; ``start`` the directory in which its commands begin.
-    """
-
-    socket: Path
-    folder: str
-    start: str
 
 
 class Executed(BaseModel):

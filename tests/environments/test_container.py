@@ -16,7 +16,8 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.contrib.trainers.harbor_episode import directory_of, served
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments import container as container_module
-from openhands_rl_plugin.environments.container import ContainerFiles, ContainerPlace, ContainerShell, execute
+from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell, execute
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 
 pytestmark = needs_bubblewrap
 

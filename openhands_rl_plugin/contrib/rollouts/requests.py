@@ -57,34 +57,32 @@ class ServiceOptions(PlaySettings):
         return PlayOptions.model_validate({**common, **given})
 
 
-class Agent(Frozen):
-    """``harness``: which OpenHands; ``settings``: ``step_limit``, ``model_kwargs``, and fields of ``PlayOptions``."""
-
+class _Given(Frozen):
     model_config = ConfigDict(extra="forbid")
+
+
+class Agent(_Given):
+    """``harness``: which OpenHands; ``settings``: ``step_limit``, ``model_kwargs``, and fields of ``PlayOptions``."""
 
     harness: Literal["openhands", "openhands_sdk", "openhands_v0", "openhands_v1"] = "openhands"
     model_name: str | None = Field(default=None, max_length=500)
     settings: JsonObject = Field(default_factory=dict)
 
 
-class Builder(Frozen):
+class Builder(_Given):
     """Turns whose prompts extend each other are one trace; where none do, that is what ``per_request`` makes."""
-
-    model_config = ConfigDict(extra="forbid")
 
     strategy: Literal["prefix_merging", "per_request"] = "prefix_merging"
     config: JsonObject = Field(default_factory=dict, max_length=0)
 
 
-class TaskRequest(Frozen):
+class TaskRequest(_Given):
     """``num_samples`` episodes of one task, which are a group.
 
     ``dispatch_priority``: higher ones begin before lower ones that wait. ``early_stop_min_usable_sessions``: as soon
     as so many episodes can be trained on, the rest is cancelled. ``timeout_seconds``: of each episode. A task has its
     own workspace and tests (``runtime``, ``evaluator``). ``metadata`` comes back with each result.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     task_id: str = Field(min_length=1, max_length=150, pattern=r"^[^\x00-\x1f\x7f/\\]+$")
     instruction: str = ""

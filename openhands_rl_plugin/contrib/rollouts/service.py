@@ -32,12 +32,9 @@ from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.pool.ray_cluster import cluster_machines, join_cluster
 
 _STATES = ("REGISTERED", "RUNNING", "COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
-_DEATHS = 2
-"""Actors that may die with an episode before the third death is its result."""
-_MOST_WAITING = 10_000
+_MOST_WAITING, _KEPT_EVENTS, _EVENT_PAUSE = 10_000, 20_000, 0.25
 _REFUSED_SECONDS = 300.0
 """How long a task that was deleted before it came is refused."""
-_KEPT_EVENTS, _EVENT_PAUSE = 20_000, 0.25
 
 
 @dataclass
@@ -226,11 +223,10 @@ class Rollouts:
 
     async def status(self, _: Request) -> Response:
         """``GET /rollout/status``: how many episodes are in each state, and how tasks stand."""
-        tasks = self._tasks
-        states = [each.state for task in tasks.values() for each in task.sessions]
+        states = [each.state for task in self._tasks.values() for each in task.sessions]
         counts = {state: states.count(state) for state in _STATES}
         pending = {"pending_sessions": counts["REGISTERED"] + counts["RUNNING"], "states": counts}
-        return JSONResponse({"tasks": {name: task.status for name, task in tasks.items()}, "pipeline": pending})
+        return JSONResponse({"tasks": {name: task.status for name, task in self._tasks.items()}, "pipeline": pending})
 
     async def events(self, request: Request) -> Response:
         """``GET /events``: server-sent events; with ``Last-Event-ID`` those after it that are still known."""
@@ -308,7 +304,7 @@ def running_service(service: ServiceOptions, store: str) -> Iterator[str]:
         from openhands_rl_plugin.contrib.rollouts.player import Player
 
         kind = ray.remote(Player).options(
-            num_cpus=1, max_concurrency=service.playing, max_restarts=-1, max_task_retries=_DEATHS
+            num_cpus=1, max_concurrency=service.playing, max_restarts=-1, max_task_retries=2
         )
         players = [kind.remote(service, store) for _ in range(service.workers)]
         work = [asyncio.create_task(rollouts.work(player)) for player in players for _ in range(service.playing)]

@@ -30,9 +30,9 @@ from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError, 
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory, redacting_logger
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, Limits, Task, Trajectory
-from openhands_rl_plugin.environments.container import LONGEST_LINE, ContainerPlace, answer, marked
+from openhands_rl_plugin.environments.container import LONGEST_LINE, answer, marked
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
-from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
 from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
 from openhands_rl_plugin.evals.runs.prompts import REPLIES
 from openhands_rl_plugin.hosts.open import open_runner

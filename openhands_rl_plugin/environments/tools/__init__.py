@@ -1,1 +1,1 @@
-"""Tools as an environment: a call is a step. Start with ``base`` (write a tool), then ``environment``."""
+"""Tools as an environment: a call is a step. Start with ``environment``."""

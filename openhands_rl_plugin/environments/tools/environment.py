@@ -3,29 +3,40 @@
     environment = ToolEnvironment(tools=(ThinkTool(), FinalTool(), FunctionTool(look_up)))
 
 Each model response is one step, a malformed one too. When one of the tools ends the episode (``FinalTool``), only its
-argument reaches the user; otherwise a response without calls is the final answer.
-"""
+argument reaches the user; otherwise a response without calls is the final answer."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import inspect
+import json
+import re
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, TypeAdapter
+from pydantic_core import ArgsKwargs
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, boundary, describe
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
-from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task, ToolCall
-from openhands_rl_plugin.environments.tools.base import FinalTool as FinalTool
-from openhands_rl_plugin.environments.tools.base import FunctionTool as FunctionTool
-from openhands_rl_plugin.environments.tools.base import ThinkTool as ThinkTool
-from openhands_rl_plugin.environments.tools.base import ToolBase as ToolBase
-from openhands_rl_plugin.environments.tools.base import checked, load_tool
-from openhands_rl_plugin.environments.tools.calls import ToolBox, ToolListener, ToolOutcome
-from openhands_rl_plugin.environments.tools.calls import ToolCallStarted as ToolCallStarted
-from openhands_rl_plugin.environments.tools.calls import ToolEvent as ToolEvent
-from openhands_rl_plugin.environments.tools.calls import ToolResult as ToolResult
+from openhands_rl_plugin.core.types import (
+    Failure,
+    FailureKind,
+    Frozen,
+    JsonObject,
+    Message,
+    Observation,
+    Task,
+    ToolCall,
+)
+from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.environments.tools.dialects import (
     Dialect,
     NativeDialect,
@@ -33,7 +44,398 @@ from openhands_rl_plugin.environments.tools.dialects import (
     ReadAnswer,
     TextDialect,
 )
-from openhands_rl_plugin.environments.tools.feedback import Feedback, FeedbackCode
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import ValidationError
+
+
+class FeedbackCode(StrEnum):
+    """The kind of error."""
+
+    NO_TOOL_CALL = "no_tool_call"
+    INVALID_ACTION_FORMAT = "invalid_action_format"
+    UNKNOWN_TOOL = "unknown_tool"
+    INVALID_ARGUMENTS = "invalid_arguments"
+    TOOL_RUNTIME_ERROR = "tool_runtime_error"
+    IGNORED_AFTER_FINAL = "ignored_after_final"
+
+
+_NEXT = {
+    FeedbackCode.NO_TOOL_CALL: "Call one of the allowed tools.",
+    FeedbackCode.INVALID_ACTION_FORMAT: "Write the call again, with a JSON object as its arguments.",
+    FeedbackCode.UNKNOWN_TOOL: "Call one of the allowed tools by its exact name.",
+    FeedbackCode.INVALID_ARGUMENTS: "Call the tool again with arguments that keep to its parameters.",
+    FeedbackCode.TOOL_RUNTIME_ERROR: "Try other arguments or another tool.",
+    FeedbackCode.IGNORED_AFTER_FINAL: "Nothing: the task has ended.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """``message`` describes the error in one or two sentences."""
+
+    code: FeedbackCode
+    message: str
+    tool: str = ""
+
+    def render(self, allowed: Sequence[str], ending: Sequence[str] = ()) -> str:
+        """The text for the model. ``ending``: the tools through which an answer reaches the user."""
+        error: JsonObject = {"code": self.code.value, "message": self.message}
+        if self.tool:
+            error["tool"] = self.tool
+        suggestion = _NEXT[self.code]
+        if self.code is FeedbackCode.NO_TOOL_CALL and ending:
+            suggestion += f" The user reads only what you give to {' or '.join(ending)}."
+        told: JsonObject = {"ok": False, "error": error, "next_action_suggestion": suggestion}
+        if self.code in (FeedbackCode.NO_TOOL_CALL, FeedbackCode.UNKNOWN_TOOL, FeedbackCode.INVALID_ACTION_FORMAT):
+            told["allowed_tools"] = list(allowed)
+        return json.dumps(told, ensure_ascii=False)
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class ToolBase(ABC):
+    """A tool that the model may call.
+
+    ``parameters`` is the JSON Schema of an object; ``call`` gets only arguments that are valid against it.
+    ``private``: its calls and results are never shown to users. ``parallel``: its calls may run concurrently with other
+    such calls of the same message. ``ends``: a call ends the episode, and its result is the answer.
+    """
+
+    name: str
+    description: str = ""
+    parameters: JsonObject
+    private: bool = False
+    parallel: bool = False
+    ends: bool = False
+
+    def openai_tool(self) -> JsonObject:
+        """The tool as an entry of ``tools`` in a chat request."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    @abstractmethod
+    async def call(self, arguments: JsonObject) -> str:
+        """Execute the call and return the observation for the model.
+
+        The message of an exception becomes the observation, so that the model can react. ``InfrastructureError``
+        instead fails the episode, which then is not a sample of the policy's behaviour.
+        """
+
+
+class ThinkTool(ToolBase):
+    """Private notes, which only stay in the model's context."""
+
+    name = "think"
+    description = "Write private notes: plans, intermediate results, open questions. Nobody else reads them."
+    parameters: JsonObject = {  # noqa: RUF012  (an attribute of each tool, not a state that tools share)
+        "type": "object",
+        "properties": {"notes": {"type": "string", "description": "What to keep in mind."}},
+        "required": ["notes"],
+        "additionalProperties": False,
+    }
+    private = True
+
+    async def call(self, arguments: JsonObject) -> str:
+        """Acknowledge."""
+        return "noted"
+
+
+class FinalTool(ToolBase):
+    """Gives the answer to the user and ends the episode."""
+
+    name = "final"
+    description = "Give the final answer to the user. This ends the task, so call it last and once."
+    parameters: JsonObject = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"answer": {"type": "string", "description": "The whole answer, as the user shall read it."}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+    ends = True
+
+    async def call(self, arguments: JsonObject) -> str:
+        """Return the answer unchanged."""
+        return str(arguments["answer"])
+
+
+class FunctionTool(ToolBase):
+    """A typed function as a tool; also a decorator. A function that is not async runs in a thread.
+
+    The name, the description (the docstring) and the schema (the annotations) come from the function. A result that is
+    not text is returned as JSON. Raises ``ConfigError`` for positional-only parameters and for types that JSON cannot
+    represent.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, private: bool = False, parallel: bool = False) -> None:
+        self.name = function.__name__
+        self.description = inspect.getdoc(function) or ""
+        self.private = private
+        self.parallel = parallel
+        self._is_async = inspect.iscoroutinefunction(function)
+        try:
+            self._adapter: TypeAdapter[Any] = TypeAdapter(function)  # pyright: ignore[reportArgumentType]
+            schema = self._adapter.json_schema()
+        except (NameError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{self.name!r} cannot be a tool: {describe(error)}") from error
+        if schema.get("type") != "object":
+            raise ConfigError(f"{self.name!r} cannot be a tool: all its parameters must accept keyword arguments")
+        self.parameters = schema
+
+    async def call(self, arguments: JsonObject) -> str:
+        """Call the function with ``arguments`` by name."""
+        given = ArgsKwargs((), dict(arguments))
+        if self._is_async:
+            result = await self._adapter.validate_python(given)
+        else:
+            result = await asyncio.to_thread(self._adapter.validate_python, given)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+BUILT_IN: dict[str, type[ToolBase]] = {ThinkTool.name: ThinkTool, FinalTool.name: FinalTool}
+
+
+def load_tool(name: str) -> ToolBase:
+    """``"think"``, ``"final"`` or ``"module:Name"`` of a tool class, a tool or a typed function.
+
+    A class is instantiated in each call. Raises ``ConfigError``.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(f'unknown tool {name!r}; available: {", ".join(sorted(BUILT_IN))}, or "module:Class"')
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"tool {name!r} cannot be loaded: {describe(error)}") from error
+    if isinstance(found, type) and issubclass(found, ToolBase):
+        return found()
+    if isinstance(found, ToolBase):
+        return found
+    if inspect.isfunction(found):
+        return FunctionTool(found)
+    raise ConfigError(f"tool {name!r} is neither a ToolBase nor a typed function")
+
+
+def checked(tools: Sequence[ToolBase]) -> tuple[ToolBase, ...]:
+    """``tools`` unchanged. Raises ``ConfigError`` for invalid or duplicate names and for an invalid JSON Schema."""
+    seen: set[str] = set()
+    for tool in tools:
+        if _NAME.fullmatch(tool.name) is None:
+            raise ConfigError(f"tool {tool.name!r}: a name has 1 to 64 letters, digits, '_' and '-'")
+        if tool.name in seen:
+            raise ConfigError(f"tool {tool.name!r} occurs twice: rename one of them")
+        seen.add(tool.name)
+        _check_schema(tool)
+    return tuple(tools)
+
+
+def _check_schema(tool: ToolBase) -> None:
+    if not isinstance(tool.parameters, dict) or tool.parameters.get("type") != "object":
+        raise ConfigError(f'tool {tool.name!r}: parameters must be the JSON Schema of an object ("type": "object")')
+    # Imported late: with some packages installed it takes over a second, and plain conversations do not need it.
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        Draft202012Validator.check_schema(tool.parameters)
+    except SchemaError as error:
+        raise ConfigError(f"tool {tool.name!r}: parameters are not a valid JSON Schema: {error.message}") from error
+
+
+_MOST_ERRORS = 3
+_LONGEST_ERROR = 300
+
+
+class ToolCallStarted(Frozen):
+    """A call of a tool that is not private starts. ``arguments`` is JSON text, as the model wrote it."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ToolResult(Frozen):
+    """The result of a tool that is not private; ``ok`` is false when it failed."""
+
+    call_id: str
+    name: str
+    content: str
+    ok: bool = True
+
+
+ToolEvent = ToolCallStarted | ToolResult
+ToolListener = Callable[[ToolEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutcome:
+    """The outcome of one call: the ``text`` of its tool, or ``feedback``. ``ends``: the text is the answer."""
+
+    call: ToolCall
+    text: str = ""
+    feedback: Feedback | None = None
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    call: ToolCall
+    tool: ToolBase
+    arguments: JsonObject
+
+
+@dataclass(slots=True)
+class ToolBox:
+    """The tools of one episode.
+
+    ``timeout`` bounds one call, in seconds; ``longest`` its result, in characters. ``listener`` receives the calls of
+    tools that are not private and do not end the episode.
+    """
+
+    tools: Sequence[ToolBase]
+    timeout: float
+    longest: int
+    listener: ToolListener | None = None
+    _by_name: Mapping[str, ToolBase] = field(init=False)
+    _validators: Mapping[str, Draft202012Validator] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._by_name = {tool.name: tool for tool in self.tools}
+        self._validators = {tool.name: _validator(tool) for tool in self.tools}
+
+    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
+        """Execute ``calls`` in order, adjacent parallel ones concurrently; none after one that ends the episode.
+
+        Raises ``CaughtFailure`` when a tool's infrastructure failed.
+        """
+        outcomes: list[ToolOutcome] = []
+        prepared = [self._prepare(call) for call in calls]
+        for together, group in groupby(prepared, key=lambda one: isinstance(one, _Ready) and one.tool.parallel):
+            if together and not _ended(outcomes):
+                outcomes += await self._side_by_side([one for one in group if isinstance(one, _Ready)])
+                continue
+            for one in group:
+                outcomes.append(await self._next(one, outcomes))
+        return outcomes
+
+    async def _next(self, one: _Ready | ToolOutcome, before: Sequence[ToolOutcome]) -> ToolOutcome:
+        if (final := _ended(before)) is not None:
+            message = f"The call of {one.call.name!r} was not executed: it comes after {final.call.name!r}."
+            return ToolOutcome(one.call, feedback=Feedback(FeedbackCode.IGNORED_AFTER_FINAL, message, one.call.name))
+        if isinstance(one, ToolOutcome):
+            return one
+        outcome = await self._run(one)
+        if isinstance(outcome, Failure):
+            raise CaughtFailure(outcome)
+        return outcome
+
+    async def _side_by_side(self, ready: Sequence[_Ready]) -> list[ToolOutcome]:
+        found = await asyncio.gather(*(self._run(one) for one in ready))
+        if (failure := next((one for one in found if isinstance(one, Failure)), None)) is not None:
+            raise CaughtFailure(failure)
+        return [one for one in found if isinstance(one, ToolOutcome)]
+
+    def _prepare(self, call: ToolCall) -> _Ready | ToolOutcome:
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            known = unknown_name("tool", call.name[:100], self._by_name)
+            return ToolOutcome(
+                call, feedback=Feedback(FeedbackCode.UNKNOWN_TOOL, f"The call was not executed: {known}.")
+            )
+        try:
+            arguments = read_arguments(call.arguments)
+        except ValueError as error:
+            message = f"The call of {call.name!r} was not executed: its arguments are {error}."
+            return ToolOutcome(call, feedback=Feedback(FeedbackCode.INVALID_ACTION_FORMAT, message, call.name))
+        if wrong := _violations(self._validators[call.name], arguments):
+            message = f"The call of {call.name!r} was not executed: {wrong}."
+            return ToolOutcome(call, feedback=Feedback(FeedbackCode.INVALID_ARGUMENTS, message, call.name))
+        return _Ready(call, tool, arguments)
+
+    async def _run(self, ready: _Ready) -> ToolOutcome | Failure:
+        call, tool = ready.call, ready.tool
+        self._tell(tool, ToolCallStarted(call_id=call.id, name=call.name, arguments=call.arguments))
+        try:
+            with boundary(FailureKind.ENVIRONMENT, f"tool.{call.name}"):
+                async with asyncio.timeout(self.timeout):
+                    text = await tool.call(ready.arguments)
+                if not isinstance(text, str):
+                    raise TypeError(f"the tool returned {type(text).__name__} instead of text")
+        except CaughtFailure as caught:
+            if caught.failure.kind is FailureKind.INFRASTRUCTURE:
+                return caught.failure
+            message = caught.failure.message
+            if isinstance(caught.__cause__, TimeoutError):
+                message = f"it did not answer within {self.timeout:g} s"
+            self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=message, ok=False))
+            told = Feedback(FeedbackCode.TOOL_RUNTIME_ERROR, f"{call.name!r} failed: {message}", call.name)
+            return ToolOutcome(call, feedback=told)
+        if not tool.ends:
+            text = _cut(text, self.longest)
+        self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=text))
+        return ToolOutcome(call, text, ends=tool.ends)
+
+    def _tell(self, tool: ToolBase, event: ToolEvent) -> None:
+        if self.listener is not None and not tool.private and not tool.ends:
+            self.listener(event)
+
+
+def _validator(tool: ToolBase) -> Draft202012Validator:
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+
+    # An empty registry, so that no reference in a schema is fetched from the network.
+    return Draft202012Validator(tool.parameters, registry=Registry())
+
+
+def read_arguments(text: str) -> JsonObject:
+    """Parse strict JSON of an object; empty text is an empty object. Raises ``ValueError`` with the reason."""
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON ({error.msg} at character {error.pos})") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("ambiguous (a key is there twice)")
+    return found
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"no JSON ({name} is no number)")
+
+
+def _violations(validator: Draft202012Validator, arguments: JsonObject) -> str:
+    """The first errors as text; empty when there is none."""
+    errors = sorted(validator.iter_errors(arguments), key=lambda error: [str(step) for step in error.absolute_path])
+    return "; ".join(_worded(error) for error in errors[:_MOST_ERRORS])
+
+
+def _worded(error: ValidationError) -> str:
+    place = ".".join(str(step) for step in error.absolute_path)
+    return _cut(f"{place}: {error.message}" if place else error.message, _LONGEST_ERROR)
+
+
+def _ended(outcomes: Sequence[ToolOutcome]) -> ToolOutcome | None:
+    return next((outcome for outcome in outcomes if outcome.ends), None)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}\n[{len(text) - longest} characters cut]"
+
 
 _WITH_TOOLS = "You are a careful assistant. Solve the task step by step with the tools that you are given."
 _PRIVATE = "What you give to {private} stays private."

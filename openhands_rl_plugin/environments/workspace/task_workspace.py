@@ -7,7 +7,20 @@ from pathlib import Path
 from pydantic import Field
 
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.container import ContainerPlace
+
+
+class ContainerPlace(Frozen):
+    """Where a container of another program is, and how one command is run in it.
+
+    Its owner listens at ``socket`` of this machine, in a folder that no other user reads. A connection is one command,
+    a line ``{"command": text, "timeout": seconds or null}``, answered by ``{"return_code", "stdout", "stderr"}``, or by
+    ``{"error"}`` where it could not be run. A command whose connection is closed is given up. ``folder`` is this
+    session's own in the container; ``start`` the directory in which its commands begin.
+    """
+
+    socket: Path
+    folder: str
+    start: str
 
 
 class WorkspaceMount(Frozen):

@@ -17,7 +17,7 @@ from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.contrib.trainers.harbor_episode import ContainerEpisode, play_in_container, served
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.container import ContainerPlace
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 from openhands_rl_plugin.trajectories.exchange.agents import atif
 from openhands_rl_plugin.trajectories.exchange.trainers.harbor import rollout_details, samples_of_details
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -27,7 +27,6 @@ from openhands_rl_plugin.core.types import (
     Task,
     ToolCall,
 )
-from openhands_rl_plugin.environments.tools.calls import read_arguments
 from openhands_rl_plugin.environments.tools.environment import (
     FinalTool,
     FunctionTool,
@@ -38,6 +37,7 @@ from openhands_rl_plugin.environments.tools.environment import (
     ToolEvent,
     ToolOptions,
     ToolResult,
+    read_arguments,
 )
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy

@@ -11,9 +11,10 @@ from typing import NoReturn
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
-from openhands_rl_plugin.environments.container import ContainerFiles, ContainerPlace, ContainerShell
+from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.environments.workspace.shell import CommandResult
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 
 _MISSING = "the workspace is a container of another program, which judges it"
 
