@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import errno
 import json
 import os
@@ -60,8 +59,6 @@ def execute(place: ContainerPlace, command: str, *, timeout: float | None) -> Ex
         raise InfrastructureError("the container's owner ended before a command was answered") from error
 
 
-MOST_WRITTEN = 512 * 1024**2
-"""Bytes that one command may write to its output, which are kept in the container; then it is ended."""
 MOST_SHOWN = 64 * 1024
 """Bytes from the beginning, and from the end, of an output."""
 PIECE = 64 * 1024
@@ -82,9 +79,7 @@ group=$!
 echo "$group" | tee "$d/running" >> "$d/groups"
 ( began=$SECONDS
 while sleep 0.5; do
-[[ $limit ]] && (( SECONDS - began >= limit )) && why=time
-(( $(wc -c < "$d/output") - before > {MOST_WRITTEN} )) && why=output
-[[ $why ]] && {{ echo "$why" > "$d/why"; kill -KILL -- "-$group"; break; }}
+[[ $limit ]] && (( SECONDS - began >= limit )) && {{ echo time > "$d/why"; kill -KILL -- "-$group"; break; }}
 done ) </dev/null >/dev/null 2>&1 &
 watch=$!
 wait "$group" 2>/dev/null
@@ -167,11 +162,6 @@ def _begin(folder: str) -> str:
     )
 
 
-def _begin_anew(folder: str) -> str:
-    """``begin`` where the folder, or what a command left of it, may be."""
-    return f"rm -rf {shlex.quote(folder)}\n{_begin(folder)}"
-
-
 def _put(data: bytes, file: str, *, first: bool) -> str:
     """Writes a ``PIECE`` of a file of the session's folder, after what is there unless it is the ``first``."""
     return f"{_piped(data)} {'>' if first else '>>'} {shlex.quote(file)}"
@@ -223,18 +213,11 @@ SECONDS = 60.0
 """Of what is no command of the agent."""
 
 
-class SessionLostError(InfrastructureError):
-    """The container answers, but what is the session's own in it does not: a command of the agent may have removed
-    it."""
-
-
 class ContainerShell:
     """``cd``, variables, functions and background processes last from command to command. Thread-safe.
 
-    The first and the last 64 KiB of an output are told; one that passes ``MOST_WRITTEN`` ends its command.
-    A command that removes what is the session's own ends the shell, as one that kills a terminal's would: the result
-    says so, and the next command has a new one. ``failure``: how the container's owner failed last, empty where it
-    never did.
+    The first and the last 64 KiB of an output are told.
+    ``failure``: how the container, or the session's folder in it, failed last; empty where neither did.
     """
 
     def __init__(self, place: ContainerPlace) -> None:
@@ -250,10 +233,25 @@ class ContainerShell:
         Raises ``InfrastructureError``.
         """
         with self._one_at_a_time:
-            try:
-                return self._ran(command, timeout)
-            except SessionLostError as lost:
-                return self._begun_anew(str(lost))
+            written = self.put(whole_text(command).encode(errors="surrogateescape"), "command")
+            limit = None if timeout is None else timeout + SECONDS
+            run = _run(self.place.folder, self.place.start, timeout)
+            lines = self._asked(f"{written} && {run}", limit)
+        try:
+            ended, cwd, *parts = lines
+            code, why = ended.split()
+            where, _, python = _decoded(cwd).partition("\0")
+            return CommandResult(
+                output=_shown(*parts[3:]),
+                earlier=_shown(*parts[:3]),
+                exit_code=None if why == "time" else int(code),
+                timed_out=why == "time",
+                cwd=where,
+                python=python.strip(),
+            )
+        except (ValueError, TypeError) as error:
+            self.failure = "the container's answer to a command is none of the session's"
+            raise InfrastructureError(self.failure) from error
 
     def put(self, data: bytes, name: str) -> str:
         """Write a file of the session's folder, up to its last piece, which the command that is returned writes.
@@ -279,23 +277,6 @@ class ContainerShell:
         """End the command that is running, and remove what is the session's own. What runs in the background stays."""
         self.ask(end(self.place.folder))
 
-    def _ran(self, command: str, timeout: float | None) -> CommandResult:
-        written = self.put(whole_text(command).encode(errors="surrogateescape"), "command")
-        limit = None if timeout is None else timeout + SECONDS
-        told = self._asked(f"{written} && {_run(self.place.folder, self.place.start, timeout)}", limit)
-        try:
-            return _result(told)
-        except (ValueError, TypeError, binascii.Error) as error:
-            raise SessionLostError("the container's answer to a command is none of the session's") from error
-
-    def _begun_anew(self, why: str) -> CommandResult:
-        try:
-            self._asked(_begin_anew(self.place.folder))
-            now = "and a new one was begun"
-        except SessionLostError:
-            now = "and no new one can be begun"
-        return CommandResult(output=f"[The shell was lost, {now}: {why}]", exit_code=1, cwd=self.place.start)
-
     def ask(self, command: str, timeout: float | None = SECONDS) -> tuple[int, list[str]]:
         """The exit code and the lines of one command of the session's own. Raises ``InfrastructureError``."""
         try:
@@ -315,25 +296,9 @@ class ContainerShell:
         code, lines = self.ask(command, timeout)
         if code:
             why = lines[-1] if lines else f"exit code {code}"
-            raise SessionLostError(f"a command of the session failed in the container: {why}")
+            self.failure = f"a command of the session failed in the container: {why}"
+            raise InfrastructureError(self.failure)
         return lines
-
-
-def _result(lines: list[str]) -> CommandResult:
-    ended, cwd, *parts = lines
-    code, why = ended.split()
-    where, _, python = _decoded(cwd).partition("\0")
-    earlier, output = _shown(*parts[:3]), _shown(*parts[3:])
-    if why == "output":
-        output += f"\n[The command was ended: it wrote more than {MOST_WRITTEN >> 20} MiB.]"
-    return CommandResult(
-        output=output,
-        earlier=earlier,
-        exit_code=None if why == "time" else int(code),
-        timed_out=why == "time",
-        cwd=where,
-        python=python.strip(),
-    )
 
 
 def _shown(size: str, head: str, tail: str) -> str:
@@ -342,7 +307,7 @@ def _shown(size: str, head: str, tail: str) -> str:
 
 
 def _decoded(text: str) -> str:
-    return base64.b64decode(text, validate=True).decode(errors="replace")
+    return base64.b64decode(text).decode(errors="replace")
 
 
 _KINDS: dict[str, FileKind] = {"d": "directory", "f": "file", "o": "other"}
@@ -390,10 +355,7 @@ class ContainerFiles:
 
     def write(self, path: str, data: bytes) -> None:
         """Replace the file's content in place, or make the file and the folders above it."""
-        try:
-            written = self._shell.put(data, "uploaded")
-        except SessionLostError as lost:
-            raise OSError(errno.EIO, str(lost), path) from lost
+        written = self._shell.put(data, "uploaded")
         code, lines = self._shell.ask(f"{written} && {_place_at(self._shell.place.folder, path)}")
         if code:
             raise _refused(lines, path)
@@ -405,22 +367,13 @@ class ContainerFiles:
                 raise _refused(lines, path)
             try:
                 kind, content = lines
-                found = content.encode() if kind == "missing" else base64.b64decode(content, validate=True)
-                _check(kind, found)
-            except (ValueError, binascii.Error) as error:
+                found = content.encode() if kind == "missing" else base64.b64decode(content)
+            except ValueError as error:
                 raise OSError(errno.EIO, "the container's answer about it is none of the session's", path) from error
             self._known[path] = kind, found
             if found == b"parent" and kind == "missing":
                 self._folders.add(path.rpartition("/")[0] or "/")
         return self._known[path]
-
-
-def _check(kind: str, found: bytes) -> None:
-    """Raise ``ValueError`` for what the session's programs never tell: those of the container may be the agent's."""
-    if len(found) > (_NAMES if kind == "directory" else MAX_FILE_BYTES):
-        raise ValueError("too long")
-    if kind == "directory" and {entry[:1] for entry in found.split(b"\0")[:-1]} - {each.encode() for each in _KINDS}:
-        raise ValueError("a file of no kind")
 
 
 def _refused(lines: list[str], path: str) -> OSError:

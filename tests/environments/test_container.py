@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
-from base64 import b64encode
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -104,14 +102,11 @@ async def test_a_command_is_ended_by_time_by_an_interrupt_and_with_the_session(s
     assert await said(shell, "pwd; echo $A") == "/app\n\n", "a new shell"
 
 
-async def test_a_long_output_is_cut_in_its_middle_and_an_endless_one_ended(
-    shell: ContainerShell, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_long_output_is_cut_in_its_middle(shell: ContainerShell):
     most = container_module.MOST_SHOWN
     told = await said(shell, f"head -c {3 * most} /dev/zero | tr '\\0' a; echo end")
     assert told.startswith("aaa") and told.endswith("aaa" + "end\n")
     assert f"[... {most + 4} bytes of output cut ...]" in told and len(told) < 2 * most + 100
-    assert (await said(shell, "yes", 60.0)).endswith("[The command was ended: it wrote more than 512 MiB.]")
 
 
 async def test_files_are_read_and_written_with_the_rights_there(shell: ContainerShell, container: FolderContainer):
@@ -187,42 +182,6 @@ async def test_an_owner_that_fails_is_an_infrastructure_failure_in_one_line(tmp_
                 await asyncio.to_thread(ContainerShell, place)
     with pytest.raises(InfrastructureError, match="does not answer"):
         await asyncio.to_thread(execute, place, "true", timeout=1.0)
-
-
-@pytest.mark.parametrize("told", [b"?name\0", b"\xffname\0", b"fa\0" * 10**6], ids=["no kind", "no text", "no end"])
-async def test_what_an_agent_that_is_root_lets_programs_tell_is_not_believed(
-    shell: ContainerShell, container: FolderContainer, told: bytes
-):
-    real = container.exec
-
-    async def replaced(command: str, *, timeout_sec: float | None = None) -> Ran:
-        if "shopt -s nullglob" not in command:
-            return await real(command, timeout_sec=timeout_sec)
-        return Ran(f"openhands-rl-answer\ndirectory\n{b64encode(told).decode()}\nopenhands-rl-answer 0\n", None, 0)
-
-    container.exec = replaced  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(OSError, match="answer about it is none of the session's: '/app'"):
-        await asyncio.to_thread(ContainerFiles(shell).entries, "/app")
-    assert not shell.failure
-
-
-async def test_an_agent_that_removes_what_is_the_sessions_own_ends_its_shell_and_no_episode(
-    shell: ContainerShell, container: FolderContainer
-):
-    assert await said(shell, "export NAME=kept && cd / && echo $NAME") == "kept\n"
-    for broken in (
-        f"rm -rf {FOLDER}",
-        f"rm -rf {FOLDER}; mkdir {FOLDER}",
-        f"echo no > {FOLDER}/run",
-    ):
-        told = await said(shell, broken) + await said(shell, "true")
-        assert told.startswith("[The shell was lost, and a new one was begun: "), broken
-        assert await said(shell, "echo ${NAME:-gone}; pwd") == "gone\n/app\n"
-    # Not by a command: a slow one is told of the loss itself, and there is a new shell then.
-    shutil.rmtree(container.root / FOLDER[1:])
-    with pytest.raises(OSError, match="/app/after"):
-        await asyncio.to_thread(ContainerFiles(shell).write, "/app/after", b"1")
-    assert not shell.failure
 
 
 async def test_an_image_without_what_a_session_needs_is_named(place: ContainerPlace, container: FolderContainer):
