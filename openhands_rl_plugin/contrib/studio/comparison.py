@@ -50,11 +50,8 @@ class CompareResource:
 
     async def _tasks(self, storage: TrajectoryStorage, text: str) -> _Tasks:
         adapter, at, version = text.rpartition("@")
-        if at and version.isdecimal():
-            named: dict[str, object] = {"adapter": adapter, "policy_version": int(version)}
-        else:
-            named = {"run_id": text}
-        where = TrajectoryFilter(failed=False, limit=_MOST_EPISODES, **named)
+        named = {"adapter": adapter, "policy_version": int(version)} if at and version.isdecimal() else {"run_id": text}
+        where = TrajectoryFilter(failed=False, limit=_MOST_EPISODES).model_copy(update=named)
         found: _Tasks = defaultdict(list)
         async for each in storage.summaries(where):
             if (success := _succeeded(each)) is not None:
