@@ -56,6 +56,14 @@ def test_a_suite_that_is_not_there_is_one_line(without: dict[str, str]) -> None:
     assert ran.stderr.count("\n") == 1
 
 
+def test_a_format_that_is_not_there_is_one_line(without: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "one.traj").write_text("{}")
+    ran = openhands_rl(without, "import", str(tmp_path), "--format", "swe-agent", "--into", str(tmp_path / "store"))
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: format 'swe-agent' cannot be loaded from openhands_rl_plugin.contrib.")
+    assert ran.stderr.count("\n") == 1
+
+
 def test_a_section_that_is_not_there_is_one_line(without: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[rl.watch]\ntasks = 3\n")

@@ -61,8 +61,7 @@ from openhands_rl_plugin.rollout.scoring import judge, refuse_labels, refuse_wit
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.eligibility import is_cut_short, is_interrupted, off_policy_sampling
 from openhands_rl_plugin.training.data.shortened import until_secret
-from openhands_rl_plugin.trajectories.exchange.trainers.polar import TIMED_OUT
-from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 
 _SCRATCH = "openhands-rl-rollout-"
 _RETURN = "return"

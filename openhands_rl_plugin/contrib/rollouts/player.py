@@ -18,7 +18,7 @@ from openhands_rl_plugin.contrib.rollouts.requests import (
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 _FIRST_DELAY, _LONGEST_DELAY = 5.0, 60.0
 _WORTH_A_TRY = FailureKind.INFRASTRUCTURE.value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -11,15 +13,19 @@ from pydantic import ConfigDict, Field, ValidationError
 from openhands_rl_plugin.config.fields import VariableName
 from openhands_rl_plugin.config.rollout import PlayOptions, PlaySettings
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.redaction import redact_json, redact_text
 from openhands_rl_plugin.core.servers.door import API_KEY
-from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue
-from openhands_rl_plugin.trajectories.exchange.trainers.polar import BUILDER, ERROR, trajectory_of
-from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue, Message
+from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
+from openhands_rl_plugin.trajectories.exchange.sft import read_answer
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.rollout.play import GivenTask
 
+COMPLETED, TIMEOUT, ERROR = "COMPLETED", "TIMEOUT", "ERROR"
+BUILDER = "prefix_merging"
+"""What Polar calls one trace for turns whose prompts extend each other."""
 _TASK, _ROW_ID, _SECONDS, _SEED = "task", "instance_id", "agent_timeout", "eval_sampling_seed_base"
 """Keys of ``metadata``: the task, or the id of one; a bound for the play alone; the seed of the first episode."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
@@ -197,3 +203,49 @@ def session_result(
     }
     usable = any(any(trace["loss_mask"]) for trace in trajectory["traces"])  # type: ignore[index,union-attr]
     return Result(str(trajectory["status"]), json.dumps(body, allow_nan=False, separators=(",", ":")), usable)
+
+
+def trajectory_of(played: PlayedRollout, task_metadata: JsonObject) -> JsonObject:
+    """The trajectory; ``status`` is that of the session, too.
+
+    Answers that are no samples of the policy (``off_policy``) are masked, because every bridge reinforces what is not.
+    """
+    failure = played.failure
+    status = COMPLETED if failure is None else TIMEOUT if failure.boundary == TIMED_OUT else ERROR
+    usable = failure is None and played.reward is not None
+    return {
+        "status": status,
+        "metadata": {"builder": BUILDER, "record_count": played.turns, "task_metadata": task_metadata},
+        "traces": [_trace(played, at) for at in range(len(played.segments))] if usable else [],
+        "error": None if failure is None else failure.message,
+    }
+
+
+def _trace(played: PlayedRollout, at: int) -> JsonValue:
+    """The sequence number ``at``. What was said stands on the last one."""
+    sample, last = played.segments[at], at == len(played.segments) - 1
+    known = all(map(math.isfinite, sample.logprobs))
+    why = played.off_policy or ("" if known else "a logprob is not finite")
+    metadata: JsonObject = {"policy": "" if sample.policy is None else sample.policy.served_name}
+    if why:
+        metadata["training_filter"] = {"masked": True, "reason": "off_policy", "detail": why}
+    start = sample.mask.index(True)
+    said = played.messages if last else ()
+    first = next((at for at, each in enumerate(said) if each.role == "assistant"), len(said))
+    return {
+        "prompt_ids": [*sample.input_ids[:start]],
+        "response_ids": [*sample.input_ids[start:]],
+        "loss_mask": [int(own and not why) for own in sample.mask[start:]],
+        "response_logprobs": [*sample.logprobs[start:]] if known else None,
+        "prompt_messages": [to_wire(message) for message in said[:first]],
+        "response_messages": [to_wire(_structured(message, played.tools)) for message in said[first:]],
+        "tools": [*played.tools] or None,
+        "finish_reason": "length" if last and played.cut_short else "stop",
+        "reward": played.reward,
+        "metadata": metadata,
+    }
+
+
+def _structured(message: Message, tools: Sequence[JsonObject]) -> Message:
+    """Polar takes a call in the text for one that its server could not parse, and the reward away from its trace."""
+    return read_answer(message, tools) if message.role == "assistant" and not message.tool_calls else message

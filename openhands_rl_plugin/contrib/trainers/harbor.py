@@ -33,11 +33,11 @@ from openhands_rl_plugin.apps.rollout.episode_program import (
 )
 from openhands_rl_plugin.config.rollout import options_from_trainer
 from openhands_rl_plugin.contrib.trainers.harbor_episode import directory_of, served
+from openhands_rl_plugin.contrib.trainers.rows import rollout_details
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments import container
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-from openhands_rl_plugin.trajectories.exchange.trainers.harbor import rollout_details
-from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 FACTS = "openhands_rl"
 """Where the metadata of a trial has what the episode came to."""

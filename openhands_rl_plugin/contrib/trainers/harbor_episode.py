@@ -38,9 +38,9 @@ from openhands_rl_plugin.evals.runs.prompts import REPLIES
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.models.engines.preflight import check_answers, check_model_server
-from openhands_rl_plugin.trajectories.exchange.agents import atif_write
+from openhands_rl_plugin.trajectories.exchange import atif
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
-from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 _LOG = redacting_logger(__name__)
@@ -142,7 +142,7 @@ def _write(trajectory: Trajectory, folder: Path) -> None:
     replaced costs the document alone.
     """
     try:
-        documents = [*atif_write.rows(redact_trajectory(trajectory), ())]
+        documents = [*atif.rows(redact_trajectory(trajectory), ())]
     except LeftOutError:
         return
     names = ["trajectory.json", *(f"trajectory.cont-{number}.json" for number in range(1, len(documents)))]

@@ -20,10 +20,10 @@ import httpx
 from pydantic import Field, model_validator
 
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
+from openhands_rl_plugin.contrib.trainers.rows import DatumRow
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
 from openhands_rl_plugin.core.servers.door import is_loopback
 from openhands_rl_plugin.training.packages import check_package
-from openhands_rl_plugin.trajectories.exchange.trainers.tinker import DatumRow
 
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """The address of the hosted service, as its own client has it."""

@@ -26,6 +26,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.contrib.trainers.rows import DatumRow, datums
 from openhands_rl_plugin.contrib.trainers.tinker import (
     NewAdapter,
     RemoteAdapter,
@@ -49,7 +50,6 @@ from openhands_rl_plugin.training.trainer.metrics import RunningMetrics
 from openhands_rl_plugin.training.trainer.resume import RunCheckpoint
 from openhands_rl_plugin.training.trainer.run_files import fingerprint
 from openhands_rl_plugin.training.trainer.trainer import WITHOUT_EFFECT, Trainer
-from openhands_rl_plugin.trajectories.exchange.trainers.tinker import DatumRow, datums
 
 ORIGIN = "tinker.json"
 """Beside the files of a version: where the service keeps its weights and its optimiser."""

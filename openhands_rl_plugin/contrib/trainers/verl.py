@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram, check_release
+from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError
@@ -29,7 +30,6 @@ from openhands_rl_plugin.models.server.http import json_response
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
 from openhands_rl_plugin.models.server.responses import ChatCompletionResponse, new_id
-from openhands_rl_plugin.trajectories.exchange.trainers.verl import agent_loop_rows
 
 check_release("verl", "0.9")
 from verl.experimental.agent_loop.agent_loop import (  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -18,8 +18,8 @@ from openhands_rl_plugin.evals.runs.run_files import OUTPUT, PREDICTIONS, read_r
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
-from openhands_rl_plugin.trajectories.exchange import llm_completions, output_jsonl
-from openhands_rl_plugin.trajectories.exchange.dates import date_of
+from openhands_rl_plugin.trajectories.exchange import llm_completions, v0
+from openhands_rl_plugin.trajectories.exchange.episodes import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 
 
@@ -111,7 +111,7 @@ def prediction_of(row: JsonObject, model: str) -> JsonObject | None:
 def _history(trajectory: Trajectory) -> list[JsonObject]:
     """The events; none for an episode that failed before its first message."""
     try:
-        row = next(output_jsonl.rows(trajectory, ()))
+        row = next(v0.rows(trajectory, ()))
     except LeftOutError:
         return []
     events = row["history"]

@@ -18,12 +18,12 @@ from openhands_rl_plugin.trajectories.exchange.conversations import (
     ARGUMENTS_FORMS,
     ArgumentsForm,
     arguments_object,
+    single_call_turns,
     spoken_messages,
     wire_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.sft import text_messages
-from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns
 
 WireMessages = Sequence[dict[str, Any]]
 

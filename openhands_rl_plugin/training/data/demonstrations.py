@@ -24,8 +24,7 @@ from openhands_rl_plugin.training.data.chat_forms import (
     traits_of,
     turns_for,
 )
-from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY
-from openhands_rl_plugin.trajectories.exchange.judgement import resolved, score_of
+from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY, resolved, score_of
 
 _CACHED_TEXTS = 4096
 

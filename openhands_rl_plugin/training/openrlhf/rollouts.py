@@ -41,7 +41,7 @@ from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.eligibility import is_cut_short
 from openhands_rl_plugin.training.openrlhf.engine import OpenRLHFEngine, TokenGenerator
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-from openhands_rl_plugin.trajectories.exchange.trainers.openrlhf import observed_tokens
+from openhands_rl_plugin.trajectories.exchange.segments import observed_tokens
 
 CONFIG, REWARD, TEMPLATE, RETRIES = (
     "OPENHANDS_RL_CONFIG",

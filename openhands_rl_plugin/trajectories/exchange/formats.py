@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -15,23 +18,15 @@ from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.trajectories.exchange import (
-    agentgym,
+    atif,
     llm_completions,
-    output_jsonl,
     predictions,
     sft,
     trajectories,
     trees,
+    v0,
+    v1,
     verifier,
-)
-from openhands_rl_plugin.trajectories.exchange.agents import (
-    atif,
-    atif_write,
-    data_protocol,
-    mini_swe_agent,
-    sharegpt,
-    swe_agent,
-    trl,
 )
 from openhands_rl_plugin.trajectories.exchange.conversations import ArgumentsForm, as_text, with_objects
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported
@@ -44,8 +39,6 @@ from openhands_rl_plugin.trajectories.exchange.reading import (
     row_source,
     rows_of,
 )
-from openhands_rl_plugin.trajectories.exchange.v1 import events as v1_events
-from openhands_rl_plugin.trajectories.exchange.v1 import write as v1_write
 from openhands_rl_plugin.trajectories.exchange.writing import Columns, Folder, JsonFile, ParquetFile, Sink
 
 _JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -69,7 +62,8 @@ def _never(row: Mapping[str, JsonValue]) -> bool:
 class Format:
     """``read`` (of a row), ``source`` (of a path) or ``rows`` is ``None`` for a format that has none.
 
-    ``recognises`` looks at a row; of several formats that know it, the first in ``FORMATS`` is meant.
+    ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant. ``messages``:
+    rows of chat messages, of which it is a matter of taste whether calls stand in their text.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
     Parquet file, and ``None`` where rows have no fixed ones. ``folder`` formats write a file a row. ``conversations``
     are the columns with messages whose calls may have arguments in either form.
@@ -87,6 +81,7 @@ class Format:
     conversations: tuple[str, ...] = ()
     exact: bool = False
     compares: bool = False
+    messages: bool = False
     recognises: Recognises = _never
     source: Callable[[Path], Source] | None = None
 
@@ -117,7 +112,7 @@ class Format:
         if target.suffix != ".parquet":
             raise ExchangeError(f"{target}: must end with {', '.join(_JSON_ENDINGS)} or .parquet")
         if self.columns is None:
-            able = ", ".join(each.name for each in FORMATS.values() if each.columns is not None)
+            able = ", ".join(each.name for each in formats().values() if each.columns is not None)
             raise ExchangeError(f"{target}: {self.name} has no fixed columns for Parquet; these have: {able}")
         return ParquetFile(target, self.columns if arguments == "object" else as_text(self.columns))
 
@@ -139,6 +134,9 @@ def _has(*names: str) -> Recognises:
     return lambda row: all(name in row for name in names)
 
 
+GROUP = "openhands_rl_plugin.formats"
+"""Entry points, each a ``Format``."""
+
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (
@@ -155,7 +153,7 @@ FORMATS: Mapping[str, Format] = {
             atif.NAME,
             "ATIF of Harbor, with token ids and logprobs",
             atif.read,
-            _each(atif_write.rows),
+            _each(atif.rows),
             _ALL,
             recognises=atif.recognises,
         ),
@@ -173,53 +171,19 @@ FORMATS: Mapping[str, Format] = {
             "v1-events",
             "stored conversations of the OpenHands V1 SDK: a folder of events each",
             None,
-            lambda trajectory, scores, beaten: v1_write.rows(trajectory, scores),
+            lambda trajectory, scores, beaten: v1.rows(trajectory, scores),
             _ALL,
             folder=True,
-            recognises=v1_events.recognises,
-            source=v1_events.source,
-        ),
-        Format(
-            mini_swe_agent.NAME,
-            "trajectories of mini-swe-agent, versions 1 and 2",
-            mini_swe_agent.read,
-            recognises=mini_swe_agent.recognises,
-        ),
-        Format(swe_agent.NAME, "SWE-agent's .traj", swe_agent.read, recognises=swe_agent.recognises),
-        Format(
-            swe_agent.NEBIUS,
-            "Nebius' data sets of SWE-agent and OpenHands episodes",
-            _by_row(swe_agent.read_nebius),
-            recognises=swe_agent.recognises_nebius,
+            recognises=v1.recognises,
+            source=v1.source,
         ),
         Format(
             "output-jsonl",
             "output.jsonl of OpenHands' evaluation (V0 events; V1 events in)",
-            _by_row(output_jsonl.read),
-            _each(output_jsonl.rows),
+            _by_row(v0.read),
+            _each(v0.rows),
             _ALL,
-            recognises=output_jsonl.recognises,
-        ),
-        Format(
-            data_protocol.NAME,
-            "standard form of the agent-data-protocol",
-            _by_row(data_protocol.read),
-            recognises=data_protocol.recognises,
-        ),
-        Format(
-            trl.NAME,
-            "TRL's prompt with completion, or chosen and rejected",
-            _by_row(trl.read),
-            recognises=trl.recognises,
-        ),
-        Format(sharegpt.NAME, "ShareGPT's conversations", _by_row(sharegpt.read), recognises=sharegpt.recognises),
-        Format(
-            "agentgym",
-            "AgentGym records, and AgentTraj rows in",
-            _by_row(agentgym.read),
-            _each(agentgym.rows),
-            _ALL,
-            recognises=_has("conversations"),
+            recognises=v0.recognises,
         ),
         Format(
             "sft-text",
@@ -227,6 +191,7 @@ FORMATS: Mapping[str, Format] = {
             _by_row(sft.import_text),
             _each(sft.text_rows),
             columns=sft.TEXT_COLUMNS,
+            messages=True,
             recognises=sft.recognises_text,
         ),
         Format(
@@ -236,6 +201,7 @@ FORMATS: Mapping[str, Format] = {
             _each(sft.native_rows),
             columns=sft.NATIVE_COLUMNS,
             conversations=("messages",),
+            messages=True,
             recognises=sft.recognises,
         ),
         Format(
@@ -270,13 +236,26 @@ FORMATS: Mapping[str, Format] = {
         ),
     )
 }
-# Rows with messages: whether calls stand in their text is a matter of taste.
-_ALIKE = {"sft-text", "sft-native", mini_swe_agent.NAME}
+
+
+@cache
+def formats() -> Mapping[str, Format]:
+    """All of them by name, those of entry points last, as far as they can be loaded."""
+    loaded: dict[str, Format] = {}
+    for point in _points():
+        with suppress(ImportError, AttributeError):
+            loaded[point.name] = point.load()
+    return {**FORMATS, **loaded}
+
+
+def _points() -> list[EntryPoint]:
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 
 def recognised(row: Mapping[str, JsonValue]) -> str | None:
     """The name of the format that a row is in, if it is one of ours."""
-    return next((each.name for each in FORMATS.values() if each.recognises(row)), None)
+    guests_first = sorted(formats().values(), key=lambda each: each.name in FORMATS)
+    return next((each.name for each in guests_first if each.recognises(row)), None)
 
 
 def source_of(path: Path, name: str) -> Source:
@@ -293,7 +272,11 @@ def source_of(path: Path, name: str) -> Source:
     assert read is not None
 
     def checked(row: JsonObject, file: Path) -> Imported | list[Imported]:
-        if not found.recognises(row) and (other := recognised(row)) not in (None, name) and {name, other} - _ALIKE:
+        if (
+            not found.recognises(row)
+            and (other := recognised(row)) not in (None, name)
+            and not (found.messages and _known(other or name).messages)
+        ):
             raise ExchangeError(f"is a record of the format {other}, not {name}")
         return read(row, file)
 
@@ -305,8 +288,8 @@ def recognised_source(path: Path) -> tuple[Source, Counter[str]]:
 
     Raises ``ExchangeError`` for a file whose first record is in none of them.
     """
-    if v1_events.is_conversation(path):
-        return v1_events.source(path), Counter({"v1-events": 1})
+    if v1.is_conversation(path):
+        return v1.source(path), Counter({"v1-events": 1})
     names: dict[Path, str] = {}
     for file in files_below(path, ROW_SUFFIXES):
         name = _format_of(file)
@@ -334,7 +317,7 @@ def _format_of(file: Path) -> str | None:
     except ExchangeError as error:
         raise ExchangeError(f"{first.at}: {error}") from error
     if name is None:
-        known = ", ".join(each.name for each in FORMATS.values() if each.importable)
+        known = ", ".join(each.name for each in formats().values() if each.importable)
         raise ExchangeError(f"{file}: is in none of the formats {known}; name the one that is meant with --format")
     return name
 
@@ -348,15 +331,18 @@ def exportable(name: str) -> Format:
 
 def table() -> str:
     """One line a format, for people."""
-    width = max(map(len, FORMATS))
+    width = max(map(len, formats()))
     ways = {(True, True): "both ways", (True, False): "import", (False, True): "export"}
     return "\n".join(
         f"  {each.name:<{width}}  {each.help} ({ways[each.importable, each.rows is not None]})"
-        for each in FORMATS.values()
+        for each in formats().values()
     )
 
 
 def _known(name: str) -> Format:
-    if name not in FORMATS:
-        raise ConfigError(unknown_name("format", name, FORMATS))
-    return FORMATS[name]
+    known = formats()
+    if name in known:
+        return known[name]
+    if (point := next((each for each in _points() if each.name == name), None)) is not None:
+        raise ConfigError(f"format {name!r} cannot be loaded from {point.value}; install the package that has it")
+    raise ConfigError(unknown_name("format", name, known))

@@ -16,7 +16,7 @@ from pydantic import Field, JsonValue, model_validator
 from openhands_rl_plugin.core.acted import ACTED, CONDENSATION, KIND
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Score, Task, Times, Trajectory
-from openhands_rl_plugin.trajectories.exchange.conversations import conversation_of
+from openhands_rl_plugin.trajectories.exchange.conversations import conversation_of, read_system_prompt
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
     UNKNOWN,
@@ -36,9 +36,8 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     tools_of,
 )
 from openhands_rl_plugin.trajectories.exchange.reading import Source, Unit, files_below, read_document
-from openhands_rl_plugin.trajectories.exchange.text_tools import read_system_prompt
-from openhands_rl_plugin.trajectories.exchange.v0_read import Response
-from openhands_rl_plugin.trajectories.exchange.v1.read import read_tool
+from openhands_rl_plugin.trajectories.exchange.v0 import Response
+from openhands_rl_plugin.trajectories.exchange.v1 import read_tool
 from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Score, StopReason, Task, Trajectory
-from openhands_rl_plugin.trajectories.exchange.episodes import SWE, Ending, Imported, Origin, finished
+from openhands_rl_plugin.trajectories.exchange.episodes import SWE, Ending, Imported, Origin, finished, patch_of
 from openhands_rl_plugin.trajectories.exchange.foreign import Foreign, LeftOutError, parse
-from openhands_rl_plugin.trajectories.exchange.judgement import patch_of
 from openhands_rl_plugin.trajectories.exchange.writing import Columns
 
 COLUMNS: Columns = {"instance_id": "string", "model_patch": "string", "model_name_or_path": "string"}

@@ -13,7 +13,11 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Score, Task, Too
 from openhands_rl_plugin.trajectories.exchange.conversations import (
     CONVERSATION,
     TOOLS,
+    read_system_prompt,
+    single_call_turns,
     spoken_messages,
+    system_prompt,
+    until_last_answer,
     wire_of,
 )
 from openhands_rl_plugin.trajectories.exchange.episodes import (
@@ -24,6 +28,8 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     conversation,
     end_of,
     finished,
+    identity_columns,
+    patch_of,
     reward_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
@@ -36,9 +42,6 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     tools_of,
     without_nulls,
 )
-from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns, patch_of
-from openhands_rl_plugin.trajectories.exchange.text_tools import read_system_prompt, system_prompt
-from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns, until_last_answer
 from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
 
 IDENTITY: Columns = {

@@ -17,10 +17,9 @@ from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, Label, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import JsonObject, Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels
+from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels, resolved
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError
 from openhands_rl_plugin.trajectories.exchange.formats import Files
-from openhands_rl_plugin.trajectories.exchange.judgement import resolved
 from openhands_rl_plugin.trajectories.exchange.reading import Source
 from openhands_rl_plugin.trajectories.exchange.writing import Sink
 

@@ -8,8 +8,8 @@ from itertools import takewhile
 
 from openhands_rl_plugin.core.types import JsonObject, Node, Score, Trajectory
 from openhands_rl_plugin.trajectories.exchange.conversations import CONVERSATION, TOOLS, conversation_of
+from openhands_rl_plugin.trajectories.exchange.episodes import identity_columns
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
-from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns
 from openhands_rl_plugin.trajectories.exchange.sft import IDENTITY
 from openhands_rl_plugin.trajectories.exchange.writing import Columns
 

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from openhands_rl_plugin.core.templates.function_text import RenderError, render_call
 from openhands_rl_plugin.core.transcript import transcript
 from openhands_rl_plugin.core.types import JsonObject, Message, Score, ToolCall, Trajectory
+from openhands_rl_plugin.trajectories.exchange.episodes import identity_columns, resolved
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
-from openhands_rl_plugin.trajectories.exchange.judgement import identity_columns, resolved
 from openhands_rl_plugin.trajectories.exchange.sft import IDENTITY
 from openhands_rl_plugin.trajectories.exchange.writing import Columns
 

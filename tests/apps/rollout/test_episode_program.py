@@ -24,7 +24,7 @@ from openhands_rl_plugin.apps.rollout.episode_program import (
     checked_interpreter,
 )
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"

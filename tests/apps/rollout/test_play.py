@@ -20,7 +20,7 @@ from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.evals.swe.dataset import row_of
-from openhands_rl_plugin.trajectories.exchange.trainers.rollout import PlayedRollout
+from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 pytestmark = pytest.mark.contract
 

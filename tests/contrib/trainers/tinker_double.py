@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.contrib.trainers.rows import DatumRow
 from openhands_rl_plugin.contrib.trainers.tinker import NewAdapter, RemoteAdapter, StepOptions
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.trajectories.exchange.trainers.tinker import DatumRow
 
 
 class TinkerDouble:

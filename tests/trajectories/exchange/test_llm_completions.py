@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Message, Trajectory
 from openhands_rl_plugin.trajectories.exchange import llm_completions
-from openhands_rl_plugin.trajectories.exchange.text_tools import describe_tools
+from openhands_rl_plugin.trajectories.exchange.conversations import describe_tools
 from openhands_rl_plugin.trajectories.exchange.writing import Folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")

@@ -8,10 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
+from openhands_rl_plugin.trajectories.exchange.conversations import (
+    describe_tools,
+    read_system_prompt,
+    single_call_turns,
+    system_prompt,
+)
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.sft import import_text, read_text_messages, text_messages, text_rows
-from openhands_rl_plugin.trajectories.exchange.text_tools import describe_tools, read_system_prompt, system_prompt
-from openhands_rl_plugin.trajectories.exchange.turns import single_call_turns
 
 
 def test_the_system_prompt_is_that_of_the_published_rows() -> None:

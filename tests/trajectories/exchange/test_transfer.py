@@ -163,7 +163,7 @@ def test_secrets_never_leave(tmp_path: Path) -> None:
             await storage.add(trajectory(leaking, evidence={"git_patch": f"+key = '{secret}'"}))
 
     asyncio.run(fill())
-    for name in ("sft-text", "sft-native", "output-jsonl", "agentgym", "predictions", "trajectories"):
+    for name in ("sft-text", "sft-native", "output-jsonl", "atif", "predictions", "trajectories"):
         out = tmp_path / f"{name}.jsonl"
         assert run("export", tmp_path / "store", "--format", name, "--out", out) == 0
         assert out.stat().st_size > 0 and secret not in out.read_text()
@@ -218,20 +218,19 @@ def test_a_truncated_archive_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
             ("export", "STORE", "--format", "sft-txt", "--out", "x"),
             "unknown format 'sft-txt'; did you mean 'sft-text'?",
         ),
-        (("export", "STORE", "--format", "swe-agent", "--out", "x"), "'swe-agent' is for import only"),
         (("import", "STORE", "--format", "verifier", "--into", "x"), "'verifier' is for export only"),
-        (("import", "nowhere", "--format", "agentgym", "--into", "x"), "nowhere: no such file or folder"),
-        (("export", "nowhere", "--format", "agentgym", "--out", "x"), "nowhere: this folder does not exist"),
-        (("export", "STORE", "--format", "agentgym", "--out", "no/x.jsonl"), "there is no folder no; make it first"),
-        (("export", "STORE", "--format", "agentgym", "--out", "x.csv"), "x.csv: must end with .jsonl"),
+        (("import", "nowhere", "--format", "atif", "--into", "x"), "nowhere: no such file or folder"),
+        (("export", "nowhere", "--format", "atif", "--out", "x"), "nowhere: this folder does not exist"),
+        (("export", "STORE", "--format", "atif", "--out", "no/x.jsonl"), "there is no folder no; make it first"),
+        (("export", "STORE", "--format", "atif", "--out", "x.csv"), "x.csv: must end with .jsonl"),
         (("export", "STORE", "--format", "llm-completions", "--out", ".."), "is a folder; name what is to be written"),
-        (("export", "STORE/trajectories.sqlite", "--format", "agentgym", "--out", "x.json"), "store, here STORE"),
-        (("import", "STORE", "--format", "agentgym", "--into", "STORE/row.json"), "this is a file; give the folder"),
-        (("import", "STORE", "--format", "agentgym", "--into", "env:HOME"), "HOME does not begin with mongodb://"),
-        (("export", "STORE", "--format", "agentgym", "--out", "x.parquet"), "has no fixed columns for Parquet"),
+        (("export", "STORE/trajectories.sqlite", "--format", "atif", "--out", "x.json"), "store, here STORE"),
+        (("import", "STORE", "--format", "atif", "--into", "STORE/row.json"), "this is a file; give the folder"),
+        (("import", "STORE", "--format", "atif", "--into", "env:HOME"), "HOME does not begin with mongodb://"),
+        (("export", "STORE", "--format", "atif", "--out", "x.parquet"), "has no fixed columns for Parquet"),
         (("export", "STORE", "--format", "llm-completions", "--out", "STORE"), "is there already"),
-        (("import", "STORE", "--format", "agentgym", "--into", "mongodb://u:secret@h/db"), "a password on the command"),
-        (("import", "STORE", "--format", "agentgym", "--into", "env:NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE is not set"),
+        (("import", "STORE", "--format", "atif", "--into", "mongodb://u:secret@h/db"), "a password on the command"),
+        (("import", "STORE", "--format", "atif", "--into", "env:NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE is not set"),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else value,
 )
@@ -354,7 +353,7 @@ def test_a_time_that_is_no_date_stops_neither_list_nor_export(
     asyncio.run(fill())
     assert run("list", tmp_path / "store") == 0
     assert "1.7e+12 s" in capsys.readouterr().out
-    for name, left in (("output-jsonl", 1), ("agentgym", 0)):
+    for name, left in (("output-jsonl", 1), ("atif", 0)):
         out = tmp_path / f"{name}.jsonl"
         assert run("export", tmp_path / "store", "--format", name, "--out", out) == 0
         assert "1 left out: its time is no date" in capsys.readouterr().out

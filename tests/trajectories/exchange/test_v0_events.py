@@ -10,8 +10,7 @@ from exchange_samples import CODE, DATA, INDENTED, TOOLS, call, same_talk, score
 
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, PolicyRef, StopReason
-from openhands_rl_plugin.trajectories.exchange.output_jsonl import read, rows
-from openhands_rl_plugin.trajectories.exchange.v0_read import EventReader
+from openhands_rl_plugin.trajectories.exchange.v0 import EventReader, read, rows
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")]
 

@@ -10,8 +10,8 @@ from exchange_samples import CODE, SYSTEM, TOOLS
 
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.trajectories.exchange import llm_completions
+from openhands_rl_plugin.trajectories.exchange.conversations import describe_tools
 from openhands_rl_plugin.trajectories.exchange.sft import text_messages
-from openhands_rl_plugin.trajectories.exchange.text_tools import describe_tools
 
 
 def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:

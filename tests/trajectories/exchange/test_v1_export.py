@@ -23,8 +23,8 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.v1 import events as v1_events
-from openhands_rl_plugin.trajectories.exchange.v1.write import rows
+from openhands_rl_plugin.trajectories.exchange import v1 as v1_events
+from openhands_rl_plugin.trajectories.exchange.v1 import rows
 
 POLICY = PolicyRef(base_model="m")
 

@@ -12,9 +12,8 @@ from exchange_samples import DATA
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, StopReason, ToolCall, Trajectory
-from openhands_rl_plugin.trajectories.exchange.v1 import events as v1_events
-from openhands_rl_plugin.trajectories.exchange.v1.read import read_log
-from openhands_rl_plugin.trajectories.exchange.v1.write import SUB_AGENT_STATE
+from openhands_rl_plugin.trajectories.exchange import v1 as v1_events
+from openhands_rl_plugin.trajectories.exchange.v1 import SUB_AGENT_STATE, read_log
 
 pytestmark = pytest.mark.contract
 

@@ -15,7 +15,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.reasoning import reasoning_of
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.exchange.formats import FORMATS, recognised
+from openhands_rl_plugin.trajectories.exchange.formats import formats, recognised
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 CASES = [(name, number) for name, records in RECORDS.items() for number in range(len(records))]
@@ -73,8 +73,8 @@ def test_every_other_format_is_refused(
     file = tmp_path / "record.json"
     file.write_text(json.dumps(RECORDS[name][number]))
     alike = {name, "sft-text", "sft-native", "mini-swe-agent"} if name in ("sft-native", "mini-swe-agent") else {name}
-    others = {"agentgym"} if name == "sharegpt" else {"predictions"} if (name, number) == ("nebius", 1) else set()
-    for other in FORMATS.values():
+    others = {"predictions"} if (name, number) == ("nebius", 1) else set()
+    for other in formats().values():
         if other.importable and other.name not in alike | others:
             into = tmp_path / other.name
             assert run("import", file, "--format", other.name, "--into", into) == 1, other.name
@@ -209,7 +209,7 @@ def test_any_field_may_be_wrong(name: str) -> None:
     """A wrong value in any field of a record is an error of ours or is read; it is never another exception."""
     from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 
-    read = FORMATS[name].read
+    read = formats()[name].read
     assert read is not None
     wrong: Any
     for record in RECORDS[name]:
@@ -239,7 +239,7 @@ def test_thinking_parts_are_reasoning(tmp_path: Path) -> None:
 def test_reasoning_goes_out_and_in_again(name: str, tmp_path: Path) -> None:
     """By every format that has a place for it; V0's events have one beside calls."""
     imported(RECORDS["sft-native"][0], tmp_path, "rows.jsonl")
-    out = tmp_path / ("folder" if FORMATS[name].folder else "out.jsonl")
+    out = tmp_path / ("folder" if formats()[name].folder else "out.jsonl")
     assert run("export", tmp_path / "store", "--format", name, "--out", out) == 0
     assert run("import", out, "--format", name, "--into", tmp_path / "again") == 0
     ((trajectory, _),) = stored(tmp_path / "again")

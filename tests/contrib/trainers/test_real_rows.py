@@ -7,9 +7,9 @@ import os
 import subprocess
 
 import pytest
-from test_trainer_formats import ONE, played
+from segment_samples import ONE, played
 
-from openhands_rl_plugin.trajectories.exchange.trainers import openenv, skyrl, tinker, verl
+from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows, batch_columns, datums
 
 pytestmark = pytest.mark.slow
 
@@ -20,12 +20,6 @@ row = json.load(sys.stdin)
 datum = Datum(model_input=ModelInput.from_ints(row["model_input"]), loss_fn_inputs=row["loss_fn_inputs"])
 said = {name: [tensor.dtype, tensor.to_numpy().tolist()] for name, tensor in datum.loss_fn_inputs.items()}
 print(json.dumps({"ids": datum.model_input.to_ints(), **said}))
-"""
-OPENENV = """
-import json, sys
-from openenv.core.harness.training import TrainingTrace, TrainingTurn
-trace = TrainingTrace(turns=[TrainingTurn(**row) for row in json.load(sys.stdin)])
-print(json.dumps([turn.loss_mask for turn in trace.turns]))
 """
 SKYRL = """
 import json, sys
@@ -56,7 +50,7 @@ def told(peer: str, program: str, rows: object) -> object:
 
 
 def test_tinker():
-    (row,) = tinker.datums([ONE], weights=True)
+    (row,) = datums([ONE], weights=True)
     said = told("TINKER", TINKER, row)
     assert said == {
         "ids": [1, 2, 3, 4, 5],
@@ -67,15 +61,11 @@ def test_tinker():
     }
 
 
-def test_openenv():
-    assert told("TRAINING_OPENENV", OPENENV, openenv.training_turns([ONE])) == [[0, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
-
-
 def test_skyrl():
-    columns = skyrl.generator_columns([played(ONE, ONE), played(ONE)], ["a", "b"], step_wise=True)
+    columns = batch_columns([played(ONE, ONE), played(ONE)], ["a", "b"], ["a", "b"])
     assert told("SKYRL", SKYRL, columns) == [0.0, 1.0, 1.0]
 
 
 def test_verl():
-    rows = verl.agent_loop_rows(played(ONE), longest_prompt=9, longest_response=9)
+    rows = agent_loop_rows(played(ONE), longest_prompt=9, longest_response=9)
     assert told("VERL", VERL, rows) == [[[3, 4, 5, 6], [-0.5, -0.25, 0.0, -1.0]]]

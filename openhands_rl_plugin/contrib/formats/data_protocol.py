@@ -19,6 +19,7 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     reward_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Foreign, parse, without_nulls
+from openhands_rl_plugin.trajectories.exchange.formats import Format
 
 NAME = "agent-data-protocol"
 _SHELLS = {"bash": "execute_bash", "sh": "execute_bash", "python": "execute_ipython_cell"}
@@ -118,3 +119,6 @@ def _observed(text: str, pending: list[ToolCall]) -> Message:
 
 def _with(thought: str | None, said: str) -> str:
     return f"{thought}\n\n{said}" if thought else said
+
+
+FORMAT = Format(NAME, "standard form of the agent-data-protocol", lambda row, file: read(row), recognises=recognises)

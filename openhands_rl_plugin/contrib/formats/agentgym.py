@@ -14,21 +14,24 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Score, StopReason, Task, Times, Trajectory
-from openhands_rl_plugin.trajectories.exchange.dates import date_of, seconds_of
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     UNKNOWN_TIMES,
     Ending,
     Imported,
     Origin,
+    date_of,
     end_of,
     finished,
     say,
+    score_of,
+    seconds_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Foreign, LeftOutError, parse
-from openhands_rl_plugin.trajectories.exchange.judgement import score_of
+from openhands_rl_plugin.trajectories.exchange.formats import Format
 
 _ROLES: dict[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
@@ -206,3 +209,13 @@ def _times(timestamp: str | None) -> Times:
     except LeftOutError as error:
         raise ExchangeError(f"timestamp: {timestamp:.40} are no Unix seconds; are they milliseconds?") from error
     return Times(started=at, finished=at)
+
+
+FORMAT = Format(
+    "agentgym",
+    "AgentGym records, and AgentTraj rows in",
+    lambda row, file: read(row),
+    lambda trajectory, scores, beaten: (("", row) for row in rows(trajectory, scores)),
+    TrajectoryFilter(),
+    recognises=lambda row: "conversations" in row and "item_id" in row,
+)

@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.agents import atif, atif_write
+from openhands_rl_plugin.trajectories.exchange import atif
 
 POLICY = PolicyRef(base_model="tiny", adapter="swe", version=7)
 TOOL: JsonObject = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
@@ -94,7 +94,7 @@ def episode(answers: list[dict[str, object]]) -> Trajectory:
 def test_nothing_is_lost(answers: list[dict[str, object]], reward: float | None) -> None:
     played = episode(answers)
     scores = [] if reward is None else [Score(trajectory_id=played.id, reward=reward, reward_version="tests-1")]
-    (row,) = atif_write.rows(played, scores)
+    (row,) = atif.rows(played, scores)
     found, judged = atif.read(json.loads(json.dumps(row)))
     assert [node.message for node in found.nodes] == [node.message for node in played.nodes]
     assert [node.tokens for node in found.nodes] == [node.tokens for node in played.nodes]

@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "trajectories" / "exchange" / "data"
 TOOLS: tuple[JsonObject, ...] = tuple(json.loads((DATA / "codeact_v2_tools.json").read_text()))
 PROMPT = (DATA / "golden_system_prompt.txt").read_text()
 SYSTEM = PROMPT[: PROMPT.index("\nYou have access to the following functions")]

@@ -1,0 +1,211 @@
+"""Rows of chats: ShareGPT's ``conversations``, with calls as LLaMA-Factory writes them, and TRL's ``prompt`` with
+``completion`` (and ``label``), or ``chosen`` and ``rejected``; texts or messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.reasoning import SpokenMessage
+from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
+from openhands_rl_plugin.trajectories.exchange.episodes import (
+    Ending,
+    Imported,
+    Origin,
+    conversation,
+    end_of,
+    finished,
+    named_identity,
+    reward_of,
+)
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
+    Foreign,
+    WireFunction,
+    WireMessage,
+    from_text,
+    messages_of,
+    parse,
+    tools_of,
+)
+from openhands_rl_plugin.trajectories.exchange.formats import Format
+
+_SHAREGPT = "sharegpt"
+_ENVIRONMENT = "chat"
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "call",
+}
+
+
+class ShareGptTurn(Foreign):
+    """One message."""
+
+    role: str
+    text: str = ""
+    reasoning_content: str | None = None
+
+
+class ShareGptRecord(Foreign):
+    """One row."""
+
+    conversations: tuple[JsonObject, ...]
+    id: str = ""
+    system: str | None = None
+    tools: JsonValue = None
+    model: str | None = None
+
+
+def recognises_sharegpt(row: Mapping[str, JsonValue]) -> bool:
+    """AgentGym's rows are the ones with ``item_id``."""
+    listed = row.get("conversations")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    return isinstance(first, dict) and "from" in first and "value" in first and "item_id" not in row
+
+
+def read_sharegpt(row: JsonObject) -> Imported:
+    """An episode of a row. Raises ``ExchangeError``."""
+    record = parse(ShareGptRecord, row)
+    messages: list[Message] = [Message(role="system", content=record.system)] if record.system else []
+    pending: list[ToolCall] = []
+    for number, each in enumerate(record.conversations):
+        turn = parse(ShareGptTurn, {**each, "role": each.get("from"), "text": each.get("value")})
+        role = _ROLES.get(turn.role.lower())
+        if role is None:
+            raise ExchangeError(f"conversations[{number}].from: {turn.role!r} is not one of {', '.join(_ROLES)}")
+        if role == "call":
+            pending = _calls(turn.text, len(messages))
+            said = messages[-1] if messages and messages[-1].role == "assistant" else None
+            if said is not None and not said.tool_calls:
+                messages[-1] = said.model_copy(update={"tool_calls": tuple(pending)})
+            else:
+                messages.append(Message(role="assistant", tool_calls=tuple(pending)))
+        elif role == "tool" and pending:
+            call = pending.pop(0)
+            messages.append(Message(role="tool", content=turn.text, tool_call_id=call.id, name=call.name))
+        else:
+            messages.append(
+                SpokenMessage.model_validate({"role": role, "content": turn.text, "reasoning": turn.reasoning_content})
+            )
+    if not messages:
+        raise ExchangeError("conversations: is empty")
+    asked = next((message.content for message in messages if message.role == "user"), None) or ""
+    name = record.id or named_identity(_SHAREGPT, asked)
+    origin = Origin(_SHAREGPT, Task(id=name, environment=_ENVIRONMENT, instruction=asked), record.model)
+    tree = conversation(messages, origin.policy, _tools(record.tools))
+    return finished(tree, origin, Ending(end_of(messages), {}))
+
+
+def _calls(text: str, at: int) -> list[ToolCall]:
+    """One call or a list of them, as JSON. Raises ``ExchangeError``."""
+    value = from_text(text)
+    listed = value if isinstance(value, list) else [value]
+    calls = [parse(WireFunction, each) for each in listed]
+    return [
+        ToolCall(id=f"call_{at}_{number}", name=call.name, arguments=call.arguments)
+        for number, call in enumerate(calls, 1)
+    ]
+
+
+def _tools(value: JsonValue) -> tuple[JsonObject, ...]:
+    """OpenAI tools, or the functions alone, as a list or as JSON."""
+    listed = from_text(value) if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(listed, list):
+        return tools_of(listed)
+    wrapped: list[JsonValue] = [
+        {"type": "function", "function": each} if isinstance(each, dict) and "function" not in each else each
+        for each in listed
+    ]
+    return tools_of(wrapped)
+
+
+_TRL = "trl"
+
+
+class TrlRecord(Foreign):
+    """One row. ``label`` is KTO's: whether the completion is wanted."""
+
+    prompt: JsonValue = None
+    completion: JsonValue = None
+    chosen: JsonValue = None
+    rejected: JsonValue = None
+    label: bool | None = None
+    tools: JsonValue = None
+    id: str | None = None
+    instance_id: str | None = None
+    model: str | None = None
+
+
+def recognises_trl(row: Mapping[str, JsonValue]) -> bool:
+    """A completion of a prompt, or two to choose from."""
+    texts = all(isinstance(row.get(name), str | list) for name in ("chosen", "rejected"))
+    return texts or ("prompt" in row and isinstance(row.get("completion"), str | list))
+
+
+def read_trl(row: JsonObject) -> list[Imported]:
+    """The episodes of a row: one, or the chosen and the rejected one, of one task with rewards 1 and 0.
+
+    Raises ``ExchangeError``.
+    """
+    record = parse(TrlRecord, row)
+    if record.chosen is None or record.rejected is None:
+        if record.completion is None:
+            raise ExchangeError("completion: is required, or chosen and rejected")
+        answer = _messages(record.completion, "completion", "assistant")
+        return [_episode(record, _messages(record.prompt, "prompt", "user"), answer, record.label)]
+    chosen = _messages(record.chosen, "chosen", "assistant")
+    rejected = _messages(record.rejected, "rejected", "assistant")
+    prompt = _messages(record.prompt, "prompt", "user")
+    if not prompt:
+        # An implicit prompt is what both begin with.
+        same = zip(chosen, rejected, strict=False)
+        prompt = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], same)]
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    return [_episode(record, prompt, chosen, True), _episode(record, prompt, rejected, False)]
+
+
+def _episode(record: TrlRecord, prompt: list[Message], answer: list[Message], wanted: bool | None) -> Imported:
+    messages = [*prompt, *answer]
+    if not any(message.role == "assistant" for message in answer):
+        raise ExchangeError("there is no answer in it")
+    asked = next((message.content for message in prompt if message.role == "user"), None) or ""
+    text = "\0".join(message.model_dump_json() for message in prompt)
+    name = record.instance_id or record.id or hashlib.sha256(text.encode()).hexdigest()[:16]
+    origin = Origin(_TRL, Task(id=name, environment=_ENVIRONMENT, instruction=asked), record.model)
+    tree = conversation(messages, origin.policy, tools_of(record.tools), given=len(prompt))
+    return finished(tree, origin, Ending(end_of(messages), {}, reward_of(wanted)))
+
+
+def _messages(value: JsonValue, name: str, role: Any) -> list[Message]:
+    """Messages, or one of ``role`` with the text. Raises ``ExchangeError``."""
+    if value is None or isinstance(value, str):
+        return [Message(role=role, content=value)] if value else []
+    if not isinstance(value, list):
+        raise ExchangeError(f"{name}: must be a text or a list of messages")
+    return messages_of([parse(WireMessage, each) for each in value])
+
+
+SHAREGPT = Format(
+    _SHAREGPT, "ShareGPT's conversations", lambda row, file: read_sharegpt(row), recognises=recognises_sharegpt
+)
+TRL = Format(
+    _TRL,
+    "TRL's prompt with completion, or chosen and rejected",
+    lambda row, file: read_trl(row),
+    recognises=recognises_trl,
+)

@@ -1,0 +1,144 @@
+"""Episodes as the rows of SkyRL, verl, Harbor and Tinker. No trainer is imported: rows are plain values with its field
+names.
+
+What is not carried: the temperature (one for all), the places of answers, and, but for Tinker, advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, TypedDict
+
+from openhands_rl_plugin.core.types import JsonObject, Sample
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
+from openhands_rl_plugin.trajectories.exchange.segments import NAMES, PlayedRollout, answers, checked, outcome, segments
+
+
+def batch_columns(
+    rollouts: Sequence[PlayedRollout | None],
+    trajectory_ids: Sequence[object],
+    groups: Sequence[str],
+    *,
+    temperature: float = 1.0,
+    evaluation: bool = False,
+) -> dict[str, Any]:
+    """SkyRL's ``GeneratorOutput`` with ``generator.step_wise_trajectories=true``: a row for each sequence of a batch.
+
+    Rows of an episode stand together, and the reward on the last, whose advantage SkyRL gives to all of them. Episodes
+    that failed (``None``) are left out, and in no baseline. ``groups`` names the prompt of each, which stand together.
+    SkyRL counts the prompts, so that one without a valid episode has a row of which nothing is trained, at the mean
+    reward of the others. Where one episode is left to compare, nothing of it is trained either: its advantage would be
+    its reward. ``evaluation``: neither is needed. Raises ``ExchangeError``, also where no episode is valid.
+    """
+    valid = [played for played in rollouts if played is not None]
+    if not valid:
+        raise ExchangeError("no episode of the batch is valid")
+    mean = sum(map(outcome, valid)) / len(valid)
+    rows: list[dict[str, Any]] = []
+    empty = lone = 0
+    for _, members in groupby(zip(rollouts, trajectory_ids, groups, strict=True), key=lambda each: each[2]):
+        group = list(members)
+        kept = [(played, identity) for played, identity, _ in group if played is not None]
+        alone = len(kept) == 1 < len(group) and not evaluation
+        lone += alone
+        if not kept and not evaluation:
+            empty += 1
+            token = valid[0].segments[0].input_ids[0]
+            row = dict(zip(NAMES["SkyRL"], ([token], [token], [0], [0.0]), strict=True))
+            rows.append(row | _step(group[0][1], mean, "abort", last=True))
+        for played, identity in kept:
+            reward, made = outcome(played), segments(played.segments, "SkyRL", temperature=temperature)
+            for number, row in enumerate(made, 1):
+                last = number == len(made)
+                step = _step(identity, reward if last else 0.0, "length" if played.cut_short else "stop", last=last)
+                rows.append(row | step | ({"loss_masks": [0] * len(row["loss_masks"])} if alone else {}))  # pyright: ignore
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+    metrics = {
+        "openhands/turns": sum(each.turns for each in valid) / len(valid),
+        "openhands/failed": float(len(rollouts) - len(valid)),
+        "openhands/groups_without_episode": float(empty),
+        "openhands/groups_of_one": float(lone),
+    }
+    return columns | {"rollout_metrics": metrics}
+
+
+def _step(identity: object, reward: float, stop: str, *, last: bool) -> dict[str, Any]:
+    return {"rewards": reward, "stop_reasons": stop, "trajectory_ids": identity, "is_last_step": last}
+
+
+def agent_loop_rows(
+    played: PlayedRollout, *, longest_prompt: int, longest_response: int, temperature: float = 1.0
+) -> list[dict[str, Any]]:
+    """The fields of verl 0.9's ``AgentLoopOutput``, one for each sequence of an episode.
+
+    The limits are ``data.max_prompt_length`` and ``data.max_response_length``, in tokens. Raises ``ExchangeError`` for
+    a failed episode (raise it on: verl then drops the whole prompt), and for a row that verl would cut without a word.
+    """
+    reward = outcome(played)
+    rows: list[dict[str, Any]] = [*segments(played.segments, "verl", temperature=temperature)]
+    for sample, row in zip(played.segments, rows, strict=True):
+        limits = {"prompt_ids": (longest_prompt, "prompt"), "response_ids": (longest_response, "response")}
+        for name, (limit, part) in limits.items():
+            if (size := len(row[name])) > limit:
+                setting = f"data.max_{part}_length = {limit}"
+                raise ExchangeError(f"{played.task_id}: {size} tokens are more than {setting}; raise it")
+        version = 0 if sample.policy is None else sample.policy.version or 0
+        row |= {
+            "reward_score": reward,
+            "num_turns": 2 * played.turns,
+            "metrics": {"generate_sequences": played.seconds},
+            "extra_fields": {"min_global_steps": version, "max_global_steps": version},
+        }
+    return rows
+
+
+def rollout_details(samples: Sequence[Sample], *, temperature: float = 1.0) -> list[JsonObject]:
+    """Harbor's ``RolloutDetail`` of each sequence: an item of each list is a turn, with the whole prompt.
+
+    Raises ``ExchangeError``.
+    """
+    details: list[JsonObject] = []
+    for each in samples:
+        sample = checked(each, "Harbor", temperature=temperature)
+        turns = answers(sample)
+        details.append(
+            {
+                "prompt_token_ids": [[*sample.input_ids[:start]] for start, _ in turns],
+                "completion_token_ids": [[*sample.input_ids[start:stop]] for start, stop in turns],
+                "logprobs": [[*sample.logprobs[start:stop]] for start, stop in turns],
+            }
+        )
+    return details
+
+
+class DatumRow(TypedDict):
+    """A ``Datum``; ``loss_fn_inputs`` has target_tokens, logprobs, advantages, and weights where they are wanted."""
+
+    model_input: list[int]
+    loss_fn_inputs: dict[str, list[int] | list[float]]
+
+
+def datums(
+    samples: Iterable[Sample], *, scale: float = 1.0, weights: bool = False, temperature: float = 1.0
+) -> list[DatumRow]:
+    """One row for each segment, with the advantage times ``scale``.
+
+    The service and SkyRL's torch trainer add up the tokens' losses, so that a mean over tokens is a ``scale`` of one
+    over the number of sampled tokens in the batch. SkyRL's JAX back end needs ``weights``, and divides by them itself.
+    Raises ``ExchangeError``.
+    """
+    rows = [checked(each, "Tinker", temperature=temperature, own_advantages=True) for each in samples]
+    return [_row(each, scale, weights) for each in rows]
+
+
+def _row(sample: Sample, scale: float, weights: bool) -> DatumRow:
+    own = range(1, len(sample.input_ids))
+    inputs: dict[str, list[int] | list[float]] = {
+        "target_tokens": [*sample.input_ids[1:]],
+        "logprobs": [*sample.logprobs[1:]],
+        "advantages": [sample.advantage_at(at) * scale if sample.mask[at] else 0.0 for at in own],
+    }
+    if weights:
+        inputs["weights"] = [float(sample.mask[at]) for at in own]
+    return DatumRow(model_input=[*sample.input_ids[:-1]], loss_fn_inputs=inputs)

@@ -1,1 +1,0 @@
-"""Records of other agents, and of the data sets made of them."""

@@ -1,1 +1,0 @@
-"""Stored conversations of OpenHands' V1 SDK, read and written."""

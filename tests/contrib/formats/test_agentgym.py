@@ -1,0 +1,76 @@
+"""Records of AgentGym, both ways, and rows of AgentTraj."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from exchange_samples import SHOP, same_talk, trajectory
+
+from openhands_rl_plugin.contrib.formats import agentgym
+from openhands_rl_plugin.core.types import JsonObject, Message
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError
+
+
+def plain(row: JsonObject) -> JsonObject:
+    """As it comes out of a file."""
+    return json.loads(json.dumps(row))
+
+
+def test_agentgym_records_go_both_ways() -> None:
+    played = trajectory(SHOP, environment="webshop", task_id="6", reward=0.75, unsampled=(1,))
+    (row,) = agentgym.rows(played, ())
+    assert row["env_name"] == "webshop" and row["task_id"] == "6" and row["id"] == played.id
+    held = plain(row)["trajectory"]
+    assert isinstance(held, dict) and held["reward"] == 0.75
+    assert held["conversation"][:2] == [  # pyright: ignore
+        {"from": "human", "value": "You are web shopping.", "loss": None},
+        {"from": "gpt", "value": "Ok.", "loss": False},
+    ]
+    assert str(held["text"]).startswith("\nHuman: You are web shopping.\nAssistant: Ok.\nHuman: WebShop")
+    found, scores = agentgym.read(plain(row))
+    assert found.messages() == played.messages() and found.id == played.id and not scores
+    assert [node.sampled for node in found.nodes] == [node.sampled for node in played.nodes]
+    assert found.episode_return == 0.75 and found.run_id == "night-3"
+    assert found.times.finished == played.times.finished
+    with pytest.raises(LeftOutError, match="tool calls"):
+        list(agentgym.rows(trajectory(), ()))
+
+
+def test_rows_of_agent_traj() -> None:
+    conversation = [
+        {"from": "human", "loss": None, "value": "Hi"},
+        {"from": "gpt", "loss": True, "value": "Action:\nx"},
+    ]
+    found = agentgym.read({"conversations": conversation, "item_id": "alfworld_7_2"}).trajectory  # pyright: ignore
+    assert (found.task.environment, found.task.id) == ("alfworld", "alfworld_7_2")
+    assert same_talk(
+        found.messages(), (Message(role="user", content="Hi"), Message(role="assistant", content="Action:\nx"))
+    )
+    with pytest.raises(ExchangeError, match="conversations: is required"):
+        agentgym.read({"conversations": None, "item_id": "webshop_1"})
+    with pytest.raises(ExchangeError, match="human or gpt"):
+        agentgym.read({"conversations": [{"from": "robot", "value": "x"}], "item_id": "webshop_1"})
+
+
+def test_ids_that_begin_anew_in_every_file_are_not_taken_over() -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    first = agentgym.read({**plain(row), "id": 7}).trajectory
+    other = agentgym.read({**plain(row), "id": 7, "task_id": "8"}).trajectory
+    assert first.id != other.id and first.id == agentgym.read({**plain(row), "id": "8"}).trajectory.id
+
+
+@pytest.mark.parametrize(
+    ("timestamp", "seconds"),
+    [("1700000000", 1.7e9), ("2023-11-14T22:13:20", 1.7e9), ("2023-11-14T23:13:20+01:00", 1.7e9)],
+)
+def test_timestamps_mean_the_same_everywhere(timestamp: str, seconds: float) -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    assert agentgym.read({**plain(row), "timestamp": timestamp}).trajectory.times.finished == seconds
+
+
+@pytest.mark.parametrize("timestamp", ["1700000000000", "nan", "inf", "noon"])
+def test_wrong_timestamps_are_refused(timestamp: str) -> None:
+    (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
+    with pytest.raises(ExchangeError, match="timestamp: "):
+        agentgym.read({**plain(row), "timestamp": timestamp})

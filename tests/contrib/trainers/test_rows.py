@@ -1,0 +1,76 @@
+"""Episodes as the rows of SkyRL, verl, Harbor and Tinker."""
+
+from __future__ import annotations
+
+import pytest
+from segment_samples import ONE, played, sample_of
+
+from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows, batch_columns, datums, rollout_details
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
+
+OTHER = sample_of([([9, 9], [(7, -0.5)])], 0.5)
+
+
+def test_the_reward_of_skyrl_stands_on_the_last_row() -> None:
+    columns = batch_columns([played(ONE, OTHER), played(ONE)], ["a", "b"], ["a", "b"])
+    assert columns["rewards"] == [0.0, 1.0, 1.0] and columns["is_last_step"] == [False, True, True]
+    assert columns["trajectory_ids"] == ["a", "a", "b"] and columns["stop_reasons"] == ["stop"] * 3
+    assert columns["prompt_token_ids"] == [[1, 2], [9, 9], [1, 2]]
+    assert columns["loss_masks"] == [[1, 1, 0, 1], [1], [1, 1, 0, 1]]
+
+
+def test_skyrl_has_no_row_of_an_episode_that_failed():
+    """Prompt a: two valid episodes and a failed one; b: one is left; c: none."""
+    rollouts = [played(ONE, ONE), None, played(ONE), None, played(ONE), None]
+    names = ["a", "a", "a", "b", "b", "c"]
+    columns = batch_columns(rollouts, range(6), names)
+    assert columns["trajectory_ids"] == [0, 0, 2, 4, 5] and columns["is_last_step"] == [False, True, True, True, True]
+    assert [any(mask) for mask in columns["loss_masks"]] == [True, True, True, False, False]
+    assert columns["rewards"] == [0.0, 1.0, 1.0, 1.0, 1.0], "what stands for a prompt has the mean of the others"
+    assert columns["rollout_metrics"] == {
+        "openhands/turns": pytest.approx(sum(each.turns for each in rollouts if each) / 3),
+        "openhands/failed": 3.0,
+        "openhands/groups_without_episode": 1.0,
+        "openhands/groups_of_one": 1.0,
+    }
+    judged = batch_columns(rollouts, range(6), names, evaluation=True)
+    assert judged["trajectory_ids"] == [0, 0, 2, 4] and all(any(mask) for mask in judged["loss_masks"])
+    with pytest.raises(ExchangeError, match="no episode of the batch is valid"):
+        batch_columns([None, None], range(2), ["a", "a"])
+
+
+def test_verl() -> None:
+    first, second = agent_loop_rows(played(ONE, OTHER), longest_prompt=9, longest_response=9)
+    assert first["reward_score"] == second["reward_score"] == 1.0 and first["num_turns"] == 4
+    assert first["extra_fields"] == {"min_global_steps": 3, "max_global_steps": 3}
+    assert (first["prompt_ids"], first["response_ids"]) == ([1, 2], [3, 4, 5, 6])
+    assert (first["response_mask"], second["response_logprobs"]) == ([1, 1, 0, 1], [-0.5])
+    with pytest.raises(ExchangeError, match=r"4 tokens are more than data\.max_response"):
+        agent_loop_rows(played(ONE), longest_prompt=9, longest_response=3)
+    with pytest.raises(ExchangeError, match="no episode to train on"):
+        agent_loop_rows(played(), longest_prompt=9, longest_response=9)
+
+
+def test_harbor_has_whole_prompts() -> None:
+    (detail,) = rollout_details([ONE])
+    assert detail == {
+        "prompt_token_ids": [[1, 2], [1, 2, 3, 4, 5]],
+        "completion_token_ids": [[3, 4], [6]],
+        "logprobs": [[-0.5, -0.25], [-1.0]],
+    }
+
+
+def test_tinker_is_shifted_by_one() -> None:
+    (row,) = datums([ONE], weights=True)
+    assert row == {
+        "model_input": [1, 2, 3, 4, 5],
+        "loss_fn_inputs": {
+            "target_tokens": [2, 3, 4, 5, 6],
+            "logprobs": [0.0, -0.5, -0.25, 0.0, -1.0],
+            "advantages": [0.0, 0.5, 0.5, 0.0, 0.5],
+            "weights": [0.0, 1.0, 1.0, 0.0, 1.0],
+        },
+    }
+    own = ONE.model_copy(update={"token_advantages": (0.0, 0.0, 2.0, 3.0, 0.0, 5.0), "advantage": 1.0})
+    (row,) = datums([own], scale=0.5)
+    assert row["loss_fn_inputs"]["advantages"] == [0.0, 1.0, 1.5, 0.0, 2.5] and "weights" not in row["loss_fn_inputs"]
