@@ -11,7 +11,7 @@ from openhands_rl_plugin.cli.options.stored import positive
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.tasks.sources.packages import TaskPlan
+    from openhands_rl_plugin.evals.tasks.packages import TaskPlan
     from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
 
 EPILOG = """examples:
@@ -128,7 +128,7 @@ def _make(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> TaskPlan:
     """The plan that the sources and options give. Raises ``ConfigError``."""
     from openhands_rl_plugin.core.validation import unknown_name
-    from openhands_rl_plugin.evals.tasks.sources.packages import (
+    from openhands_rl_plugin.evals.tasks.packages import (
         SUITE,
         SUITE_PLAN,
         TaskPlan,
@@ -158,8 +158,8 @@ async def _check(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.runs.backends import make_backend
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.swe.dataset import read_instances
-    from openhands_rl_plugin.evals.tasks.quality_gate import QualityGate, check_tasks
-    from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
+    from openhands_rl_plugin.evals.tasks.gate import QualityGate, check_tasks
+    from openhands_rl_plugin.evals.tasks.packages import tasks_file
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     path, cache = tasks_file(args.file), args.cache or default_cache()
@@ -188,9 +188,8 @@ async def _check(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.runs.own_suites import own_suite
     from openhands_rl_plugin.evals.swe.dataset import read_instances
-    from openhands_rl_plugin.evals.tasks.lineage import read_lineage
-    from openhands_rl_plugin.evals.tasks.sources.packages import tasks_file
-    from openhands_rl_plugin.evals.tasks.task_table import table_of
+    from openhands_rl_plugin.evals.tasks.gate import read_lineage, table_of
+    from openhands_rl_plugin.evals.tasks.packages import tasks_file
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     path, own = tasks_file(args.file), own_suite(args.file)

@@ -20,8 +20,8 @@ from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
-from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
-from openhands_rl_plugin.evals.tasks.sources.packages import suite_file
+from openhands_rl_plugin.evals.tasks.gate import NO_OP
+from openhands_rl_plugin.evals.tasks.packages import suite_file
 
 
 async def round_of(

@@ -12,7 +12,7 @@ from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
 from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.cli.options.foreground import silence_libraries, typed
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.tasks.sources.packages import package_name
+from openhands_rl_plugin.evals.tasks.packages import package_name
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 from openhands_rl_plugin.models.generator.weights import check_model_folder
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Before anything is written or, with ``--fresh``, deleted. Raises ``ConfigError``."""
-    from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository
+    from openhands_rl_plugin.evals.tasks.packages import find_repository
 
     for name in _OF_REPAIR if args.task == SHOP else ():
         if getattr(args, name) is not None:

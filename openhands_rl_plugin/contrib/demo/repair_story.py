@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.suites import swe_task
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository, repository_lines
+from openhands_rl_plugin.evals.tasks.packages import find_repository, repository_lines
 from openhands_rl_plugin.evals.tasks.split import TRAIN
 from openhands_rl_plugin.training.loop.stages import LoopListener
 

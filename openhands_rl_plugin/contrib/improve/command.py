@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.contrib.improve.gym import Gym
     from openhands_rl_plugin.contrib.improve.price import Lengths, Price, PromptChoice, RunCost
     from openhands_rl_plugin.core.types import JsonObject
-    from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
+    from openhands_rl_plugin.evals.tasks.packages import OwnRepository
     from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
 
 _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         from openhands_rl_plugin.apps.loop.run import check_trainable
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "openhands", "openhands") from error
-    from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository
+    from openhands_rl_plugin.evals.tasks.packages import find_repository
 
     check_alone()
     repository = find_repository(args.repo, args.commit)
@@ -187,7 +187,7 @@ def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -
     from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
     from openhands_rl_plugin.contrib.improve.gym import WantedTasks, make_gym, pinned, resize
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-    from openhands_rl_plugin.evals.tasks.sources.own_repository import repository_lines
+    from openhands_rl_plugin.evals.tasks.packages import repository_lines
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     options = checked(

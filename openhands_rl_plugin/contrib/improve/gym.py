@@ -29,14 +29,20 @@ from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.candidates import REOPENED
-from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, lineage_path, read_lineage, write_tasks
-from openhands_rl_plugin.evals.tasks.quality_gate import OnProgress, QualityGate, check_tasks, duplicates
-from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
-from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
-from openhands_rl_plugin.evals.tasks.sources.prepared_package import prepare_package
+from openhands_rl_plugin.evals.tasks.gate import (
+    OnProgress,
+    QualityGate,
+    TaskLineage,
+    check_tasks,
+    duplicates,
+    lineage_path,
+    read_lineage,
+    write_tasks,
+)
+from openhands_rl_plugin.evals.tasks.packages import OwnRepository, Package, TaskPlan
+from openhands_rl_plugin.evals.tasks.sandbox import prepare_package
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
-from openhands_rl_plugin.evals.tasks.suite import make_suite
+from openhands_rl_plugin.evals.tasks.suite import REOPENED, make_suite
 
 _LEAST_STEADY = 0.5
 

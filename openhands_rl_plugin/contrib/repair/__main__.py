@@ -8,7 +8,7 @@ from pathlib import Path
 from openhands_rl_plugin.contrib.repair.making import RepairPlan, make_repair
 from openhands_rl_plugin.contrib.repair.rows import data_file
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-from openhands_rl_plugin.evals.tasks.sources.packages import read_plan
+from openhands_rl_plugin.evals.tasks.packages import read_plan
 
 
 class _Printed:

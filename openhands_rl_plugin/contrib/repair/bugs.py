@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from openhands_rl_plugin.contrib.repair.calling import canonical
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.tasks.bugs import conditions, statements, values
-from openhands_rl_plugin.evals.tasks.bugs.positions import (
+from openhands_rl_plugin.evals.tasks import bugs as made
+from openhands_rl_plugin.evals.tasks.bugs import (
     Edit,
     FunctionModifier,
     FunctionSite,
@@ -219,18 +219,18 @@ def other_default(site: FunctionSite) -> Iterator[Mutation]:
 
 
 KINDS: Mapping[str, tuple[FunctionModifier, ...]] = {
-    "operator": (values.swap_operator, conditions.swap_boolean_operator),
-    "comparison": (conditions.move_boundary,),
-    "off by one": (values.miss_by_one,),
-    "constant": (values.shift_number, values.flip_boolean, other_text),
+    "operator": (made.swap_operator, made.swap_boolean_operator),
+    "comparison": (made.move_boundary,),
+    "off by one": (made.miss_by_one,),
+    "constant": (made.shift_number, made.flip_boolean, other_text),
     "wrong variable": (other_variable,),
     "missing return": (drop_return,),
-    "swapped arguments": (values.swap_arguments, values.swap_operands),
-    "inverted condition": (conditions.negate_condition, conditions.swap_branches),
-    "missing case": (conditions.drop_guard, conditions.drop_clause, statements.drop_assignment),
+    "swapped arguments": (made.swap_arguments, made.swap_operands),
+    "inverted condition": (made.negate_condition, made.swap_branches),
+    "missing case": (made.drop_guard, made.drop_clause, made.drop_assignment),
     "wrong index": (other_index,),
-    "wrong method": (values.swap_name, values.drop_conversion),
-    "wrong default": (values.change_default, other_default),
+    "wrong method": (made.swap_name, made.drop_conversion),
+    "wrong default": (made.change_default, other_default),
 }
 """Kind -> the modifiers that make it."""
 

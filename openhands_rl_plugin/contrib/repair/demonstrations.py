@@ -43,7 +43,7 @@ from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node, Trajectory
 from openhands_rl_plugin.evals.runs.own_suites import require_own_suite
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.bugs.positions import parse
+from openhands_rl_plugin.evals.tasks.bugs import parse
 from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener
 
 _Bugs = tuple[SlicedFunction, tuple[tuple[str, str], ...]]

@@ -37,7 +37,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.lineage import (
+from openhands_rl_plugin.evals.tasks.gate import (
     Check,
     TaskLineage,
     TasksLineage,
@@ -46,16 +46,19 @@ from openhands_rl_plugin.evals.tasks.lineage import (
     write_lineage,
     write_tasks,
 )
+from openhands_rl_plugin.evals.tasks.packages import (
+    OwnRepository,
+    Package,
+    TaskPlan,
+    fetch,
+    is_test,
+    layout_of,
+    make_environment,
+)
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
-from openhands_rl_plugin.evals.tasks.sources.download import fetch
-from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of
-from openhands_rl_plugin.evals.tasks.sources.own_repository import OwnRepository
-from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test, layout_of
-from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
-from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
-from openhands_rl_plugin.evals.tasks.sources.virtualenv import make_environment
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
 from openhands_rl_plugin.evals.tasks.suite import Progress, SuiteSummary
+from openhands_rl_plugin.evals.tasks.trees import SourceTree, commit_of
 
 RUNS = 3
 """Runs with different hash seeds, which must agree."""

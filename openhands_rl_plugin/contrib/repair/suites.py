@@ -43,8 +43,7 @@ from openhands_rl_plugin.evals.swe.grading import grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
-from openhands_rl_plugin.evals.tasks.sources.one_commit import apply_patch, make_repository
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
+from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile, apply_patch, make_repository
 
 _CALLING = Path(__file__).with_name("calling.py")
 _MOST_FILES, _MOST_BYTES = 100, 2**20

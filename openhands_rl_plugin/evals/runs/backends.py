@@ -16,7 +16,7 @@ from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, Mir
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict
-from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
+from openhands_rl_plugin.evals.tasks.packages import TaskRepositories
 
 BackendName = Literal["local", "docker", "image"]
 

@@ -1,4 +1,1 @@
-"""Makes tasks from real packages: bugs that their tests detect, bug reports, and the quality gate.
-
-Start with ``suite`` (what ``tasks make`` calls), then ``task_builder`` (one bug becomes one task) and ``quality_gate``.
-"""
+"""Makes tasks of packages: bugs that their tests detect, past fixes, the quality gate. Start with ``suite``."""

@@ -1,17 +1,22 @@
-"""Runs tests and programs in bubblewrap: without network, with write access to their own copy only."""
+"""Runs tests and programs in bubblewrap, prepares a package for bugs, and takes failing tests out of it."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field, JsonValue, ValidationError
 
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, isolate
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
@@ -24,7 +29,112 @@ from openhands_rl_plugin.environments.workspace.visible import (
     prefix_mounts,
     system_mounts,
 )
-from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
+from openhands_rl_plugin.evals.tasks.bugs import FUNCTIONS, Edit, PythonSource, definitions, parse
+from openhands_rl_plugin.evals.tasks.packages import (
+    Package,
+    PackageLayout,
+    SourceOrigin,
+    TaskPlan,
+    fetch,
+    fetch_release,
+    layout_of,
+    make_environment,
+)
+from openhands_rl_plugin.evals.tasks.trees import SourceTree
+
+
+def file_of(test: str) -> str:
+    """``tests/test_a.py::TestB::test_c[1]`` -> ``tests/test_a.py``."""
+    return test.partition("::")[0]
+
+
+def function_of(test: str) -> str:
+    """``tests/test_a.py::TestB::test_c[1]`` -> ``test_c``; empty for a test that is no function."""
+    return test.partition("[")[0].split("::")[-1] if "::" in test else ""
+
+
+def without_tests(tree: SourceTree, tests: Iterable[str]) -> Mapping[str, str | None]:
+    """New texts of the test files, without the functions of ``tests``; ``None`` deletes the file.
+
+    A file is deleted when one of the tests is no function in it, or when no other test is left.
+    """
+    functions: dict[str, set[str]] = {}
+    for test in tests:
+        functions.setdefault(file_of(test), set()).add(function_of(test))
+    return {path: _without(tree.text(path), names) for path, names in sorted(functions.items())}
+
+
+def _without(text: str | None, names: set[str]) -> str | None:
+    if text is None:
+        return None
+    try:
+        source = PythonSource(text)
+    except SyntaxError:
+        return None
+    found = [(parent, node) for parent, node in _functions(source.tree) if node.name in names]
+    if {node.name for _, node in found} != names or not all(source.stands_alone(node) for _, node in found):
+        return None
+    left = [node for _, node in _functions(source.tree) if node.name.startswith("test") and node.name not in names]
+    if not left:
+        return None
+    edits: list[Edit] = []
+    for parent in {id(parent): parent for parent, _ in found}.values():
+        gone = [node for of, node in found if of is parent]
+        edits += _deletions(source, parent, gone)
+    try:
+        new = source.apply(_outermost(edits))
+        parse(new)
+    except (SyntaxError, ValueError):
+        return None
+    return new
+
+
+def _functions(tree: ast.Module) -> Iterable[tuple[ast.Module | ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    parents: list[ast.Module | ast.ClassDef] = [tree]
+    parents += [node for _, node in definitions(tree) if isinstance(node, ast.ClassDef)]
+    for parent in parents:
+        for statement in parent.body:
+            if isinstance(statement, FUNCTIONS):
+                yield parent, statement
+
+
+def _deletions(source: PythonSource, parent: ast.Module | ast.ClassDef, gone: Sequence[ast.stmt]) -> list[Edit]:
+    if isinstance(parent, ast.ClassDef) and not _needed(source, parent, gone):
+        return [_deletion(source, parent)]
+    edits = [_deletion(source, node) for node in gone]
+    if len(gone) == len(parent.body):
+        start, end = source.lines(gone[0])
+        edits[0] = Edit(start=start, end=end, text=f"{source.indentation(gone[0])}pass\n")
+    return edits
+
+
+def _needed(source: PythonSource, owner: ast.ClassDef, gone: Sequence[ast.stmt]) -> bool:
+    """Whether a class has more than ``gone`` and a docstring, or others name it."""
+    left = [node for node in owner.body if node not in gone and not _is_text(node)]
+    named = any(isinstance(node, ast.Name) and node.id == owner.name for node in ast.walk(source.tree))
+    return bool(left) or named
+
+
+def _deletion(source: PythonSource, node: ast.stmt) -> Edit:
+    """Its lines, and the empty ones before them."""
+    start, end = source.lines(node)
+    before = source.data[:start]
+    while before.endswith(b"\n\n"):
+        before = before[:-1]
+    return Edit(start=len(before), end=end, text="")
+
+
+def _outermost(edits: list[Edit]) -> list[Edit]:
+    return [
+        edit
+        for edit in edits
+        if not any(each is not edit and each.start <= edit.start and edit.end <= each.end for each in edits)
+    ]
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
 
 INSIDE = "/tmp/testbed"
 MEMORY_KIB = 4 * 1024**2
@@ -184,3 +294,105 @@ def _environment_mounts(environment: Path) -> tuple[str, ...]:
     link = () if real == str(environment) else ("--symlink", real, str(environment))
     prefixes = {real: OF_A_PREFIX, str(base): OF_A_PREFIX}
     return (*prefix_mounts(prefixes, closed=False), *link, *hidden_package([*prefixes]))
+
+
+_READABLE = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True)
+class PreparedPackage:
+    """``tests`` are those that passed in each of the runs on ``tree`` and can be read off a log; ``flickering`` ones
+    passed in some.
+    """
+
+    package: Package
+    plan: TaskPlan
+    origin: SourceOrigin
+    tree: SourceTree
+    older: SourceTree | None
+    layout: PackageLayout
+    sandbox: TreeSandbox
+    requirements: tuple[str, ...]
+    first_run: TestRun
+    tests: frozenset[str]
+    flickering: frozenset[str] = frozenset()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Pytest's arguments."""
+        return self.package.tests or self.layout.arguments
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The folders that are imported from."""
+        return self.package.paths or self.layout.paths
+
+    @property
+    def test_command(self) -> str:
+        """The command of the row, run at the root of the repository."""
+        words = ["python", "-m", "pytest", "-rA", *PYTEST, *self.arguments]
+        before = f"PYTHONPATH={shlex.quote(':'.join(self.paths))} " if self.paths else ""
+        return before + shlex.join(words)
+
+    @property
+    def install(self) -> tuple[str, ...]:
+        """The command that makes the repository importable from anywhere; it needs no network."""
+        folders = "\\n".join(f"/testbed/{path}" for path in self.paths) or "/testbed"
+        target = "sysconfig.get_path('purelib') + '/testbed.pth'"
+        return (f"python -c \"import sysconfig; open({target}, 'w').write('{folders}\\n')\"",)
+
+
+def prepare_package(package: Package, plan: TaskPlan, cache: Path) -> PreparedPackage:
+    """Fetch a package and run its tests twice. Raises ``ConfigError`` or ``InfrastructureError``."""
+    origin, tree = fetch(package, cache)
+    older = None
+    if package.previous is not None:
+        older = fetch_release(package.name, package.previous, cache)[1]
+    return prepare_tree(package, plan, origin, tree, older, cache)
+
+
+def prepare_tree(
+    package: Package, plan: TaskPlan, origin: SourceOrigin, tree: SourceTree, older: SourceTree | None, cache: Path
+) -> PreparedPackage:
+    """A prepared package of existing files. Raises as ``prepare_package`` does."""
+    found = layout_of(tree)
+    arguments = package.tests or found.arguments
+    if not arguments:
+        raise ConfigError(
+            f"{package.label}: no tests found in it; name them (--tests of `improve`, tests = [...] in a plan)"
+        )
+    if not found.code:
+        raise ConfigError(f"{package.label}: no Python code found in it beside the tests")
+    requirements = tuple(dict.fromkeys([*plan.requirements, *package.requirements, *found.requirements]))
+    environment = make_environment(plan.python, requirements, cache)
+    sandbox = TreeSandbox(environment, package.paths or found.paths, plan.timeout)
+    first = sandbox.run_tests(tree, arguments, covered=True)
+    _refuse_useless(package, first, plan.timeout)
+    second = sandbox.run_tests(tree, arguments, hash_seed=1)
+    tests = frozenset(test for test in first.passed & second.passed if _usable(test, package.avoid))
+    if len(tests) < 2:
+        raise ConfigError(f"{package.label}: fewer than two tests pass twice in a row; nothing can be measured by them")
+    changing = first.passed ^ second.passed
+    return PreparedPackage(package, plan, origin, tree, older, found, sandbox, requirements, first, tests, changing)
+
+
+def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:
+    if run.timed_out:
+        raise ConfigError(
+            f"{package.label}: its tests take more than {timeout:g} s; run fewer of them (--tests of `improve`, "
+            "tests = [...] in a plan)"
+        )
+    if run.crashed:
+        raise ConfigError(f"{package.label}: its tests do not run: {run.crashed}")
+    if not run.passed:
+        files = [f"{file} ({why:.200})" if why else file for file, why in run.broken.items()]
+        not_read = f"; not even collected: {', '.join(files[:3])}" if files else ""
+        raise ConfigError(
+            f"{package.label}: no test passes, are requirements missing (--with of `improve`, requirements = [...] in "
+            f"a plan)?{not_read}"
+        )
+
+
+def _usable(test: str, avoid: Sequence[str]) -> bool:
+    """Whether a test's name survives in a log, where names end at the first blank, and is not in ``avoid``."""
+    return bool(_READABLE.fullmatch(test)) and file_of(test).endswith(".py") and not any(each in test for each in avoid)

@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, TasksLineage, write_lineage, write_tasks
+from openhands_rl_plugin.evals.tasks.gate import TaskLineage, TasksLineage, write_lineage, write_tasks
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.server import running_server

@@ -17,8 +17,7 @@ from openhands_rl_plugin.contrib.repair.making import OwnTasks, shown_functions
 from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.tasks.lineage import lineage_path
-from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
+from openhands_rl_plugin.evals.tasks.gate import NO_OP, lineage_path
 from openhands_rl_plugin.training.loop.stages import LoopListener
 
 NUMBERS = '''def clamp(value, low=0, high=9):

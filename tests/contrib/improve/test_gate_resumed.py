@@ -9,8 +9,7 @@ import pytest
 from openhands_rl_plugin.contrib.improve.gym import gate_tasks
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
-from openhands_rl_plugin.evals.tasks.lineage import TaskLineage
-from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP, QualityGate
+from openhands_rl_plugin.evals.tasks.gate import NO_OP, QualityGate, TaskLineage
 
 
 class EndingBackend:

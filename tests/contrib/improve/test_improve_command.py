@@ -78,7 +78,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 def made_gym(folder: Path, repository: Path) -> None:
     """The tasks of an earlier run, as it left them."""
-    from openhands_rl_plugin.evals.tasks.sources.own_repository import find_repository
+    from openhands_rl_plugin.evals.tasks.packages import find_repository
 
     found = find_repository(repository)
     (folder / "tasks").mkdir(parents=True)

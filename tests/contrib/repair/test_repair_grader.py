@@ -14,8 +14,7 @@ from openhands_rl_plugin.contrib.repair.suites import RepairBackend, same
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap
 from openhands_rl_plugin.environments.workspace.visible import hidden_package, system_mounts
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
-from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of, make_repository
-from openhands_rl_plugin.evals.tasks.sources.trees import SourceTree
+from openhands_rl_plugin.evals.tasks.trees import SourceTree, commit_of, make_repository
 
 MODULE, TESTS = "pack/__init__.py", "test_counts.py"
 BUG = '''import re

@@ -35,9 +35,9 @@ from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.runs.prompts import instruction_of
 from openhands_rl_plugin.evals.runs.suites import find_suite, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
-from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP
-from openhands_rl_plugin.evals.tasks.sources.one_commit import commit_of
-from openhands_rl_plugin.evals.tasks.sources.packages import Package
+from openhands_rl_plugin.evals.tasks.gate import NO_OP
+from openhands_rl_plugin.evals.tasks.packages import Package
+from openhands_rl_plugin.evals.tasks.trees import commit_of
 
 EVERY_KIND = '''def shorten(text, width=10, mark='...', keep=True):
     """Shorten a text."""

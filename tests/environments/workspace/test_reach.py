@@ -19,7 +19,7 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
+from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile
 
 pytestmark = needs_bubblewrap
 Attempt = Callable[[Path, list[str]], str]

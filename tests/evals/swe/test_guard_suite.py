@@ -16,7 +16,7 @@ from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.sources.packages import suite_file
+from openhands_rl_plugin.evals.tasks.packages import suite_file
 
 pytestmark = pytest.mark.contract
 

@@ -10,8 +10,14 @@ import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
-from openhands_rl_plugin.evals.tasks.lineage import TaskLineage, require_checked, write_tasks
-from openhands_rl_plugin.evals.tasks.quality_gate import NO_OP, QualityGate, check_tasks
+from openhands_rl_plugin.evals.tasks.gate import (
+    NO_OP,
+    QualityGate,
+    TaskLineage,
+    check_tasks,
+    require_checked,
+    write_tasks,
+)
 
 Judge = Callable[[Instance, str, int], VerdictKind]
 

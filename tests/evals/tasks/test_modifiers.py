@@ -10,14 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.evals.tasks import quality_gate
-from openhands_rl_plugin.evals.tasks.bugs import positions
-from openhands_rl_plugin.evals.tasks.bugs import table as modifiers
-from openhands_rl_plugin.evals.tasks.bugs.positions import Edit, PythonSource
-from openhands_rl_plugin.evals.tasks.bugs.table import NAMES, Bug, bugs_of
-from openhands_rl_plugin.evals.tasks.candidates import REOPENED, buggy, candidates, key_of
-from openhands_rl_plugin.evals.tasks.sources.git_repository import GitRepository
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
+from openhands_rl_plugin.evals.tasks import bugs, gate, suite
+from openhands_rl_plugin.evals.tasks.bugs import NAMES, Bug, Edit, PythonSource, bugs_of
+from openhands_rl_plugin.evals.tasks.suite import REOPENED, buggy, candidates, key_of
+from openhands_rl_plugin.evals.tasks.trees import PLAIN, GitRepository, SourceTree, TreeFile
 
 SHOP = '''"""A shop that has something of everything."""
 
@@ -152,7 +148,7 @@ def test_a_file_that_cannot_be_edited_has_no_bugs(text: str) -> None:
 
 def test_the_package_itself_can_be_broken() -> None:
     """Real code, with all that a person writes in it."""
-    for module in (modifiers, positions, quality_gate):
+    for module in (bugs, gate, suite):
         text = Path(module.__file__ or "").read_text()
         found = list(bugs_of("module.py", text))
         assert len(found) > 10

@@ -11,17 +11,18 @@ import pytest
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.tasks.sources.download import fetch, fetch_release
-from openhands_rl_plugin.evals.tasks.sources.package_layout import layout_of
-from openhands_rl_plugin.evals.tasks.sources.packages import (
+from openhands_rl_plugin.evals.tasks.packages import (
     SUITE_PLAN,
     Package,
     Release,
+    fetch,
+    fetch_release,
+    layout_of,
     parse_source,
     read_plan,
     suite_file,
 )
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile, read_archive
+from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile, read_archive
 
 
 def archive(path: Path, **files: str) -> Path:

@@ -6,9 +6,9 @@ import ast
 
 import pytest
 
-from openhands_rl_plugin.evals.tasks.hidden_tests import without_tests
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
-from openhands_rl_plugin.evals.tasks.task_builder import leaks
+from openhands_rl_plugin.evals.tasks.sandbox import without_tests
+from openhands_rl_plugin.evals.tasks.suite import leaks
+from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile
 
 TESTS = '''import math as m
 import unittest

@@ -11,12 +11,10 @@ import pytest
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.bugs.table import NAMES
-from openhands_rl_plugin.evals.tasks.lineage import TasksLineage, read_lineage, require_checked
-from openhands_rl_plugin.evals.tasks.quality_gate import duplicates
-from openhands_rl_plugin.evals.tasks.sources.package_layout import is_test
-from openhands_rl_plugin.evals.tasks.sources.packages import SUITE_PLAN, TaskPlan, read_plan, suite_file
-from openhands_rl_plugin.evals.tasks.task_builder import LARGEST_SHARE, changed_lines, leaks
+from openhands_rl_plugin.evals.tasks.bugs import NAMES
+from openhands_rl_plugin.evals.tasks.gate import TasksLineage, duplicates, read_lineage, require_checked
+from openhands_rl_plugin.evals.tasks.packages import SUITE_PLAN, TaskPlan, is_test, read_plan, suite_file
+from openhands_rl_plugin.evals.tasks.suite import LARGEST_SHARE, changed_lines, leaks
 
 FILE = suite_file("swe_local.jsonl")
 

@@ -17,11 +17,10 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.tasks import git_fixes, suite, task_builder
-from openhands_rl_plugin.evals.tasks.lineage import read_lineage, require_checked
-from openhands_rl_plugin.evals.tasks.sources.packages import Package, TaskPlan
-from openhands_rl_plugin.evals.tasks.sources.task_repositories import TaskRepositories
-from openhands_rl_plugin.evals.tasks.task_builder import leaks
+from openhands_rl_plugin.evals.tasks import suite
+from openhands_rl_plugin.evals.tasks.gate import read_lineage, require_checked
+from openhands_rl_plugin.evals.tasks.packages import Package, TaskPlan, TaskRepositories
+from openhands_rl_plugin.evals.tasks.suite import leaks
 
 pytestmark = pytest.mark.contract
 
@@ -94,16 +93,13 @@ def test_made_twice_checked_and_found_wanting(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace_try(by: Callable[..., task_builder.TriedBug]) -> None:
-        for module in (git_fixes, task_builder):
-            monkeypatch.setattr(module, "try_change", by)
+    def replace_try(by: Callable[..., suite.TriedBug]) -> None:
+        monkeypatch.setattr(suite, "try_change", by)
 
     words = [str(repository), "--per-package", "3", "--seed", "5", "--cache", str(tmp_path / "cache")]
-    real, tried = task_builder.try_change, []
+    real, tried = suite.try_change, []
 
-    def counted(
-        prepared: task_builder.PreparedPackage, change: task_builder.Change, tree: task_builder.SourceTree
-    ) -> task_builder.TriedBug:
+    def counted(prepared: suite.PreparedPackage, change: suite.Change, tree: suite.SourceTree) -> suite.TriedBug:
         if len(tried) == 2:
             raise KeyboardInterrupt
         tried.append(change.key)
@@ -124,12 +120,12 @@ def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, mon
 def test_a_bug_that_fails_the_tests_of_another_is_dropped_and_said_so(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = task_builder.try_change
-    first: list[task_builder.TriedBug] = []
+    real = suite.try_change
+    first: list[suite.TriedBug] = []
 
     def always_the_first(
-        prepared: task_builder.PreparedPackage, change: task_builder.Change, tree: task_builder.SourceTree
-    ) -> task_builder.TriedBug:
+        prepared: suite.PreparedPackage, change: suite.Change, tree: suite.SourceTree
+    ) -> suite.TriedBug:
         """As if every later bug failed the same tests."""
         if not first:
             if (found := real(prepared, change, tree)).instance is None:
@@ -147,7 +143,7 @@ def test_a_bug_that_fails_the_tests_of_another_is_dropped_and_said_so(
         def tried(self, made: int, wanted: int, reason: str) -> None:
             self.said.append((made, reason))
 
-    monkeypatch.setattr(task_builder, "try_change", always_the_first)
+    monkeypatch.setattr(suite, "try_change", always_the_first)
     monkeypatch.setattr(suite, "fixes_of", lambda *given, **named: ([], []))
     package = Package(name="units", git=str(repository), commit="HEAD")
     noted, out = Noted(), tmp_path / "tasks.jsonl"

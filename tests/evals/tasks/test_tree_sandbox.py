@@ -12,7 +12,7 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 from openhands_rl_plugin.evals.tasks import sandbox as tree_sandbox
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
-from openhands_rl_plugin.evals.tasks.sources.trees import PLAIN, SourceTree, TreeFile
+from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile
 
 pytestmark = needs_bubblewrap
 

@@ -1,1 +1,0 @@
-"""Injected bugs: the modifiers, in the ``table``, and edits of source text by position. Start with ``table``."""

@@ -1,0 +1,528 @@
+"""Packages for tasks: named in a plan or on the command line, fetched, laid out, with their Python environments."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
+from email.parser import Parser
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.files import file_sha256
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
+from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.trees import GitRepository, SourceTree, bounded, read_archive
+
+SUITE = "swe-local"
+SUITE_PLAN = "swe_local.toml"
+SUITE_TASKS = "swe_local.jsonl"
+_NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
+_VERSION = r"[0-9][A-Za-z0-9.!+_-]*?"
+_RELEASE = re.compile(rf"(?P<name>{_NAME})==((?P<previous>{_VERSION})\.\.)?(?P<version>{_VERSION})")
+
+
+class Release(Frozen):
+    """A version on the package index. ``sha256`` is that of its source archive; empty: whatever the index gives."""
+
+    version: str
+    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+
+
+class Package(Frozen):
+    """One package and how its tests run.
+
+    Exactly one of ``release``, ``archive`` and ``git`` says where it comes from. ``previous`` is an older release: what
+    changed since is put back as a bug. ``tests`` are pytest's arguments and ``paths`` the folders that are imported
+    from; both are found when left empty. ``requirements`` are installed beside those of the plan and the package's own.
+    """
+
+    name: str = Field(pattern=rf"^{_NAME}$")
+    release: Release | None = None
+    previous: Release | None = None
+    archive: Path | None = None
+    git: str | None = None
+    commit: str = "HEAD"
+    split: Literal["train", "heldout", ""] = ""
+    tests: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
+    """Tests whose names contain one of these are left alone."""
+    license: str = ""
+    """Under which its functions are published in repair tasks."""
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Self:
+        if sum(each is not None for each in (self.release, self.archive, self.git)) != 1:
+            raise ValueError("give one of release, archive and git")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The package's name and version, for messages."""
+        return f"{self.name} {self.release.version}" if self.release else self.name
+
+
+class TaskPlan(Frozen):
+    """Packages and what is made of them. ``requirements`` go into every environment, ``python`` is its version."""
+
+    packages: tuple[Package, ...] = Field(min_length=1)
+    python: str = Field(default="3.12", pattern=r"^3\.1\d$")
+    requirements: tuple[str, ...] = ("pytest==8.4.2",)
+    per_package: int = Field(default=4, ge=1, le=1000)
+    seed: int = 1
+    timeout: float = Field(default=60.0, gt=0)
+    """Seconds that one run of the tests may take."""
+    least_share: float = Field(default=0.01, ge=0, le=0.5)
+    """The fraction of the tests that a bug has to make fail, at least; one test in any case."""
+
+
+def read_plan[Plan: TaskPlan](path: Path, kind: type[Plan] = TaskPlan) -> Plan:
+    """A plan from a TOML file. Raises ``ConfigError``, a line for each thing that is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return kind.model_validate(tomllib.loads(text))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    except ValidationError as error:
+        lines = (f"{path}: {'.'.join(where) or 'plan'} {what}" for where, what in problems(error, kind))
+        raise ConfigError("\n".join(lines)) from error
+
+
+def suite_file(name: str) -> Path:
+    """A file that is published with the package."""
+    return Path(str(files("openhands_rl_plugin.evals.tasks").joinpath("data", name)))
+
+
+def tasks_file(name: str) -> Path:
+    """The file of the rows of a suite, or the file of that name. Raises ``ConfigError`` where there is none."""
+    if name == SUITE:
+        return suite_file(SUITE_TASKS)
+    if name in registry.names("suites") and (rows := registry.find("suites", name).rows) is not None:
+        return rows
+    if not Path(name).is_file():
+        raise ConfigError(f"{name}: there is no such file; make one with `openhands-rl tasks make`, or give {SUITE}")
+    return Path(name)
+
+
+def parse_source(text: str) -> Package:
+    """One SOURCE of the command line. Raises ``ConfigError`` for what is none.
+
+    ``name==1.2``, ``name==1.1..1.2`` (with what changed between them), an archive, a git repository (``@commit``).
+    """
+    if found := _RELEASE.fullmatch(text):
+        previous = Release(version=found["previous"]) if found["previous"] else None
+        return Package(name=found["name"], release=Release(version=found["version"]), previous=previous)
+    if re.fullmatch(_NAME, text) and not Path(text).exists():
+        raise ConfigError(f"{text}: say which version, as {text}==1.0, so that the tasks can be made again")
+    place, _, commit = text.partition("@") if not re.match(r"[\w.+-]+@|[a-z+]+://[^/]*@", text) else (text, "", "")
+    if "://" in place or place.endswith(".git") or (Path(place) / ".git").exists() or (Path(place) / "HEAD").exists():
+        where = place if "://" in place or not Path(place).exists() else str(Path(place).resolve())
+        return Package(name=package_name(Path(place.rstrip("/")).resolve()), git=where, commit=commit or "HEAD")
+    path = Path(text)
+    if path.is_file():
+        name = re.sub(r"\.(tar\.\w+|tgz|zip)$", "", path.name)
+        return Package(name=re.sub(r"[^A-Za-z0-9._-]", "-", name).strip("._-"), archive=path.resolve())
+    raise ConfigError(f"{text} is no source: give name==version, an archive, a git repository, or a plan (.toml)")
+
+
+def package_name(folder: Path) -> str:
+    """The name of the package in the repository of that folder."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.name.removesuffix(".git")).strip("._-")
+    return name or "repository"
+
+
+_TEST_FOLDERS = {"tests", "test", "testing"}
+_OTHER_FOLDERS = {
+    *("doc", "docs", "example", "examples", "benchmark", "benchmarks", "bench", "script", "scripts", "tools", "build"),
+    *("dist", "vendor", "_vendor", "vendored", "extern", "fuzz", "fuzzing", "perf", "ci", "requirements", "tasks"),
+}
+_OTHER_FILES = {"setup.py", "noxfile.py", "conf.py", "fabfile.py", "versioneer.py", "__main__.py", "_version.py"}
+_TEST_FILE = re.compile(r"test_.+\.py|.+_tests?\.py|tests?\.py")
+
+
+class PackageLayout(Frozen):
+    """Paths from the root: files of code, files of tests, folders that are imported from, and pytest's arguments.
+
+    ``requirements`` are those that the package declares for itself.
+    """
+
+    code: tuple[str, ...]
+    tests: tuple[str, ...]
+    paths: tuple[str, ...]
+    arguments: tuple[str, ...]
+    requirements: tuple[str, ...]
+
+
+def layout_of(tree: SourceTree) -> PackageLayout:
+    """The layout of a package's files."""
+    python = [PurePosixPath(path) for path in tree.files if path.endswith(".py")]
+    paths = tuple(root for root in ("src", "lib") if any(_is_package(tree, path, root) for path in python))
+    code = [path for path in python if is_code(str(path)) and _root_of(path, paths) and _in_package(tree, path, paths)]
+    tests = [path for path in python if is_test(str(path)) and _TEST_FILE.fullmatch(path.name)]
+    return PackageLayout(
+        code=tuple(map(str, code)),
+        tests=tuple(map(str, tests)),
+        paths=paths,
+        arguments=_arguments(tests),
+        requirements=_requirements(tree),
+    )
+
+
+def is_test(path: str) -> bool:
+    """Whether a file belongs to the tests."""
+    parts = PurePosixPath(path).parts
+    name = parts[-1]
+    return bool(_TEST_FOLDERS & set(parts[:-1])) or bool(_TEST_FILE.fullmatch(name)) or name == "conftest.py"
+
+
+def _is_package(tree: SourceTree, path: PurePosixPath, root: str) -> bool:
+    parts = path.parts
+    return parts[0] == root and (len(parts) == 2 or f"{root}/{parts[1]}/__init__.py" in tree.files)
+
+
+def is_code(path: str) -> bool:
+    """Whether a file is code of the package: no tests, documentation or tools."""
+    parts = PurePosixPath(path).parts
+    folders = set(parts[:-1])
+    hidden = any(part.startswith(".") for part in parts)
+    return not (hidden or is_test(path) or folders & _OTHER_FOLDERS or parts[-1] in _OTHER_FILES)
+
+
+def _root_of(path: PurePosixPath, paths: tuple[str, ...]) -> bool:
+    return path.parts[0] in paths if paths else True
+
+
+def _in_package(tree: SourceTree, path: PurePosixPath, paths: tuple[str, ...]) -> bool:
+    """A module at a root, or a file of a package there."""
+    inside = path.parts[1:] if paths else path.parts
+    root = f"{path.parts[0]}/" if paths else ""
+    return len(inside) == 1 or f"{root}{inside[0]}/__init__.py" in tree.files
+
+
+def _arguments(tests: list[PurePosixPath]) -> tuple[str, ...]:
+    """The outermost folders of tests; files that pytest would not find by their names, and those apart, by name."""
+    folders: set[str] = set()
+    alone: set[str] = set()
+    for path in tests:
+        parts = path.parts
+        at = next((index for index, part in enumerate(parts[:-1]) if part in _TEST_FOLDERS), None)
+        if at is not None and re.fullmatch(r"test_.+\.py|.+_test\.py", path.name):
+            folders.add("/".join(parts[: at + 1]))
+        else:
+            alone.add(str(path))
+    if folders:
+        alone = {path for path in alone if any(path.startswith(f"{folder}/") for folder in folders)}
+    return tuple(sorted(folders | alone))
+
+
+def _requirements(tree: SourceTree) -> tuple[str, ...]:
+    if (text := tree.text("PKG-INFO")) is not None:
+        found = Parser().parsestr(text, headersonly=True).get_all("Requires-Dist") or []
+        return tuple(sorted(each for each in found if "extra ==" not in each.replace("'", '"')))
+    if (text := tree.text("pyproject.toml")) is not None:
+        try:
+            declared = tomllib.loads(text).get("project", {}).get("dependencies", [])
+        except (tomllib.TOMLDecodeError, AttributeError):
+            return ()
+        return tuple(sorted(each for each in declared if isinstance(each, str)))
+    return ()
+
+
+_INSTALLING = 900
+
+
+def make_environment(python: str, requirements: Sequence[str], cache: Path) -> Path:
+    """The folder of the environment; two runs may ask for the same one at a time.
+
+    Raises ``ConfigError`` when there is no such Python, or no ``uv``; ``InfrastructureError`` without network.
+    """
+    key = hashlib.sha256("\n".join((python, *sorted(requirements))).encode()).hexdigest()[:16]
+    final = cache / "task-environments" / f"{python}-{key}"
+    if (final / "ready").exists():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    # Made in place, because a virtual environment cannot be moved.
+    own = Path(tempfile.mkdtemp(dir=final.parent, prefix=f"{final.name}-"))
+    _create(own, python)
+    _install(own, requirements)
+    (own / "ready").touch()
+    try:
+        final.symlink_to(own.name)
+    except FileExistsError:
+        shutil.rmtree(own)
+    return final
+
+
+def _create(folder: Path, python: str) -> None:
+    program = str(find_python(python).program)
+    words = [str(find_uv()), "venv", "--quiet", "--clear", "--python", program, str(folder)]
+    _run(words, f"an environment of Python {python}")
+
+
+def _install(folder: Path, requirements: Sequence[str]) -> None:
+    words = [
+        str(find_uv()),
+        "pip",
+        "install",
+        "--quiet",
+        "--compile-bytecode",
+        "--python",
+        str(folder / "bin" / "python"),
+    ]
+    if requirements:
+        _run([*words, *requirements], f"the requirements {', '.join(requirements)}")
+
+
+def _run(command: list[str], what: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALLING, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"{what}: took more than {_INSTALLING} s; try again") from error
+    if done.returncode:
+        said = without_logins(" ".join(done.stderr.split()).encode()).decode("utf-8", "replace")[-300:]
+        raise InfrastructureError(f"{what}: could not be installed, is the package index within reach? {said}")
+
+
+_FETCHING = 600
+
+
+class SourceOrigin(Frozen):
+    """Where a tree came from, exactly: a release or an archive with its hash, or a repository with a commit."""
+
+    kind: str
+    name: str
+    version: str
+    pin: str
+    place: str = ""
+
+    def as_json(self) -> JsonObject:
+        """As it stands in a row."""
+        if self.kind == "git":
+            return {"git": self.place, "commit": self.pin}
+        if self.kind == "archive":
+            return {"archive": self.name, "path": self.place, "sha256": self.pin}
+        return {"sdist": self.name, "version": self.version, "sha256": self.pin}
+
+
+def fetch(package: Package, cache: Path) -> tuple[SourceOrigin, SourceTree]:
+    """The files of a package. Raises ``ConfigError`` for an unknown one, ``InfrastructureError`` without network."""
+    if package.git is not None:
+        return _from_git(package, cache)
+    if package.archive is not None:
+        pin = file_sha256(package.archive)
+        origin = SourceOrigin(kind="archive", name=package.name, version=pin[:8], pin=pin, place=str(package.archive))
+        return origin, read_archive(package.archive)
+    assert package.release is not None
+    return fetch_release(package.name, package.release, cache)
+
+
+def fetch_release(name: str, release: Release, cache: Path) -> tuple[SourceOrigin, SourceTree]:
+    """The source archive of a release, from the cache or the index. Raises as ``fetch`` does, and for another hash."""
+    folder = cache / "sdists" / f"{name.lower()}-{release.version}"
+    archive = next((path for path in sorted(folder.glob("*")) if not path.name.startswith(".")), None)
+    if archive is None:
+        archive = _download(name, release.version, folder)
+    pin = file_sha256(archive)
+    if release.sha256 and pin != release.sha256:
+        raise ConfigError(
+            f"{name} {release.version}: {archive} has another sha256 ({pin}) than the pinned {release.sha256};"
+            " delete the file, or find out who changed it"
+        )
+    return SourceOrigin(kind="sdist", name=name, version=release.version, pin=pin), read_archive(archive)
+
+
+def _download(name: str, version: str, folder: Path) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as fresh:
+        words = [*_pip(), "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", fresh]
+        said = _said([*words, f"{name}=={version}"], f"{name} {version}")
+        found = [path for path in sorted(Path(fresh).iterdir()) if re.search(r"\.(tar\.\w+|tgz|zip)$", path.name)]
+        if not found:
+            raise _why_not(name, version, said)
+        folder.mkdir(exist_ok=True)
+        return Path(shutil.move(str(found[0]), folder / found[0].name))
+
+
+def _pip() -> list[str]:
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    return [str(find_uv()), "tool", "run", "--quiet", "--python", sys.executable, "pip"]
+
+
+def _said(command: list[str], what: str) -> str:
+    """What a command says when it fails, and nothing when it does not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCHING, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"fetching {what} took more than {_FETCHING} s; try again") from error
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from error
+    return done.stderr if done.returncode else ""
+
+
+def _why_not(name: str, version: str, said: str) -> ConfigError | InfrastructureError:
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing was said")
+    if re.search(r"from versions: none|Temporary failure|Name or service|Connection|timed out|dns error", said):
+        return InfrastructureError(
+            f"{name} {version} could not be fetched: the index does not know it with a source archive, or cannot be"
+            f" reached ({last.strip()})"
+        )
+    if "No matching distribution" in said:
+        return ConfigError(f"{name} has no version {version} with a source archive on the package index")
+    return ConfigError(f"{name} {version} could not be fetched: {last.strip()}")
+
+
+def _from_git(package: Package, cache: Path) -> tuple[SourceOrigin, SourceTree]:
+    repository = open_git(package, cache)
+    try:
+        commit = repository.text("rev-parse", "--verify", f"{package.commit}^{{commit}}").strip()
+    except ConfigError as error:
+        raise ConfigError(f"{package.git} has no commit {package.commit}") from error
+    origin = SourceOrigin(kind="git", name=package.name, version=commit[:8], pin=commit, place=package.git or "")
+    return origin, bounded(repository.tree(commit), package.label)
+
+
+def open_git(package: Package, cache: Path) -> GitRepository:
+    """The repository where it lies, or a copy in the cache of one that is elsewhere. Raises as ``fetch`` does."""
+    where = package.git or ""
+    if "://" not in where and Path(where).exists():
+        return GitRepository(Path(where))
+    copy = cache / "git" / hashlib.sha256(where.encode()).hexdigest()[:16]
+    if not (copy / "HEAD").exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if said := _said(["git", "clone", "--quiet", "--bare", where, str(copy)], where):
+            raise InfrastructureError(f"{where} could not be cloned: {said.strip().splitlines()[-1]}")
+    return GitRepository(copy)
+
+
+class OwnRepository(Frozen):
+    """``root``: the top folder of the work tree. ``uncommitted``: files with changes that no commit has."""
+
+    root: Path
+    name: str
+    commit: str
+    uncommitted: int = 0
+
+    def times(self, commits: Iterable[str]) -> dict[str, int]:
+        """Commit -> when it was committed, in Unix seconds."""
+        git = GitRepository(self.root)
+        return {each: int(git.text("show", "-s", "--format=%ct", each)) for each in commits}
+
+
+def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
+    """The repository that ``path`` is in. Raises ``ConfigError`` where there is none, or it has no such commit."""
+    if not path.is_dir():
+        raise ConfigError(f"--repo {path}: there is no such folder")
+    here = GitRepository(path.resolve())
+    try:
+        here.git("rev-parse", "--git-dir")
+    except ConfigError as error:
+        if "not a git repository" not in str(error):
+            raise
+        raise ConfigError(
+            f"--repo {path} is no git repository: tasks are made of commits; run `git init`, `git add` and "
+            "`git commit` in it, or give another folder"
+        ) from error
+    bare = here.text("rev-parse", "--is-bare-repository").strip() == "true"
+    root = path.resolve() if bare else Path(here.text("rev-parse", "--show-toplevel").rstrip("\n"))
+    git = GitRepository(root)
+    try:
+        found = git.text("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}").strip()
+    except ConfigError as error:
+        missing = "no commit yet (`git add`, `git commit`)" if commit == "HEAD" else f"no commit {commit}"
+        raise ConfigError(f"--repo {path} has {missing}: tasks are made of commits") from error
+    # Without its locks git writes nothing into a repository that is only looked at.
+    status = ("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+    changed = 0 if bare else len(git.text(*status).splitlines())
+    return OwnRepository(root=root, name=package_name(root), commit=found, uncommitted=changed)
+
+
+def repository_lines(repository: OwnRepository, newest: str) -> list[str]:
+    """Which commit the tasks are of; ``newest``: the commit that is checked out by now."""
+    told = [f"{repository.name}: commit {repository.commit[:12]} of {repository.root}"]
+    if newest != repository.commit:
+        told.append(f"  the repository is at {newest[:12]} by now: --fresh makes tasks of that")
+    if repository.uncommitted:
+        told.append(f"  {repository.uncommitted} files with uncommitted changes: tasks are made of what is committed")
+    return told
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class TaskRepositories:
+    """A ``RepositorySource`` for rows with a ``source`` that was pinned by ``tasks make``.
+
+    The row's patches are reverted in the package's files, which gives ``base_commit``.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+        self._making = asyncio.Lock()
+
+    async def find(self, instance: Instance) -> Path | None:
+        """The repository; ``None`` for a row without such a source.
+
+        Raises ``InfrastructureError`` without network, and ``ConfigError`` when the row was changed by hand.
+        """
+        source = instance.extra.get("source")
+        if not isinstance(source, dict):
+            return None
+        if not _PLAIN.fullmatch(instance.instance_id):
+            raise ConfigError(f"the id {instance.instance_id!r} cannot name a folder")
+        place = self._cache / "task-repositories" / f"{instance.instance_id}-{instance.base_commit[:12]}.git"
+        async with self._making:
+            return await asyncio.to_thread(self._made, instance, source, place)
+
+    def _made(self, instance: Instance, source: JsonObject, place: Path) -> Path:
+        repository = GitRepository.create(place)
+        try:
+            repository.git("cat-file", "-e", f"{instance.base_commit}^{{commit}}")
+            return place
+        except ConfigError:
+            pass
+        package = _package(source)
+        label = str(source.get("label") or package.label)
+        _, tree = fetch(package, self._cache)
+        solved = repository.commit(tree, label, "solved")
+        taken_back = (instance.patch, instance.test_patch)
+        base = repository.without(solved, taken_back, label, "main")
+        repository.git("update-ref", "-d", "refs/heads/solved")
+        if base != instance.base_commit:
+            raise InfrastructureError(
+                f"{instance.instance_id}: its source and patches give commit {base[:12]}, not"
+                f" {instance.base_commit[:12]}; the row, or the source, has been changed"
+            )
+        return place
+
+
+def _package(source: JsonObject) -> Package:
+    """The package behind a row's source. Raises ``ConfigError`` for a source of another kind."""
+    texts = {name: str(value) for name, value in source.items()}
+    if {"sdist", "version", "sha256"} <= texts.keys():
+        release = Release(version=texts["version"], sha256=texts["sha256"])
+        return Package(name=texts["sdist"], release=release)
+    if {"git", "commit"} <= texts.keys():
+        return Package(name="repository", git=texts["git"], commit=texts["commit"])
+    if {"archive", "path"} <= texts.keys():
+        return Package(name=texts["archive"], archive=Path(texts["path"]))
+    raise ConfigError(f"a source of an unknown kind: {', '.join(sorted(texts))}")

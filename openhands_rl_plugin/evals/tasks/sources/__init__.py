@@ -1,1 +1,0 @@
-"""Packages for tasks: named (``packages``), fetched, installed, tested. Start with ``prepared_package``."""
