@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the comparison. Raises ``RLError`` when a run cannot be read or no task is in both."""
-    from openhands_rl_plugin.evals.report.comparison import compare
+    from openhands_rl_plugin.evals.report.figures import compare
 
     first, second = read_judged_runs(args, [args.first]), read_judged_runs(args, [args.second])
     output_report(args, (*first, *second), compare(first, second))

@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from openhands_rl_plugin.config.rl import RLSettings
-    from openhands_rl_plugin.evals.runs.episodes import EvalTask
-    from openhands_rl_plugin.evals.runs.evaluation import Evaluation
-    from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-    from openhands_rl_plugin.evals.runs.outcome import Outcome
-    from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan
+    from openhands_rl_plugin.evals.runs.evaluate import Evaluation
+    from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
+    from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluatedModel, EvaluationPlan
     from openhands_rl_plugin.evals.runs.suites import Suite
-    from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+    from openhands_rl_plugin.evals.swe.types import InstanceBackend
 
 RESUME = "finished episodes are kept, and the same command continues"
 EPILOG = """suites:
@@ -185,7 +183,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
 
 
 def _model(args: argparse.Namespace) -> EvaluatedModel:
-    from openhands_rl_plugin.evals.runs.llm import EvaluatedModel, evaluated_model
+    from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, evaluated_model
 
     named = {name: getattr(args, name, None) for name in (*EvaluatedModel.model_fields, "model")}
     return evaluated_model({name: value for name, value in named.items() if value is not None}, args.config, args.llm)
@@ -242,7 +240,7 @@ def _option(text: str) -> tuple[str, JsonValue]:
 
 
 def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tuple[EvalTask, ...]:
-    from openhands_rl_plugin.evals.runs.selection import Selection
+    from openhands_rl_plugin.evals.runs.plan import Selection
     from openhands_rl_plugin.evals.runs.suites import environment_tasks, swe_tasks
 
     if suite.software:
@@ -254,7 +252,7 @@ def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tu
 
 
 async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> None:
-    from openhands_rl_plugin.evals.report.progress import EvaluationProgress
+    from openhands_rl_plugin.evals.report.tables import EvaluationProgress
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
 
     def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
@@ -285,7 +283,7 @@ def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite,
     from openhands_rl_plugin.config.build import check_environment_server
     from openhands_rl_plugin.evals.runs.backends import is_light
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
-    from openhands_rl_plugin.evals.swe.preflight import check_gradable
+    from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable
     from openhands_rl_plugin.models.engines.preflight import check_model_server
 
     model = evaluation.plan.model
@@ -313,7 +311,7 @@ def _describe(
 ) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
     from openhands_rl_plugin.evals.runs.evaluate import access_of
-    from openhands_rl_plugin.evals.runs.resume import check_same_settings
+    from openhands_rl_plugin.evals.runs.output_rows import check_same_settings
     from openhands_rl_plugin.evals.runs.run_files import finished_instances
 
     known = None if suite.on_hub and args.dataset_file is None else _entries(args, suite, settings)
@@ -352,7 +350,7 @@ def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     from openhands_rl_plugin.cli.report import print_report
     from openhands_rl_plugin.evals.report.run_records import read_runs
     from openhands_rl_plugin.evals.runs.outcome import UNKNOWN, OutcomeKind
-    from openhands_rl_plugin.evals.swe.preflight import commonest
+    from openhands_rl_plugin.evals.swe.run_evaluation import commonest
 
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
     runs = read_runs(directories)

@@ -72,8 +72,7 @@ async def run(args: argparse.Namespace) -> int:
     """
     from openhands_rl_plugin.evals.runs.backends import is_light
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
-    from openhands_rl_plugin.evals.swe.preflight import check_gradable, commonest
-    from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all, summary
+    from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, check_gradable, commonest, grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 

@@ -12,7 +12,7 @@ from openhands_rl_plugin.cli.options.stored import finite
 from openhands_rl_plugin.cli.options.stores import STORE_HELP
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.report.comparison import Comparison
+    from openhands_rl_plugin.evals.report.figures import Comparison
     from openhands_rl_plugin.evals.report.run_records import RunRecord
 
 EPILOG = """examples:
@@ -61,7 +61,7 @@ def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[R
 def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:
     """Print the report and write its files."""
     from openhands_rl_plugin.evals.report.figures import figures_of
-    from openhands_rl_plugin.evals.report.json_report import EvaluationReport, write_json_report
+    from openhands_rl_plugin.evals.report.tables import EvaluationReport, write_json_report
     from openhands_rl_plugin.trajectories.view.terminal import print_json
 
     groups = figures_of(runs)
@@ -97,7 +97,7 @@ def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None
 
 async def _verified(args: argparse.Namespace, runs: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
     from openhands_rl_plugin.cli.options.stores import open_store
-    from openhands_rl_plugin.evals.report.verifier_scores import with_verifier
+    from openhands_rl_plugin.evals.report.run_records import with_verifier
 
     async with open_store(args.store) as storage:
         return await with_verifier(runs, storage, args.verifier)

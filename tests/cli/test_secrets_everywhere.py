@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.evals.runs.llm import KEY_VARIABLE
+from openhands_rl_plugin.evals.runs.plan import KEY_VARIABLE
 
 _LETTERS = "Zq7Lw3Xn9Vb5Kd1Rt8"
 KEYS = {

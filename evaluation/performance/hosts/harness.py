@@ -29,15 +29,12 @@ from rich.table import Table
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, process_count, settings_of
-from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
+from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, InstanceBackend, PatchVerdict, VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 REPLIES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
-from openhands_rl_plugin.evals.runs.episodes import EvalRunner, EvalTask
+from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask
 
 
 class GradedRunner:

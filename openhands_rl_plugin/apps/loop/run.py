@@ -30,11 +30,11 @@ from openhands_rl_plugin.core.types import (
     Task,
 )
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
-from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
+from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
 from openhands_rl_plugin.evals.runs.suites import graded_by
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
+from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace

@@ -16,9 +16,9 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.own_suites import own_suite
-from openhands_rl_plugin.evals.runs.selection import Selection
+from openhands_rl_plugin.evals.runs.plan import Selection
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     FILE_SPLITS,

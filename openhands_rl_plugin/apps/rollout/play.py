@@ -36,11 +36,10 @@ from openhands_rl_plugin.core.validation import problems, unknown_name
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, tasks_of_rows
-from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
-from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.own_suites import own_suite, own_suites
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model, stated_bounds
+from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan, served_model, stated_bounds
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     ENVIRONMENT,
@@ -52,8 +51,7 @@ from openhands_rl_plugin.evals.runs.suites import (
     swe_tasks,
 )
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.engines.preflight import check_answers, check_model_server
 from openhands_rl_plugin.models.engines.server_models import listed_models

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-    from openhands_rl_plugin.evals.swe.types import Instance
+    from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 
 
 def add_tasks(group: argparse._ActionsContainer) -> None:

@@ -19,7 +19,7 @@ from openhands_rl_plugin.contrib.repair.rows import LEVELS, REPAIR, at_level, sp
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.suites import swe_task
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.tasks.packages import find_repository, repository_lines

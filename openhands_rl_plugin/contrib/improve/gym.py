@@ -27,8 +27,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 from openhands_rl_plugin.evals.tasks.gate import (
     OnProgress,
     QualityGate,

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
-from openhands_rl_plugin.evals.report.comparison import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
+from openhands_rl_plugin.evals.report.figures import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
 
 _RESAMPLES = 2000
 _MOST_TASKS = 2000

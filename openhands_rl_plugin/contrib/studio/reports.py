@@ -38,7 +38,7 @@ from openhands_rl_plugin.core.judgements import opinions
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.evals.report.comparison import Comparison
+from openhands_rl_plugin.evals.report.figures import Comparison
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, read_rows
 from openhands_rl_plugin.training.loop.facts import RunFacts, evaluations, success_of

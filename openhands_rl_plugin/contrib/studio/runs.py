@@ -26,8 +26,7 @@ from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
 from openhands_rl_plugin.core.types import Adapter, JsonObject, StopReason
-from openhands_rl_plugin.evals.report.comparison import Comparison, compare
-from openhands_rl_plugin.evals.report.figures import EvaluationFigures, figures_of, grouped
+from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures, compare, figures_of, grouped
 from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs
 from openhands_rl_plugin.evals.report.tables import HEADINGS, about_row, comparison_rows, figure_row
 from openhands_rl_plugin.evals.runs.outcome import Outcome

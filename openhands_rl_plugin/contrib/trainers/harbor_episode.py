@@ -33,8 +33,8 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, Limits, Task,
 from openhands_rl_plugin.environments.container import LONGEST_LINE, answer, marked
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
-from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-from openhands_rl_plugin.evals.runs.prompts import REPLIES
+from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
+from openhands_rl_plugin.evals.runs.suites import REPLIES
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.models.engines.preflight import check_answers, check_model_server

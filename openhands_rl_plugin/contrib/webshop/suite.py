@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Frozen, Message, PolicyRef, StrategySpec
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks
-from openhands_rl_plugin.evals.runs.episodes import EvalTask
+from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.own_suites import OwnSuite, Suite
 from openhands_rl_plugin.rollout.in_process import SessionRunner
 

@@ -1,19 +1,85 @@
-"""The metrics of an evaluation: pass@1, pass@k, best@k, failures, tokens, cost, time."""
+"""The metrics of an evaluation (pass@1, pass@k, best@k, failures, tokens, cost, time), labels, and comparisons."""
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.statistics import Estimate, best_at_k, over_tasks, pass_at_k
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.statistics import (
+    Estimate,
+    best_at_k,
+    over_tasks,
+    paired_difference,
+    pass_at_k,
+    sign_greater,
+)
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.evals.report.labels import labels_of
 from openhands_rl_plugin.evals.report.run_records import RunRecord, json_object
 from openhands_rl_plugin.evals.runs.outcome import Outcome, count_kinds
+
+_NOTE = re.compile(r"_N_(?P<note>.+)\Z")
+
+
+def labels_of(runs: Sequence[RunRecord]) -> list[str]:
+    """A label for one run of each group, all different: ``RLAgent, BestOfN n=4``, ``CodeActAgent``.
+
+    A single group has its name. Where the settings do not tell two apart, their names do, or else their folders.
+    """
+    if len(runs) < 2:
+        return [run.name for run in runs]
+    aspects = [_aspects(run) for run in runs]
+    differing = [key for key in aspects[0] if len({each[key] for each in aspects}) > 1]
+    labels = [", ".join(filter(None, (each[key] for key in differing))) for each in aspects]
+    for also in ([run.name for run in runs], _folders(runs)):
+        if len(set(labels)) == len(labels) and all(labels):
+            break
+        labels = [", ".join(filter(None, pair)) for pair in zip(labels, also, strict=True)]
+    return labels
+
+
+def _aspects(run: RunRecord) -> dict[str, str]:
+    metadata, details = run.metadata, json_object(run.metadata.get("details"))
+    llm = json_object(metadata.get("llm_config"))
+    note = _NOTE.search(run.name)
+    said: dict[str, object] = {
+        "dataset": "-".join(filter(None, (_text(metadata.get("dataset")), _text(metadata.get("data_split"))))),
+        "agent": metadata.get("agent_class") or run.directory.parent.name,
+        "strategy": " ".join([_text(details.get("strategy")), *_options(json_object(details.get("strategy_options")))]),
+        "model": _after("model", _text(llm.get("model")).removeprefix("openai/")),
+        "note": _after("note", note["note"] if note else ""),
+        "iterations": _after("max iterations", metadata.get("max_iterations")),
+        "temperature": _after("temperature", details.get("temperature")),
+        "seed": _after("seed", details.get("seed")),
+    }
+    return {key: _text(value).strip() for key, value in said.items()}
+
+
+def _options(options: Mapping[str, object]) -> list[str]:
+    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in options.items()]
+
+
+def _after(what: str, value: object) -> str:
+    return f"{what} {value}" if value not in (None, "") else ""
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _folders(runs: Sequence[RunRecord]) -> list[str]:
+    """The folders of the runs, without what all of them begin with."""
+    parts = [run.directory.with_name(run.name).parts for run in runs]
+    shared = next((at for at, level in enumerate(zip(*parts, strict=False)) if len(set(level)) > 1), 0)
+    return ["/".join(each[shared:]) for each in parts]
+
 
 _MOST_K = 64
 _LONGEST = 2000
@@ -221,3 +287,88 @@ def _each_k(counts: Sequence[int]) -> range:
 def _share(found: Iterable[bool]) -> Share:
     members = list(found)
     return Share(count=sum(members), of=len(members))
+
+
+MCNEMAR, PERMUTATION = "exact McNemar", "paired permutation"
+
+_ROUNDS = 10_000
+_EXACT_UP_TO = 14
+_ROUNDING = 1e-12
+
+
+class Comparison(Frozen):
+    """``second`` against ``first``, named by what differs, over the ``tasks`` with known outcomes in both.
+
+    ``difference`` is that of the mean success rates, its interval a bootstrap over tasks. ``p_value`` is two-sided, by
+    ``test``: McNemar's exact one where every task has one attempt on either side, else a permutation of the signs of
+    the tasks' differences. ``gained`` and ``lost`` are the tasks that the second solves more often, or less.
+    """
+
+    first: str
+    second: str
+    tasks: int
+    only_first: int
+    only_second: int
+    rate_first: float
+    rate_second: float
+    difference: Estimate
+    p_value: float
+    test: str
+    gained: tuple[str, ...]
+    lost: tuple[str, ...]
+
+
+def compare(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> Comparison:
+    """The comparison of two groups of runs. Raises ``ConfigError`` when they share no task."""
+    rates = [success_rates(outcome for run in runs for outcome in run.outcomes) for runs in (first, second)]
+    shared = sorted(rates[0].keys() & rates[1].keys())
+    if not shared:
+        raise ConfigError("the two have no graded task in common: compare runs over the same data set")
+    before, after = ([own[name] for name in shared] for own in rates)
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    single = all(rate in (0.0, 1.0) for rate in (*before, *after)) and len(first) == len(second) == 1
+    gained = tuple(name for name, change in zip(shared, differences, strict=True) if change > _ROUNDING)
+    lost = tuple(name for name, change in zip(shared, differences, strict=True) if change < -_ROUNDING)
+    named = labels_of([first[0], second[0]])
+    return Comparison(
+        first=named[0],
+        second=named[1],
+        tasks=len(shared),
+        only_first=len(rates[0]) - len(shared),
+        only_second=len(rates[1]) - len(shared),
+        rate_first=math.fsum(before) / len(shared),
+        rate_second=math.fsum(after) / len(shared),
+        difference=paired_difference(before, after),
+        p_value=mcnemar(len(gained), len(lost)) if single else sign_permutation(differences),
+        test=MCNEMAR if single else PERMUTATION,
+        gained=gained,
+        lost=lost,
+    )
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """The exact two-sided p-value of McNemar's test: tasks that only one side solves, as tosses of a fair coin."""
+    return min(1.0, 2 * sign_greater(max(gained, lost), min(gained, lost)))
+
+
+def sign_permutation(differences: Sequence[float]) -> float:
+    """The two-sided p-value of a sign permutation test on the mean of paired differences.
+
+    Every assignment of signs is tried for up to 14 differences that are not zero, else 10,000 seeded ones.
+    """
+    moved = [each for each in differences if abs(each) > _ROUNDING]
+    observed = abs(math.fsum(moved)) - _ROUNDING
+    if not moved:
+        return 1.0
+    if len(moved) <= _EXACT_UP_TO:
+        signs = ([1 if at >> bit & 1 else -1 for bit in range(len(moved))] for at in range(2 ** len(moved)))
+        extreme = [_sum(moved, each) >= observed for each in signs]
+        return sum(extreme) / len(extreme)
+    generator = random.Random(0)
+    extreme = [_sum(moved, generator.choices((-1, 1), k=len(moved))) >= observed for _ in range(_ROUNDS)]
+    # The observed assignment is one of them, so that no p-value is zero.
+    return (sum(extreme) + 1) / (_ROUNDS + 1)
+
+
+def _sum(differences: Sequence[float], signs: Sequence[int]) -> float:
+    return abs(math.fsum(each * sign for each, sign in zip(differences, signs, strict=True)))

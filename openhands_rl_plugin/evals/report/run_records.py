@@ -1,16 +1,22 @@
-"""Reads runs for reports: of this package and of OpenHands' evaluation, whose lines have fewer fields."""
+"""Reads runs for reports: of this package and of OpenHands' evaluation, whose lines have fewer fields.
+
+Scores of a verifier are read from the store.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, JsonValue, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Score
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, is_stuck
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
 
@@ -164,3 +170,38 @@ def json_object(value: JsonValue) -> JsonObject:
 
 def _whole(value: JsonValue) -> int:
     return value if isinstance(value, int) else 0
+
+
+VERIFIER = "verifier"
+"""The prefix of the ``reward_version`` of verifiers' scores."""
+
+_AT_ONCE = 200
+
+
+async def with_verifier(
+    runs: Sequence[RunRecord], storage: TrajectoryStorage, version: str = VERIFIER
+) -> tuple[RunRecord, ...]:
+    """The runs with every attempt's newest score whose version begins with ``version``. Raises ``StorageError``."""
+    ids = sorted({outcome.trajectory_id for run in runs for outcome in run.outcomes if outcome.trajectory_id})
+    scores: dict[str, float] = {}
+    for start in range(0, len(ids), _AT_ONCE):
+        where = TrajectoryFilter(ids=tuple(ids[start : start + _AT_ONCE]))
+        async for trajectory, found in storage.find(where):
+            if (score := _newest(found, version)) is not None:
+                scores[trajectory.id] = score
+    return tuple(
+        run.model_copy(
+            update={
+                "outcomes": tuple(
+                    outcome.model_copy(update={"verifier": scores.get(outcome.trajectory_id, outcome.verifier)})
+                    for outcome in run.outcomes
+                )
+            }
+        )
+        for run in runs
+    )
+
+
+def _newest(scores: Iterable[Score], version: str) -> float | None:
+    own = [score.reward for score in scores if score.reward_version.startswith(version) and score.reward is not None]
+    return own[-1] if own else None

@@ -14,8 +14,7 @@ from openhands_rl_plugin.evals.swe.backends.image import REGISTRIES, ImageBacken
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, InstanceBackend, PatchVerdict
 from openhands_rl_plugin.evals.tasks.packages import TaskRepositories
 
 BackendName = Literal["local", "docker", "image"]

@@ -13,7 +13,7 @@ from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, StopReason, StrategySpec, Task, Trajectory
-from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.swe.dataset import read_rows
 from openhands_rl_plugin.hosts.local import HostRunner

@@ -12,9 +12,8 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.report.run_records import ENVIRONMENT as ENVIRONMENT
 from openhands_rl_plugin.evals.runs.environment_runner import folder_name
-from openhands_rl_plugin.evals.runs.episodes import EvalTask
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.runs.outcome import EvalTask
+from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 
 
 class Suite(Frozen):

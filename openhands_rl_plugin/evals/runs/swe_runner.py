@@ -24,13 +24,12 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
-from openhands_rl_plugin.evals.runs.episodes import EvalTask, GradedEpisode, stored_with_scores
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.prompts import directory_of
+from openhands_rl_plugin.evals.runs.suites import directory_of
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
 from openhands_rl_plugin.evals.swe.run_evaluation import grade_with_retries
-from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
 from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge

@@ -16,14 +16,12 @@ from typing import NamedTuple, Protocol
 
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, describe
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude
-from openhands_rl_plugin.evals.swe.applying import PATCH_INSIDE, apply_patch
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.patches import refusal
-from openhands_rl_plugin.evals.swe.reasons import TestFailure, why_unresolved
+from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, apply_patch, refusal
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
-from openhands_rl_plugin.evals.swe.recipes.parsers import Parser, Statuses, parser_of
 from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
-from openhands_rl_plugin.evals.swe.resolution import load_official_grader, resolution_of
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import Parser, Statuses, parser_of
+from openhands_rl_plugin.evals.swe.resolution import TestFailure, load_official_grader, resolution_of, why_unresolved
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, VerdictKind
 
 SCRIPT_INSIDE = "/eval.sh"

@@ -1,4 +1,6 @@
-"""Grades many predictions: concurrent, resumable, with the files of the official tools."""
+"""Grades many predictions: concurrent, resumable, with the files of the official tools. What lacks
+an environment is found before the first.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,20 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, InfrastructureError, RLError, boundary
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import FailureKind, Frozen
+from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import parser_of, swebench
+from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
 
 _BACKOFF = Backoff(first=1.0, longest=10.0)
 
@@ -143,3 +147,49 @@ def summary(verdicts: Mapping[tuple[str, str], PatchVerdict]) -> str:
     parts = [f"{counts[kind]} {kind.value.replace('_', ' ')}" for kind in VerdictKind if counts[kind]]
     flagged = sum(1 for verdict in verdicts.values() if verdict.flagged)
     return ", ".join(parts) + (f"; {flagged} flagged" if flagged else "") if parts else "nothing graded"
+
+
+def check_gradable(instances: Sequence[Instance], *, containers: bool) -> str | None:
+    """A sentence about the instances that cannot be graded here; ``None`` when none is known.
+
+    An instance needs a recipe, the package that the recipe is in, and without ``containers`` the recipe's Python.
+    Raises ``ConfigError`` with the commonest reason when that is so of all of them.
+    """
+    reasons = {each.instance_id: reason for each in instances if (reason := _reason(each, containers=containers))}
+    if not reasons:
+        return None
+    said = f"{len(reasons)} of {len(instances)} instances cannot be graded here{commonest(reasons.items())}"
+    if len(reasons) == len(instances):
+        raise ConfigError(said)
+    return said
+
+
+def commonest(reasons: Iterable[tuple[str, str]]) -> str:
+    """`` (40 times: ...)`` or ``: ...``: the commonest of the reasons of (instance id, reason), or nothing."""
+    counts = Counter(reason.removeprefix(f"{name}: ") for name, reason in reasons if reason)
+    if not counts:
+        return ""
+    ((reason, times),) = counts.most_common(1)
+    return f": {reason}" if len(counts) == 1 else f"; commonest reason ({times} times): {reason}"
+
+
+def _reason(instance: Instance, *, containers: bool) -> str:
+    try:
+        recipe = recipe_of(instance, _no_file)
+        parser_of(recipe.parser)
+        if recipe.grader == "official":
+            swebench("constants")
+        if containers:
+            return ""
+        if not recipe.environment_script:
+            return f"the row names an image, but not how to install {instance.repo}; use --backend docker"
+        find_python(recipe.python)
+    except InfrastructureError:
+        return ""  # only files of the repository say what it needs
+    except RLError as error:
+        return str(error)
+    return ""
+
+
+def _no_file(repo: str, commit: str, path: str) -> str | None:
+    raise InfrastructureError("the repository is not here yet")

@@ -1,9 +1,10 @@
-"""Values of SWE-bench grading: instance, verdict on a patch, guard flags, checkout."""
+"""Values of SWE-bench grading: instance, verdict on a patch, guard flags, checkout; and the protocol of back ends."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import Field
 
@@ -120,3 +121,35 @@ class Checkout(Frozen):
     directory: Path
     mounts: tuple[Mount, ...] = ()
     variables: dict[str, str] = Field(default_factory=dict)
+
+
+class InstanceBackend(Protocol):
+    """Sets up and grades instances: with a container engine, or in sandboxes on this machine."""
+
+    @property
+    def name(self) -> str:
+        """``local`` or ``docker``."""
+        ...
+
+    async def check(self) -> None:
+        """Raise ``ConfigError`` when instances cannot run here."""
+        ...
+
+    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+        """The repository at its base commit in ``directory`` (which must not exist), without later commits.
+
+        Raises ``InfrastructureError``.
+        """
+        ...
+
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
+        """Apply ``patch`` and the row's tests to a fresh checkout and run them for at most ``timeout`` seconds, which
+        do not include what the script does before the tests.
+
+        Never raises for what a patch does; an infrastructure failure is a verdict of kind ``INFRASTRUCTURE``.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release resources. Caches stay."""
+        ...

@@ -20,8 +20,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.evals.runs.own_suites import own_suite_of
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
-from openhands_rl_plugin.evals.swe.protocols import InstanceBackend
-from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
 
 SCHEMA_VERSION = 1
 

@@ -32,8 +32,7 @@ from openhands_rl_plugin.contrib.repair.rows import (
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend, more_instances, same
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import write_file
-from openhands_rl_plugin.evals.runs.prompts import instruction_of
-from openhands_rl_plugin.evals.runs.suites import find_suite, swe_tasks
+from openhands_rl_plugin.evals.runs.suites import find_suite, instruction_of, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.gate import NO_OP
 from openhands_rl_plugin.evals.tasks.packages import Package

@@ -16,10 +16,8 @@ from report_data import data_of
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Score
-from openhands_rl_plugin.evals.report.comparison import compare, mcnemar, sign_permutation
-from openhands_rl_plugin.evals.report.figures import figures_of
-from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs
-from openhands_rl_plugin.evals.report.verifier_scores import with_verifier
+from openhands_rl_plugin.evals.report.figures import compare, figures_of, mcnemar, sign_permutation
+from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs, with_verifier
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -34,7 +32,7 @@ def run(index: int, kinds: Sequence[OutcomeKind], name: str = "run", **more) -> 
 
 
 def test_another_criterion_resolves_no_attempt_without_a_valid_return():
-    suite = {"details": {"suite": "environment"}}
+    suite = {"details": {"suite": "environment", "environment": {"env_name": "maze"}}}
     for more, kind in (
         ({}, OutcomeKind.RESOLVED),
         ({"valid": False}, OutcomeKind.UNRESOLVED),

@@ -24,9 +24,8 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.evals.runs.evaluation import Evaluation
-from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.evaluate import Evaluation
+from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.rollout.in_process import SessionRunner

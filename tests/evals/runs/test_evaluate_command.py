@@ -14,9 +14,8 @@ from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.config.host import agent_named, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.runs.llm import KEY_VARIABLE, evaluated_model
-from openhands_rl_plugin.evals.runs.prompts import instruction_of
-from openhands_rl_plugin.evals.runs.selection import Selection
+from openhands_rl_plugin.evals.runs.plan import KEY_VARIABLE, Selection, evaluated_model
+from openhands_rl_plugin.evals.runs.suites import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.types import Instance
 

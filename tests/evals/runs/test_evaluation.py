@@ -19,11 +19,9 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 from openhands_rl_plugin.evals.report.run_records import read_runs
 from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
-from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.runs.suites import Suite, environment_tasks, find_suite, swe_task
 from openhands_rl_plugin.evals.swe.types import Instance

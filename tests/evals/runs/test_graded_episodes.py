@@ -12,8 +12,7 @@ from openhands_rl_plugin.apps.loop.graded import GradedRunner
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of, settings_of
-from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out

@@ -11,8 +11,8 @@ from scripted_model import refusal, serve
 
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
-from openhands_rl_plugin.evals.swe.preflight import check_gradable, commonest
 from openhands_rl_plugin.evals.swe.recipes import swe_bench
+from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable, commonest
 
 WORDS = ["evaluate", "webshop", "--agent", "RLAgent", "--limit", "2", "--api-key-env", "", "--processes", "0"]
 

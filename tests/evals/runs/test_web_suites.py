@@ -21,11 +21,9 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
 from openhands_rl_plugin.environments.openenv import OpenEnvClient, OpenEnvOptions
-from openhands_rl_plugin.evals.runs.episodes import EvalTask
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
-from openhands_rl_plugin.evals.runs.llm import EvaluatedModel
-from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import environment_tasks, find_suite
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

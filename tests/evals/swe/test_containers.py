@@ -27,7 +27,7 @@ from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.swe.recipes.parsers import parse_pytest
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import parse_pytest
 from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 

@@ -23,8 +23,8 @@ from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
 from openhands_rl_plugin.evals.swe.guard.runs import flags_of_run
 from openhands_rl_plugin.evals.swe.patches import added_lines
-from openhands_rl_plugin.evals.swe.recipes.parsers import parse_pytest
 from openhands_rl_plugin.evals.swe.recipes.scripts import evaluation_script
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import parse_pytest
 from openhands_rl_plugin.evals.swe.types import Instance, Severity
 from openhands_rl_plugin.testing.samples import sample_episode
 

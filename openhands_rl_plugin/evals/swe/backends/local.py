@@ -2,6 +2,8 @@
 
 A layer is a folder with ``PARTS``: an environment that all rows with its Python and requirements share, and on top of a
 copy of it an instance with its repository installed. Graded patches write to an overlay, never there.
+
+Golds of ``requests`` (SWE-bench) need httpbin and addresses that never answer: ``services_of`` makes both.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import hashlib
 import os
 import re
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +35,7 @@ from openhands_rl_plugin.evals.swe.backends.repositories import (
     make_origin,
 )
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
+    CONDA,
     ENVIRONMENTS,
     GUARD,
     GUARD_OUT,
@@ -46,7 +50,6 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     read_left,
     shim_digest,
 )
-from openhands_rl_plugin.evals.swe.backends.services import NEEDED_CAPABILITIES, TestServices, services_of
 from openhands_rl_plugin.evals.swe.grading import (
     PATCH_INSIDE,
     SCRIPT_INSIDE,
@@ -60,6 +63,58 @@ from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
+
+NEEDED_CAPABILITIES = ("NET_ADMIN",)
+"""Over the sandbox's own network, until the tests begin."""
+
+_HTTPBIN = ("httpbin==0.10.2", "flask<3.1", "werkzeug<3.1")
+_INSIDE = "/opt/httpbin"
+_HOSTS = "127.0.0.1 localhost httpbin.org\n::1 localhost\n"
+
+
+class TestServices:
+    """The services of one recipe; without any, commands are left as they are."""
+
+    __test__ = False  # no test class for pytest
+
+    def __init__(self, recipe: Recipe, httpbin: Path | None, hosts: Path) -> None:
+        self._addresses = recipe.unreachable
+        self._httpbin = httpbin
+        self._hosts = hosts
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._addresses or self._httpbin)
+
+    @property
+    def shown(self) -> list[Shown]:
+        """The files that the sandbox has to show."""
+        return [] if self._httpbin is None else [Shown(self._httpbin, _INSIDE), Shown(self._hosts, "/etc/hosts")]
+
+    def around(self, command: Sequence[str]) -> list[str]:
+        """The command that runs another beside the services."""
+        if not self.any:
+            return list(command)
+        given = [",".join(self._addresses), _INSIDE if self._httpbin else ""]
+        return [f"{CONDA}/host-python", "-IS", f"{CONDA}/shim/network.py", *given, *command]
+
+
+async def services_of(cache: Cache, recipe: Recipe) -> TestServices:
+    """The services of a recipe, installed where they are missing. Raises ``InfrastructureError``."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    place = cache.path("services", f"{_HTTPBIN[0]}-python{version}")
+
+    async def make(into: Path) -> None:
+        (into / "hosts").write_text(_HOSTS)
+        install = [str(find_uv()), "pip", "install", "--quiet", "--python", sys.executable]
+        await checked([*install, "--target", str(into / "httpbin"), *_HTTPBIN], "install httpbin", timeout=600)
+
+    if not recipe.httpbin:
+        return TestServices(recipe, None, place / "hosts")
+    await cache.made(place, make)
+    return TestServices(recipe, place / "httpbin", place / "hosts")
+
 
 SETUP_TIME = 3600.0
 """Seconds that an environment, or a repository's installation, may take."""

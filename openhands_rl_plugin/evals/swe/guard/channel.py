@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.swe.recipes.parsers import Parser, Statuses
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import Parser, Statuses
 from openhands_rl_plugin.evals.swe.types import Instance
 
 GOOD = ("PASSED", "XFAIL")

@@ -26,7 +26,7 @@ from openhands_rl_plugin.evals.swe.grading import GuardEquipment, ObservedRun
 from openhands_rl_plugin.evals.swe.guard import inside as guard_inside
 from openhands_rl_plugin.evals.swe.guard.patch import flags_of_patch
 from openhands_rl_plugin.evals.swe.guard.runs import causes_of, flags_of_run, honest
-from openhands_rl_plugin.evals.swe.reasons import TestFailure
+from openhands_rl_plugin.evals.swe.resolution import TestFailure
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, Severity
 
 

@@ -19,8 +19,8 @@ from openhands_rl_plugin.evals.swe.guard.judging import RunJudge
 from openhands_rl_plugin.evals.swe.guard.patch import without_outcomes
 from openhands_rl_plugin.evals.swe.guard.rules import is_test_tool
 from openhands_rl_plugin.evals.swe.patches import touched_files
-from openhands_rl_plugin.evals.swe.reasons import TestFailure
-from openhands_rl_plugin.evals.swe.recipes.parsers import Statuses
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import Statuses
+from openhands_rl_plugin.evals.swe.resolution import TestFailure
 from openhands_rl_plugin.evals.swe.types import Flag, Severity
 
 _SKIPS = ("", "Skipped", "SkipTest", "XFailed")

@@ -1,4 +1,4 @@
-"""The recipe of an instance: scripts for environment, installation and tests, and the log parser."""
+"""The recipe of an instance: scripts for environment, installation and tests, and the name of the log parser."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from report_data import data_of
 from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report, write_run_report
 from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.report.comparison import compare
+from openhands_rl_plugin.evals.report.figures import compare
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
 from openhands_rl_plugin.training.loop.facts import RunFacts, SamplePair, StageChange
