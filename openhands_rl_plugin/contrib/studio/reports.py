@@ -167,7 +167,7 @@ _SPARE = 160 * 1024
 
 
 def address(where: str, *parameters: str) -> str:
-    """The address of an answer in the file: ``static/base/local.mjs`` looks for the same one."""
+    """The address of an answer in the file: ``static/base.mjs`` looks for the same one."""
     return f"{where}?{'&'.join(parameters)}" if parameters else where
 
 

@@ -1,19 +1,10 @@
 // The frame around every page: where one is, where one can go, and what to say when something is missing.
 import {Component, render} from 'preact';
 import {useEffect, useRef} from 'preact/hooks';
-import {html} from 'studio/base/html';
-import 'studio/base/text';
+import {exported, go, html, link, listen, moment, nextTheme, param, put, route, signedOut, theme, useAnswer, useKeys, useLive} from 'studio/base';
 import data from 'studio/data';
-import {exported, signedOut, useAnswer} from 'studio/base/api';
-import {useKeys} from 'studio/base/keys';
-import {listen, useLive} from 'studio/base/live';
-import {moment} from 'studio/base/format';
-import {go, link, param, put, route} from 'studio/base/route';
-import {nextTheme, theme} from 'studio/base/theme';
-import {Help, helpShown, said} from 'studio/parts/help';
-import {Empty} from 'studio/parts/states';
-import {SignIn} from 'studio/pages/sign_in';
-import {PAGES} from 'studio/pages';
+import {PAGES, SignIn} from 'studio/pages';
+import {Empty, Help, helpShown, said} from 'studio/parts';
 
 const NAV = Object.entries(PAGES).filter(([, page]) => page.nav && (!exported || data[page.needs]));
 
@@ -66,7 +57,6 @@ function Bar({page}) {
     <button class="icon" title="Keys (?)" aria-label="Keys" onClick=${() => { helpShown.value = true; }}>?</button>
   </header>`;
 }
-
 const Mark = () => html`<svg class="mark" viewBox="0 0 20 20" aria-hidden="true"><path d="M4 10h4l4-6h4M8 10l4 6h4M8 10h8" /><circle cx="4" cy="10" r="2" /></svg>`;
 
 const ThemeIcon = () => html`<svg viewBox="0 0 20 20" aria-hidden="true"><circle cx="10" cy="10" r="6.5" class="ring" />
