@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 import traceback
@@ -178,7 +177,7 @@ def _run(command: ModuleType, args: argparse.Namespace) -> int:
     try:
         code = command.run(args)
         if isinstance(code, Coroutine):
-            code = asyncio.run(code)
+            code = ENDING.run(code)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

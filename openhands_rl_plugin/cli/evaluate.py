@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import checked, given_fields
 from openhands_rl_plugin.cli.options.foreground import sayable, typed
 from openhands_rl_plugin.cli.options.stored import finite
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     # Otherwise OpenHands logs every step.
     os.environ.setdefault("LOG_LEVEL", "ERROR")
-    asyncio.run(_evaluate(args, plan, suite, settings))
+    ENDING.run(_evaluate(args, plan, suite, settings))
     return _report(plan, graded=not args.no_grade)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fields, settings_from
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
 from openhands_rl_plugin.cli.options.jobs import add_native, graded_job, loop_job, with_backend
@@ -132,7 +132,7 @@ def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, star
     started = time.monotonic()
     with ProgressListener(settings.loop.stages) as listener, _served(args, settings, tasks, directory) as found:
         job = replace(graded_job(args, loop_job(args, *found, tasks, directory)), start=start)
-        result = asyncio.run(_run(args, job, listener))
+        result = ENDING.run(_run(args, job, listener))
     _report(result, listener)
     minutes = (time.monotonic() - started) / 60
     listener.console.print(

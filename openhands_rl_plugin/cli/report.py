@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.stored import finite
 from openhands_rl_plugin.cli.options.stores import STORE_HELP
 
@@ -55,7 +55,7 @@ def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[R
     runs = read_runs(tuple(paths))
     if args.success_at is not None:
         runs = tuple(run.judged_at(args.success_at) for run in runs)
-    return asyncio.run(_verified(args, runs)) if args.store else runs
+    return ENDING.run(_verified(args, runs)) if args.store else runs
 
 
 def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], comparison: Comparison | None = None) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.stored import positive
 from openhands_rl_plugin.core.errors import ConfigError
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Make, check or list; exit code 1 when a task does not pass the gate. Raises ``RLError``."""
     if args.what == "make":
         return _make(args)
-    return asyncio.run(_check(args)) if args.what == "check" else _list(args)
+    return ENDING.run(_check(args)) if args.what == "check" else _list(args)
 
 
 class _Watcher:

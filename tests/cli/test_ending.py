@@ -19,12 +19,20 @@ from marked import left_after, mark, marked
 from openhands_rl_plugin import cli
 
 BUSY = """
-import asyncio, hashlib, sys, threading, time
+import asyncio, hashlib, sys, time
 from openhands_rl_plugin.cli.options.ending import ENDING
 
 def compute():
     print("up", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2**31 - 1)  # as torch does: without the lock, deaf
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2**31 - 1)  # as torch does: without the lock
+
+def in_steps():
+    print("up", flush=True)
+    while True:
+        try:
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass  # as a clean-up that hangs
 
 async def in_a_thread():
     await asyncio.to_thread(compute)
@@ -32,7 +40,7 @@ async def in_a_thread():
 ENDING.install()
 ENDING.advice, ENDING.patience = "go on so", float(sys.argv[2])
 try:
-    {"here": compute, "thread": lambda: asyncio.run(in_a_thread())}[sys.argv[1]]()
+    {"here": in_steps, "thread": lambda: ENDING.run(in_a_thread())}[sys.argv[1]]()
 except KeyboardInterrupt:
     ENDING.say()
     sys.exit(ENDING.code)
@@ -70,7 +78,7 @@ def test_what_does_not_end_is_cut_short_and_says_how_to_go_on(where: str, number
 def test_a_signal_that_meets_generated_code_has_the_usual_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     """As a dataclass's that is imported: ``python -m`` would end by SIGINT then."""
     met = f"exec('import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(9)')"
-    (tmp_path / "busy.py").write_text(BUSY.replace('"here": compute', f'"exec": lambda: {met}'))
+    (tmp_path / "busy.py").write_text(BUSY.replace('"here": in_steps', f'"exec": lambda: {met}'))
     with started("-m", "busy", "exec", "5", cwd=tmp_path) as process:
         _, said = process.communicate(timeout=30)
     assert (process.returncode, said.endswith("; go on so\n")) == (128 + number, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from openhands_rl_plugin.apps.loop.summary import COLUMNS, evaluation_rows
@@ -14,7 +14,6 @@ from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import LoopListener
 from openhands_rl_plugin.trajectories.view.pages import said_by
-from openhands_rl_plugin.trajectories.view.progress import TimesColumn
 
 
 class ProgressListener(LoopListener):
@@ -26,10 +25,11 @@ class ProgressListener(LoopListener):
             TextColumn("{task.description:<34}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimesColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=self.console,
         )
-        self._run = self._progress.add_task("stages", total=stages, promise=False)  # they are of different lengths
+        self._run = self._progress.add_task("stages", total=stages)
         self._activity = self._progress.add_task("starting", total=None)
         self._shown = ""
         self._exemplified: set[str] = set()

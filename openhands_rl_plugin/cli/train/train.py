@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of
 from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import add_filters, json_object
@@ -136,7 +136,7 @@ class PolicyTraining(TrainingRun):
         from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
         kind = TypeAdapter(tuple[str, TrainingDataset])
-        base_model, dataset = self._from_rank_0(kind, lambda: asyncio.run(self._read()))
+        base_model, dataset = self._from_rank_0(kind, lambda: ENDING.run(self._read()))
         forget_models()  # of a verifier that scored the episodes
         forget_unused()
         self._print_plan(dataset)

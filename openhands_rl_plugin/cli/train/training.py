@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import settings_from
 from openhands_rl_plugin.cli.options.stored import filter_of
 from openhands_rl_plugin.cli.options.stores import open_store
@@ -90,7 +90,7 @@ class TrainingRun:
 
     def _publish(self, adapter: Adapter, probe: Probe) -> None:
         if self._args.publish:
-            asyncio.run(publish(self._args.publish, self._adapters, adapter, probe))
+            ENDING.run(publish(self._args.publish, self._adapters, adapter, probe))
 
 
 def config_of(args: argparse.Namespace) -> RLSettings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import given_fields, settings_from
 from openhands_rl_plugin.cli.options.versions import starting_point
 from openhands_rl_plugin.cli.train.training import TrainingRun, memory_line, print_note, training_progress
@@ -65,7 +65,7 @@ class VerifierTraining(TrainingRun):
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "transformers", "train") from error
         prompts = prompts_for(str(self._args.model), self._settings.max_length)
-        dataset = self._from_rank_0(TypeAdapter(VerifierDataset), lambda: asyncio.run(self._read(prompts)))
+        dataset = self._from_rank_0(TypeAdapter(VerifierDataset), lambda: ENDING.run(self._read(prompts)))
         self._print_plan(dataset)
         if self._args.dry_run:
             return 0

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if given == bool(args.agent):
         raise ConfigError("give either a task (-t TEXT, -f FILE) or a command after --")
     if args.agent:
-        return asyncio.run(_run_command(args.agent, args.workspace, options))
+        return ENDING.run(_run_command(args.agent, args.workspace, options))
     from openhands_rl_plugin.hosts.local import run_task
 
     return run_task(_task(args), args.workspace, options, _show)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence, Set
 
@@ -10,6 +9,7 @@ from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
 from openhands_rl_plugin.apps.loop.run import LoopJob, run_loop
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.contrib.demo.options import OTHER_SIZES, REPAIR_CONTEXT, RepairOptions
@@ -111,7 +111,7 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     begun = (options.run_directory / OPTIONS).exists()
     if begun:
         claim(options.run_directory, known)
-    asyncio.run(RepairBackend().check())
+    ENDING.run(RepairBackend().check())
     tasks, title = repair_tasks(options), TITLE
     if options.repository is not None:
         own = own_functions(options, listener, anew=not begun)
@@ -139,6 +139,6 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
             command=command,
             title=title,
         )
-        result = asyncio.run(run_loop(job, listener))
+        result = ENDING.run(run_loop(job, listener))
     compared = tuple(change.sentence() for change in result.changes)
     return DemoResult(state=result.state, comparisons=compared, report=result.report)

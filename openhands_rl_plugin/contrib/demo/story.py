@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.apps.loop.claim import claim
 from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids
 from openhands_rl_plugin.apps.loop.reporting import RunReport
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.demo.options import CONTEXT_TOKENS, OTHER_SIZES, SEPARATOR, DemoOptions
@@ -52,7 +52,7 @@ def run_demo(options: DemoOptions, listener: LoopListener | None = None, command
     model = ensure_model(options.model_directory)
     adapters = AdapterStore(options.run_directory / "adapters")
     with _servers(options, model) as settings, rollout_settings(settings, adapters) as sampled:
-        return asyncio.run(_run(_Stage(options, settings, sampled, model, options.shop(), command), listener))
+        return ENDING.run(_run(_Stage(options, settings, sampled, model, options.shop(), command), listener))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
 from openhands_rl_plugin.cli.options.jobs import loop_job
@@ -248,7 +248,7 @@ def _price(
 ) -> Price:
     from openhands_rl_plugin.contrib.improve.price import measure_rates, price_of
 
-    rates = asyncio.run(measure_rates(settings, gym.longest * 2))
+    rates = ENDING.run(measure_rates(settings, gym.longest * 2))
     graders = os.cpu_count() or 1
     return price_of(
         settings,
@@ -292,7 +292,7 @@ def _train(
         studio_beside(args, directory, lambda: open_storage(settings), adapters, model),
         ProgressListener(settings.loop.stages, Console(stderr=args.json)) as listener,
     ):
-        result, spent = asyncio.run(_run(args, job, listener))
+        result, spent = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state, "tasks"))
     server = settings.serving.base_url
     used = use_lines(result, model, settings.serving.adapter, adapters, server=server)

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 from openhands_rl_plugin.apps.loop.claim import OPTIONS, noted_options
 from openhands_rl_plugin.apps.loop.run import LoopResult
 from openhands_rl_plugin.apps.loop.summary import evaluations
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.records import HELD_OUT
@@ -313,7 +314,7 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
         make_suite(plan, made, cache, _Noting(progress, folder / _TRIED))
     instances, lineage = read_instances(made), _lineage(made)
     progress.stage("checking tasks", len(instances))
-    checked = asyncio.run(_gated(instances, [*lineage.values()], folder / _GATE, cache, progress))
+    checked = ENDING.run(_gated(instances, [*lineage.values()], folder / _GATE, cache, progress))
     gym = _divided(repository, options, folder, found, instances, checked)
     write_file(folder / _GYM, gym.model_dump_json(indent=1))
     return gym

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.cli.options.foreground import (
     add_access_log,
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped, or write a page. Raises ``RLError`` when a source, an option or the port cannot be used."""
     if args.sources[0] == EXPORT:
-        return asyncio.run(_export(args))
+        return ENDING.run(_export(args))
     if args.out or args.skip_damaged or filter_of(args) != TrajectoryFilter():
         raise ConfigError(
             f"--out and filters are for a page to keep: openhands-rl studio {EXPORT} STORE --out FILE.html"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
 from openhands_rl_plugin.cli.options.jobs import add_native, graded_job, loop_job, with_backend
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "status":
         _status(args, settings, adapters, folder)
     elif args.action == "rollback":
-        print(sayable(asyncio.run(_rollback(args, settings, adapters, folder))))
+        print(sayable(ENDING.run(_rollback(args, settings, adapters, folder))))
     else:
         print(_pause(args, folder))
     return 0
@@ -138,7 +138,7 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
         return 0
     with _alone(settings, folder):
         job = graded_job(args, loop_job(args, settings, model, tasks, folder, "watch"))
-        return asyncio.run(_serve(args, job, adapters, publisher))
+        return ENDING.run(_serve(args, job, adapters, publisher))
 
 
 async def _serve(args: argparse.Namespace, job: LoopJob, adapters: AdapterStore, publisher: AdapterPublisher) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.files import PRIVATE, write_file
@@ -15,7 +15,6 @@ from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures, Share
 from openhands_rl_plugin.evals.runs.outcome import UNKNOWN, Outcome, OutcomeKind
-from openhands_rl_plugin.trajectories.view.progress import TimesColumn
 
 HEADINGS = (
     *("runs", "tasks", "attempts", "pass@1", "95% interval", "pass@k", "best@k", "reward", "stuck", "empty patch"),
@@ -147,7 +146,8 @@ class EvaluationProgress:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimesColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )

@@ -12,11 +12,12 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 from openhands_rl_plugin.core.transcript import visible
-from openhands_rl_plugin.trajectories.view.progress import TimesColumn
 
 
 class ProgressBar:
@@ -53,7 +54,14 @@ def progress_bar(
     """A bar until the block ends. ``total``: steps, or bytes with ``in_bytes``; ``None`` when not known yet."""
     amount = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     note = () if in_bytes else (TextColumn("{task.fields[note]}"),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimesColumn(), *note)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *amount,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        *note,
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         yield ProgressBar(progress, what, total)
