@@ -22,8 +22,8 @@ from openhands_rl_plugin.config.work import OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.environment_sessions import EnvironmentSessions
 from openhands_rl_plugin.hosts.shared.options import HostOptions, check_isolation, check_prompt
+from openhands_rl_plugin.hosts.shared.session_runner import EnvironmentSessions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 _WORKSPACE_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"

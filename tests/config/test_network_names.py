@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
 from openhands_rl_plugin.hosts.local import local_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.shared.workspace_access import network_of
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import network_of
 
 TOKEN = "tok-5b81e0c9d2"
 

@@ -16,7 +16,7 @@ IMPORTED = (
     "openhands_rl_plugin.apps.loop.run",
     "openhands_rl_plugin.hosts.v0.driver",
     "openhands_rl_plugin.hosts.v0.controller_session",
-    "openhands_rl_plugin.hosts.v0.controller_config",
+    "openhands_rl_plugin.hosts.v0.controller_session",
     "openhands_rl_plugin.training.trainer.lora_trainer",
     "openhands_rl_plugin.training.trainer.full_trainer",
     "peft",

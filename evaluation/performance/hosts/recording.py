@@ -41,8 +41,8 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.hosts.shared.litellm_calls import TokenInterceptor
 from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
-from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
 

@@ -57,9 +57,9 @@ from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1 import RLAgent
 from openhands_rl_plugin.hosts.v1.engine import ConversationTurn
-from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
-from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
+from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.world import ConversationWorld
 
 RECORDING_MS, FORK_MS = 3.0, 200.0
 WARM = 5

@@ -86,7 +86,7 @@ async def _run_command(words: Sequence[str], folder: Path, options: WorkOptions)
 
     from openhands_rl_plugin.config.build import open_storage
     from openhands_rl_plugin.core.records import TrajectoryFilter
-    from openhands_rl_plugin.hosts.shared.run_summary import run_summary
+    from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
     from openhands_rl_plugin.models.gateway.config import GatewayConfig
     from openhands_rl_plugin.models.gateway.server import running_gateway
 

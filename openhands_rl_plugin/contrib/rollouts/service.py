@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.servers.door import Door, is_loopback, required_key
 from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.pool.ray_cluster import cluster_machines, join_cluster
+from openhands_rl_plugin.hosts.pool.ray_workers import cluster_machines, join_cluster
 
 _STATES = ("REGISTERED", "RUNNING", "COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
 _MOST_WAITING, _KEPT_EVENTS, _EVENT_PAUSE = 10_000, 20_000, 0.25

@@ -1,4 +1,4 @@
-"""The worker's side of a pool: runs episodes with a host's runner.
+"""The worker's side of a pool: runs episodes with a host's runner, and sends their records to the pool's storage.
 
 python -m openhands_rl_plugin.hosts.pool.worker       # messages on stdin and stdout; ends with its stdin
 """
@@ -12,26 +12,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import BinaryIO
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, BinaryIO
 
-from openhands_rl_plugin.core.errors import RLError, boundary
-from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.core.errors import RLError, StorageError, boundary
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
+from openhands_rl_plugin.core.types import FailureKind, Trajectory
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
-from openhands_rl_plugin.hosts.pool.messages import (
+from openhands_rl_plugin.hosts.pool.connection import (
     MAX_LINE_BYTES,
     TO_WORKER,
+    Calls,
     FromWorker,
     Ready,
     Refused,
     RunEpisode,
     Start,
+    Store,
     Stored,
     WorkerResult,
     from_line,
     to_line,
 )
-from openhands_rl_plugin.hosts.pool.storage import PoolStorage
 
 _CLOSE_SECONDS = 2.0
 """What open sessions have to close in, when the pool is gone."""
@@ -139,6 +141,48 @@ def main() -> None:
         sys.stderr.flush()
         # OpenHands' threads may still wait for a model call.
         os._exit(status)
+
+
+class PoolStorage:
+    """The pool's storage, as a worker's runner uses it: a call returns when the pool has stored the record.
+
+    One process writes for all workers: their episodes share a flush, and workers need no secrets of the storage.
+    """
+
+    def __init__(self, send: Callable[[Store], Awaitable[None]]) -> None:
+        self._send = send
+        self._calls = Calls[Stored]()
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._store(trajectory=trajectory)
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._store(start=start)
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._store(growth=growth)
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._store(end=end)
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """As in ``TrajectoryStorage``."""
+        return (await self._store(drop=tuple(trajectory_ids))).dropped
+
+    def answered(self, answer: Stored) -> None:
+        """Complete the call that ``answer`` belongs to."""
+        self._calls.answered(answer.number, StorageError(answer.error) if answer.error else answer)
+
+    def disconnect(self) -> None:
+        """Fail the calls that wait for an answer: the pool is gone."""
+        self._calls.disconnect(StorageError("the worker pool is gone"))
+
+    async def _store(self, **record: Any) -> Stored:
+        return await self._calls.ask(lambda number: self._send(Store(number=number, **record)))
 
 
 if __name__ == "__main__":

@@ -2,30 +2,36 @@
 
 A runner binds it for the agent that it creates next; without one the agent creates its own. Nothing here imports
 OpenHands.
+
+An environment's replies pass through OpenHands as the content of a tool's observation (V0: ``MCPObservation``). An
+action of the policy is a call of ``STEP_TOOL``; the reply is JSON text, so that the host's event log holds rewards and
+ends of episodes, too. The first action of an episode is ``RESET_TOOL``, which costs no completion.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.clipping import clip
 from openhands_rl_plugin.core.concurrency import background, bound
-from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, StorageError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
-from openhands_rl_plugin.core.records import PROMPT, EpisodeStart, trajectory_id
+from openhands_rl_plugin.core.records import PROMPT, EpisodeEnd, EpisodeGrowth, EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
     FailureKind,
+    Frozen,
     JsonObject,
     Limits,
+    Message,
     Observation,
     PolicyRef,
     SamplingParams,
@@ -37,10 +43,84 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.environment_reply import EnvironmentReply
-from openhands_rl_plugin.hosts.shared.loop_storage import LoopBoundStorage
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.rollout.session import context_tokens, reached
+
+RESET_TOOL = "environment_reset"
+STEP_TOOL = "environment_step"
+
+
+class EnvironmentReply(Frozen):
+    """One reply of the environment; ``messages`` open the conversation after a reset and continue it after a step.
+
+    ``failure`` is set when the environment could not answer; the agent then ends the episode.
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    evidence: JsonObject | None = None
+    failure: Failure | None = None
+
+
+# Seconds between checks whether the loop was closed.
+_CHECK_INTERVAL = 1.0
+
+
+@runtime_checkable
+class _TakesScores(Protocol):
+    async def add_scores(self, scores: Sequence[Score], /) -> None: ...
+
+
+class LoopBoundStorage:
+    """An ``EpisodeSink`` that calls ``storage`` on its own event loop ``loop``.
+
+    Raises what the storage raises, and ``InfrastructureError`` when that loop is closed before the call ends.
+    """
+
+    def __init__(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
+        self._storage = storage
+        self._loop = loop
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._on_loop(self._storage.add(trajectory))
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._on_loop(self._storage.begin(start))
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._on_loop(self._storage.grow(growth))
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """As in ``TrajectoryStorage``."""
+        await self._on_loop(self._storage.end(end))
+
+    async def add_scores(self, scores: Sequence[Score]) -> None:
+        """As in ``TrajectoryStorage``; nothing where the storage is a pipe to another process."""
+        if isinstance(self._storage, _TakesScores):
+            await self._on_loop(self._storage.add_scores(scores))
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """As in ``TrajectoryStorage``."""
+        return await self._on_loop(self._storage.drop(trajectory_ids))
+
+    async def _on_loop[T](self, call: Coroutine[Any, Any, T]) -> T:
+        if self._loop is asyncio.get_running_loop():
+            return await call
+        if not self._loop.is_closed():
+            answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+            # A stopped loop drops its tasks without an error.
+            while not (await asyncio.wait([answer], timeout=_CHECK_INTERVAL))[0] and not self._loop.is_closed():
+                pass
+            if answer.done():
+                return answer.result()
+        call.close()
+        raise InfrastructureError("the event loop of this episode was closed")
+
 
 LAST_ERROR = "last_error"
 """The key of OpenHands' own last error in an episode's evidence."""

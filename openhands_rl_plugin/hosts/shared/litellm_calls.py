@@ -1,17 +1,31 @@
-"""What both hosts read out of litellm's calls: which fields to ask a server for, and the parts of its response."""
+"""What both hosts read out of litellm's calls, and the turns and completions that they know.
+
+litellm parses, validates, copies and logs the whole response, and 35,000 prompt ids cost it several milliseconds a
+call. So ``TokenInterceptor`` removes them from the body of the model server's response. litellm and OpenHands get the
+response that they would get without a request for ids.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from functools import cache, lru_cache
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import httpx
 import litellm
 from litellm.types.utils import Choices, ModelResponse
+from openai import OpenAI
 
+from openhands_rl_plugin.core.concurrency import bound
+from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, RECORDED_PARAMETERS, text_of, whole_message
-from openhands_rl_plugin.core.types import JsonObject, Message, SamplingParams, Tokens, ToolCall, Usage
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens, ToolCall, Usage
+from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     SAMPLING,
@@ -19,6 +33,104 @@ from openhands_rl_plugin.models.engines.extensions import (
     ExtensionTable,
     extension_values,
 )
+from openhands_rl_plugin.models.gateway.requests import Unrecordable
+from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
+from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
+
+# Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
+_WORTH_A_RETRY = frozenset({408, 409, 425, 429})
+
+
+def model_server_error(error: Exception) -> EpisodeError:
+    """``ModelError`` when the server refuses the request itself (4xx), else ``InfrastructureError``."""
+    status = getattr(error, "status_code", None)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _WORTH_A_RETRY
+    return (ModelError if refused else InfrastructureError)(describe(error))
+
+
+# Model servers of one process. A client that is dropped from the cache costs only a new connection.
+_CLIENTS = 16
+
+
+class TokenInterceptor:
+    """``tokens`` of the first choice of the first response, and ``rest``, the body that litellm receives.
+
+    Both are ``None`` when no response was intercepted. ``after``: see ``ContextCache.tokens``.
+    """
+
+    def __init__(self, contexts: ContextCache, after: Tokens | None = None) -> None:
+        self._contexts = contexts
+        self._after = after
+        self.tokens: Tokens | None = None
+        self.rest: bytes | None = None
+
+    def take(self, body: bytes) -> bytes:
+        """The body for litellm, unchanged unless it has prompt ids and sampled ids."""
+        try:
+            answer = UpstreamResponse(body)
+        except Unrecordable:
+            return body
+        choice = answer.choices[0]
+        if choice.prompt is None:
+            return body
+        tokens = self._contexts.tokens(choice.prompt, choice.sampled, choice.logprobs, self._after)
+        if tokens is None:
+            return body
+        self.tokens, self.rest = tokens, answer.plain_body()
+        return self.rest
+
+
+_INTERCEPTOR: ContextVar[TokenInterceptor | None] = ContextVar("rl_token_interceptor", default=None)
+
+
+def intercepting(contexts: ContextCache, after: Tokens | None = None) -> AbstractContextManager[TokenInterceptor]:
+    """Responses that come through ``intercepting_client`` in this context pass the interceptor."""
+    return bound(_INTERCEPTOR, TokenInterceptor(contexts, after))
+
+
+def intercepting_client(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``client`` argument for litellm; empty where litellm needs its own client: for TLS, and without a key."""
+    base_url, key = asked.get("base_url") or asked.get("api_base") or "", asked.get("api_key")
+    plain = base_url.startswith("http://") and not (asked.get("client") or asked.get("stream"))
+    return {"client": _client(base_url, key)} if plain and isinstance(key, str) and key else {}
+
+
+@lru_cache(_CLIENTS)
+def _client(base_url: str, key: str) -> OpenAI:
+    # litellm sets the organisation and the number of retries, and gives the time limit with each call.
+    return OpenAI(base_url=base_url, api_key=key, http_client=_connections())
+
+
+@cache
+def _connections() -> httpx.Client:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    return httpx.Client(follow_redirects=True, limits=limits, event_hooks={"response": [_intercept]})
+
+
+def _intercept(response: httpx.Response) -> None:
+    interceptor = _INTERCEPTOR.get()
+    is_json = response.headers.get("content-type", "").startswith("application/json")
+    if (
+        interceptor is not None
+        and response.status_code == 200
+        and is_json
+        and "content-encoding" not in response.headers
+    ):
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        response.stream = _InterceptedStream(response.stream, interceptor)
+
+
+class _InterceptedStream(httpx.SyncByteStream):
+    def __init__(self, stream: httpx.SyncByteStream, interceptor: TokenInterceptor) -> None:
+        self._stream = stream
+        self._interceptor = interceptor
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._interceptor.take(b"".join(self._stream))
+
+    def close(self) -> None:
+        self._stream.close()
+
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
@@ -141,3 +253,87 @@ def sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=given.get("seed"),
     )
+
+
+class RequestedTurn(Protocol):
+    """A request that a host would send; ``path`` is its conversation in the tree."""
+
+    @property
+    def path(self) -> tuple[Message, ...]: ...
+
+
+class KnownTurns[T: RequestedTurn]:
+    """The live turn, and those that forks of it have reached."""
+
+    def __init__(self) -> None:
+        self._turns: dict[tuple[Message, ...], T] = {}
+
+    def open(self, turn: T) -> None:
+        """Begin a turn; others are forgotten unless their conversations go on from it."""
+        start = len(turn.path)
+        self._turns = {path: known for path, known in self._turns.items() if path[:start] == turn.path}
+        self.expect(turn)
+
+    def expect(self, turn: T) -> None:
+        """Until the next turn is opened, conversations that begin with ``turn.path`` go on from ``turn``."""
+        self._turns[turn.path] = turn
+
+    def longest(self, messages: Sequence[Message]) -> T | None:
+        """The turn with the longest path that ``messages`` begin with, if there is one."""
+        said = tuple(messages)
+        lengths = {len(path) for path in self._turns}
+        prefixes = (said[:length] for length in sorted(lengths, reverse=True) if length <= len(said))
+        return next((self._turns[prefix] for prefix in prefixes if prefix in self._turns), None)
+
+
+def sampled_below_head(tree: EpisodeTree) -> Iterator[Message]:
+    """The answers that can still be executed."""
+    pending = list(tree.children(tree.head))
+    while pending:
+        index = pending.pop()
+        pending += tree.children(index)
+        if tree.nodes[index].sampled:
+            yield tree.nodes[index].message
+
+
+class TurnAnswers[T: RequestedTurn, A]:
+    """The live turn and those that forks have reached; an ``A`` for each answer that can still be executed."""
+
+    def __init__(self, episode: HostEpisode) -> None:
+        self._episode = episode
+        self._turns = KnownTurns[T]()
+        self._of: dict[Message, A] = {}
+
+    def open(self, turn: T) -> None:
+        """Begin a turn. Earlier turns and answers are dropped, unless search can still reach them."""
+        self._turns.open(turn)
+        reachable = set(sampled_below_head(self._episode.tree))
+        self._of = {answer: made for answer, made in self._of.items() if answer in reachable}
+
+    def expect(self, turn: T) -> None:
+        """Until the next turn is opened, conversations that begin with ``turn.path`` go on from ``turn``."""
+        self._turns.expect(turn)
+
+    def turn(self, messages: Sequence[Message]) -> T | None:
+        """The turn that a conversation goes on from, if it is known."""
+        return self._turns.longest(messages)
+
+    def keep(self, answer: Message, made: A) -> None:
+        """Remember what the host made of an answer of this turn. Safe from any thread."""
+        self._of[answer] = made
+
+    def of(self, answer: Message) -> A:
+        """What the host made of an answer. Raises ``KeyError`` for one that cannot be executed any more."""
+        return self._of[answer]
+
+    async def gather(self, calls: Iterable[Awaitable[Completion]]) -> list[Completion]:
+        """The completions of the calls that did not fail; meanwhile the episode so far is stored.
+
+        Raises ``StorageError``, and the first call's error when all failed.
+        """
+        kept, *answers = await asyncio.gather(self._episode.keep_up(), *calls, return_exceptions=True)
+        completions = [answer for answer in answers if isinstance(answer, Completion)]
+        for error in (kept, *answers):
+            if isinstance(error, BaseException) and not (completions and isinstance(error, EpisodeError)):
+                raise error
+        return completions

@@ -1,4 +1,4 @@
-"""A folder in bubblewrap with a shell, its evidence, and copies of all of it for search."""
+"""A folder in bubblewrap as ``[rl.workspace]`` says, with a shell, its evidence, and copies of all of it for search."""
 
 from __future__ import annotations
 
@@ -14,15 +14,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from openhands_rl_plugin.config.network import IndexAddresses, hosts_of, index_addresses
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
-from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.conversation import HostConversation
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.messages import WireMessage, says
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.check import check_workspace
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, fork_tree, remove_tree
 from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
 from openhands_rl_plugin.environments.workspace.patch import Baseline
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox, check_bubblewrap
+from openhands_rl_plugin.environments.workspace.sandbox import (
+    INSIDE,
+    BubblewrapSandbox,
+    SandboxLimits,
+    check_bubblewrap,
+)
 from openhands_rl_plugin.environments.workspace.session_fork import (
     TEMPORARY,
     changes_in,
@@ -31,7 +41,8 @@ from openhands_rl_plugin.environments.workspace.session_fork import (
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.workspace_access import limits_of, network_of, paths_of
+from openhands_rl_plugin.environments.workspace.visible import HostPaths
+from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 
 _OUTPUT = 2 * 1024**2
 _LIMITS = ForkLimits()
@@ -207,3 +218,75 @@ def _sessions() -> Iterator[tuple[str, str]]:
         if name.isdigit():
             with suppress(OSError):
                 yield name, Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()[3]
+
+
+_MEBIBYTE = 1024**2
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "PIP_CERT")
+# Where a sandbox shows certificates.
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+_SHOWN = ("/etc/ssl/cert", "/etc/pki/tls/cert", "/etc/pki/ca-trust/")
+
+
+def limits_of(settings: WorkspaceSettings) -> SandboxLimits:
+    """The limits of a session."""
+    return SandboxLimits(
+        memory=settings.memory * _MEBIBYTE,
+        processes=settings.processes,
+        temporary=settings.temporary * _MEBIBYTE,
+        disk=settings.disk * _MEBIBYTE,
+    )
+
+
+def paths_of(settings: WorkspaceSettings) -> HostPaths:
+    """The paths of the host that a session sees beside the system's."""
+    return HostPaths(visible=settings.visible_paths, writable=settings.writable_paths)
+
+
+def network_of(
+    settings: WorkspaceSettings, *, whole: bool = False, environ: Mapping[str, str] = os.environ
+) -> AllowedNetwork | bool:
+    """What a session may reach, with the package index of this machine where ``pypi`` is: nothing, or the ``whole``
+    network. Raises ``ConfigError`` where hosts and all of it are asked for, and behind a proxy of the host.
+    """
+    if not settings.network:
+        return whole
+    if whole:
+        raise ConfigError(
+            "[rl.workspace] network: [sandbox] use_host_network = true opens all of it; remove one of the two"
+        )
+    if by := next((name for name in _PROXIES if environ.get(name)), None):
+        raise ConfigError(
+            f"[rl.workspace] network: the proxy of {by} is not used for sessions, which would reach nothing; empty the "
+            "setting, or unset the variable where this machine reaches the hosts without it"
+        )
+    index = index_addresses(environ) if "pypi" in settings.network else IndexAddresses((), {})
+    trusted = {name: environ[name] for name in _CERTIFICATES if environ.get(name, "").startswith(_SHOWN)}
+    return AllowedNetwork(
+        hosts=hosts_of(settings.network),
+        index=index.targets,
+        variables={**trusted, **index.variables},
+        traffic=settings.traffic * _MEBIBYTE,
+    )
+
+
+class WorkspaceConversation(HostConversation):
+    """Where the session's messages equal those of a simulation, the simulated nodes become the real ones.
+
+    Of answers that ``said`` puts back the host's form is not noted: the model never sees it.
+    """
+
+    def __init__(self, tree: EpisodeTree, said: SampledTexts) -> None:
+        super().__init__(tree)
+        self._said = said
+
+    def _is(self, index: int, message: WireMessage) -> bool:
+        node = self._tree.nodes[index]
+        simulated = not node.sampled and index not in self._forms
+        return says(message, node.message) if simulated else super()._is(index, message)
+
+    def _first_replay(self, index: int, message: WireMessage) -> bool:
+        found = super()._first_replay(index, message)
+        noted = self._tree.nodes[index].metadata
+        if found and "replayed_as" in noted and self._said.has(self._tree.messages(index), message):
+            del noted["replayed_as"]
+        return found

@@ -1,6 +1,7 @@
 """An episode without a runner, as under ``python -m openhands.core.main``: from ``[rl]``, stored while it runs.
 
-A killed process leaves an unfinished episode that can be read; ``TrajectoryStorage.drop`` removes it.
+A killed process leaves an unfinished episode that can be read; ``TrajectoryStorage.drop`` removes it. It samples from
+the adapter version that was published last. One line at its end says what was recorded.
 """
 
 from __future__ import annotations
@@ -10,20 +11,28 @@ import atexit
 import logging
 import os
 import re
+import shlex
 import threading
 import uuid
 import zlib
+from collections.abc import Sequence
+
+import httpx
+from pydantic import ValidationError
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy, open_storage, strategy_spec
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.redaction import redact_trajectory
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.shared.end_evidence import workspace_command
+from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.records import CHECKED, MISSING, TrajectoryFilter
+from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
+from openhands_rl_plugin.core.transcript import one_line
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.shared.run_summary import run_summary
+from openhands_rl_plugin.hosts.shared.sessions import workspace_command
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.server_models import ListedModel, ListedModels, models_answer
 from openhands_rl_plugin.rollout.scoring import judge
 
 WORKSPACE = "workspace"
@@ -156,3 +165,99 @@ class RunBeside:
     def keep(self, failure: Failure | None = None) -> None:
         """Close the episode; called once. Raises ``StorageError``."""
         background().wait_for(self._episode.end(self._episode.freeze(failure=failure)))
+
+
+# OpenHands' own logger, by its name: nothing here imports OpenHands.
+
+_SECONDS = 10.0
+
+
+def adapter_in_use(serving: ServingSettings, listed: Sequence[ListedModel], *, model: str, url: str) -> str | None:
+    """The served name of the version that ``[rl.serving]`` points to, if the server has it on this model.
+
+    ``listed``: the models of the server at ``url``. ``None``: sample from ``model``, nothing was published there.
+    """
+    if not (serving.base_url and listed):
+        return None
+    current = AdapterStore(serving.adapters_directory).current(serving.adapter)
+    if current is None:
+        return None
+    for each in listed:
+        if each.id in (current.name, f"{model}:{current.name}") and each.parent in (None, model):
+            return each.id
+    log.warning(
+        "%s is not loaded on %s at %s, so that model itself is sampled; load it with: openhands-rl adapters publish "
+        "--adapters %s --adapter %s --version %s --base-url %s",
+        *(current.name, model, url, serving.adapters_directory, serving.adapter, current.version, url),
+    )
+    return None
+
+
+def listed_models(url: str, key: str | None) -> Sequence[ListedModel]:
+    """What the server lists; empty where it does not or is away, which the first completion will say. Blocks."""
+    try:
+        answer = models_answer(url, key, _SECONDS)
+        return ListedModels.model_validate_json(answer.content).data if answer.is_success else ()
+    except (httpx.TransportError, ValidationError):
+        return ()
+
+
+SHORT_ID = 8
+_NOT_SENT = "the server did not send them: `openhands-rl serve`, vLLM and SGLang do"
+
+
+def run_summary(trajectory: Trajectory, scores: tuple[Score, ...], settings: RLSettings) -> str:
+    """``trajectory`` and ``scores`` as they are stored."""
+    asked = workspace_command(settings.reward)
+    store, short = store_name(settings), trajectory.id[:SHORT_ID]
+    sampled = [node for node in trajectory.nodes if node.sampled]
+    parts = [
+        f"recorded in {store} as {short}: {len(sampled)} completions",
+        f"token ids: {_token_ids(sampled)}",
+        _outcome(trajectory, scores, store, asked.command if asked is not None else None),
+        f"openhands-rl show {store} {short}",
+    ]
+    return "; ".join(parts)
+
+
+def store_name(settings: RLSettings) -> str:
+    """The store as an argument of ``openhands-rl``."""
+    if settings.storage_backend == "mongodb":
+        storage = settings.storage
+        return f"env:{storage.uri_env}" if storage.uri_env else f"mongodb://localhost:27017/{storage.database}"
+    path = settings.storage.path
+    # A shell expands the tilde only outside of quotes.
+    return path if path.startswith("~/") and shlex.quote(path[2:]) == path[2:] else shlex.quote(path)
+
+
+def _token_ids(sampled: list[Node]) -> str:
+    without = [node for node in sampled if node.tokens is None]
+    if not sampled or not without:
+        return "yes" if sampled else "none"
+    secret = any(REDACTED in node.model_dump_json() for node in without)
+    cause = "a secret was taken out of the text, and ids would spell it" if secret else _why_not_sent(without)
+    return f"no ({cause})" if len(without) == len(sampled) else f"{len(sampled) - len(without)} of them ({cause})"
+
+
+def _why_not_sent(without: list[Node]) -> str:
+    """The server's refusal, where one was noted."""
+    noted = (node.metadata.get(MISSING) for node in without)
+    causes = (str(each.get("token_ids", "")) for each in noted if isinstance(each, dict))
+    refusal = next((cause for cause in causes if "refuses" in cause), None)
+    return f"{refusal}; `openhands-rl serve`, vLLM and SGLang send them" if refusal else _NOT_SENT
+
+
+def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str, command: str | None) -> str:
+    """``command``: of the reward, which judges the workspace of a run that ended. One that was stopped in the middle
+    is no result of the policy."""
+    unchecked = f"`{one_line(command, 40)}`" if command and CHECKED not in trajectory.evidence else ""
+    if trajectory.failure is not None:
+        kind, message = trajectory.failure.kind.value, one_line(trajectory.failure.message, 120)
+        left = f", nor judged by {unchecked}" if unchecked else ""
+        return f"failed, so never trained on ({kind}: {message}){left}"
+    judged = newest_outcome(scores)
+    reward = trajectory.known_return if judged is None else judged.reward
+    if reward is not None:
+        return f"reward: {reward:g}"
+    why = f"; {unchecked} judges a run that ended, and the process ended first" if unchecked else ""
+    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id[:SHORT_ID]} --value 1{why})"

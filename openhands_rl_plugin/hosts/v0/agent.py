@@ -31,22 +31,20 @@ from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, system_prompt
-from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, current_episode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import WorkspaceConversation
 from openhands_rl_plugin.hosts.shared.sessions import (
     EnvironmentHost,
     deciding,
+    end_evidence,
     runtime_of,
     stop_deciding,
 )
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
-from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
-from openhands_rl_plugin.hosts.v0.compact_context import CompactMemory
-from openhands_rl_plugin.hosts.v0.condensation import record_condenser, recorded_condensations
-from openhands_rl_plugin.hosts.v0.described_tools import described_tools
-from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn
-from openhands_rl_plugin.hosts.v0.environment_actions import EnvironmentActions
+from openhands_rl_plugin.hosts.v0.condensation import CompactMemory, record_condenser, recorded_condensations
+from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn, described_tools
+from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentActions
 from openhands_rl_plugin.hosts.v0.first_prompt import FirstPrompt, check_reward, refuse, too_long
 from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.session_state import controller_end

@@ -32,8 +32,7 @@ class ControllerRunner(SessionHostRunner):
             raise ConfigError(unknown_name("agent", agent, Agent.list_agents()))
 
     def _session(self, episode: HostEpisode) -> HostSession:
-        from openhands_rl_plugin.hosts.v0.controller_config import controller_config
-        from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession
+        from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession, controller_config
 
         config = controller_config(
             self._settings,

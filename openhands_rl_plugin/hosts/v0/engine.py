@@ -1,4 +1,9 @@
-"""An ``LLMEngine`` over the OpenHands ``LLM`` of a session's agent."""
+"""An ``LLMEngine`` over the OpenHands ``LLM`` of a session's agent.
+
+OpenHands' own text of the tools, for a model without tool calling, takes 2,000 tokens, and goes with the tools of a
+call. With the compact prompt the call is made without tools: its messages are converted here before, and the answer
+after, by OpenHands' own functions.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from litellm.types.utils import ModelResponse
+from litellm import Message as LiteLLMMessage
+from litellm.types.utils import Choices, ModelResponse
 from openai import OpenAIError
+from openhands.core.config import LLMConfig
 from openhands.core.exceptions import (
     FunctionCallConversionError,
     FunctionCallNotExistsError,
@@ -21,18 +28,22 @@ from openhands.core.exceptions import (
     LLMResponseError,
 )
 from openhands.events.action import Action
+from openhands.llm.fn_call_converter import (
+    STOP_WORDS,
+    convert_fncall_messages_to_non_fncall_messages,
+    convert_non_fncall_messages_to_fncall_messages,
+)
 from openhands.llm.llm import LLM
+from openhands.llm.model_features import get_features
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ModelError, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, altering_parameters, to_wire
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
+from openhands_rl_plugin.hosts.compact_prompt import described
 from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
-from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
-from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
-from openhands_rl_plugin.hosts.v0.described_tools import describe_in_prompt, read_described_call
+from openhands_rl_plugin.hosts.shared.litellm_calls import TurnAnswers, model_server_error, split_provider
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, record_completions, recording
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 
@@ -243,3 +254,27 @@ class ControllerEngine:
             earlier = metadata.get("failed_attempts")
             assert earlier is None or isinstance(earlier, list)
             metadata["failed_attempts"] = [*(earlier or ()), *(attempt.summary() for attempt in log.attempts)]
+
+
+def described_tools(prompt: Sequence[WireMessage], tools: Sequence[Any]) -> list[Any]:
+    """The prompt as it is sent. Raises OpenHands' ``FunctionCallConversionError``."""
+    system = [message for message in prompt if message["role"] == "system"]
+    rest: list[Any] = [message for message in prompt if message["role"] != "system"]
+    # Without tools it adds no text to the conversation.
+    converted = convert_fncall_messages_to_non_fncall_messages(rest, [], add_in_context_learning_example=False)
+    return described([*system, *converted], tools)
+
+
+def describe_in_prompt(arguments: dict[str, Any], config: LLMConfig) -> None:
+    """Change the arguments of a completion to one without tools."""
+    arguments["messages"] = described_tools(arguments["messages"], arguments.pop("tools"))
+    if get_features(config.model).supports_stop_words and not config.disable_stop_word:
+        arguments["stop"] = STOP_WORDS
+
+
+def read_described_call(response: ModelResponse, tools: Sequence[Any]) -> None:
+    """Put the call that the answer's text holds in its place. Raises OpenHands' errors of a call that is wrong."""
+    choice = response.choices[0] if response.choices else None
+    if isinstance(choice, Choices):
+        [answer] = convert_non_fncall_messages_to_fncall_messages([choice.message.model_dump()], list(tools))
+        choice.message = LiteLLMMessage(**answer)

@@ -8,6 +8,7 @@ environment is such a reply, too: after an exception here the controller would w
 from __future__ import annotations
 
 import atexit
+from collections.abc import Sequence
 from pathlib import Path
 
 from openhands.core.config import OpenHandsConfig
@@ -26,19 +27,19 @@ from openhands.events.observation import ErrorObservation, Observation
 from openhands.events.observation.mcp import MCPObservation
 from openhands.microagent import BaseMicroagent
 from openhands.runtime.runtime_status import RuntimeStatus
+from pydantic import ValidationError
 
 from openhands_rl_plugin.config.build import make_environment, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.protocols import Environment
-from openhands_rl_plugin.core.types import Failure, JsonObject, Limits, Task
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Task
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
-from openhands_rl_plugin.hosts.shared.environment_forks import EnvironmentWorld
-from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL
-from openhands_rl_plugin.hosts.shared.episode import current_episode
-from openhands_rl_plugin.hosts.shared.hosted_environment import HostedEnvironment
+from openhands_rl_plugin.hosts.shared.episode import RESET_TOOL, STEP_TOOL, EnvironmentReply, current_episode
+from openhands_rl_plugin.hosts.shared.hosted_environment import EnvironmentWorld, HostedEnvironment
 from openhands_rl_plugin.hosts.shared.standalone_run import task_from_environment_variable
-from openhands_rl_plugin.hosts.v0.session_runtime import SessionRuntime
+from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime
 from openhands_rl_plugin.hosts.v0.settings import host_settings
 
 
@@ -146,3 +147,45 @@ class EnvironmentRuntime(SessionRuntime):
     def list_files(self, path: str | None = None) -> list[str]:
         """Nothing: an environment has no files."""
         return []
+
+
+class EnvironmentActions:
+    """The actions and replies of one episode."""
+
+    def __init__(self) -> None:
+        self.opened = False
+        self._last_read = -1
+
+    def reset(self) -> MCPAction:
+        """The action that begins the episode."""
+        self.opened = True
+        return MCPAction(name=RESET_TOOL, arguments={})
+
+    def act(self, answer: Message) -> MCPAction:
+        """The action that executes an answer of the policy."""
+        return MCPAction(name=STEP_TOOL, arguments={"content": answer.content or ""})
+
+    def reply(self, history: Sequence[Event]) -> EnvironmentReply:
+        """The environment's reply to the last action; a missing or invalid reply is a failure."""
+        for event in reversed(history):
+            if event.id <= self._last_read:
+                break
+            if isinstance(event, MCPObservation):
+                self._last_read = event.id
+                return _parsed(event.content)
+            if isinstance(event, ErrorObservation):
+                self._last_read = event.id
+                return _failed(event.content)
+        return _failed("the runtime did not answer")
+
+
+def _parsed(content: str) -> EnvironmentReply:
+    try:
+        return EnvironmentReply.model_validate_json(content)
+    except ValidationError as error:
+        return _failed(f"the runtime's answer is not an environment's reply: {describe(error)}")
+
+
+def _failed(message: str) -> EnvironmentReply:
+    failure = Failure(kind=FailureKind.ENVIRONMENT, message=message[:500], boundary="openhands.runtime")
+    return EnvironmentReply(failure=failure)

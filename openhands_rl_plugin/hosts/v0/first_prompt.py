@@ -23,10 +23,10 @@ from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.shared.end_evidence import workspace_command
 from openhands_rl_plugin.hosts.shared.litellm_calls import OPENAI_COMPATIBLE, split_provider
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
-from openhands_rl_plugin.hosts.shared.served_adapter import adapter_in_use
+from openhands_rl_plugin.hosts.shared.sessions import workspace_command
+from openhands_rl_plugin.hosts.shared.standalone_run import adapter_in_use
 from openhands_rl_plugin.hosts.v0.settings import under_headless_main
 from openhands_rl_plugin.models.engines.server_models import (
     ListedModel,

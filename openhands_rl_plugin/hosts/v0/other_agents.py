@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import Failure, StopReason
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
+from openhands_rl_plugin.hosts.shared.litellm_calls import model_server_error
 from openhands_rl_plugin.hosts.v0.condensation import keep_condensations, record_condenser
 from openhands_rl_plugin.hosts.v0.engine import MALFORMED
 from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_completions, recording

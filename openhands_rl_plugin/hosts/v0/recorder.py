@@ -35,9 +35,12 @@ from openhands_rl_plugin.core.types import (
     Tokens,
 )
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
+    TokenInterceptor,
     asks_for_tokens,
     base_url_of,
     extensions_of,
+    intercepting,
+    intercepting_client,
     recorded_parameters,
     sampling_of,
     split_provider,
@@ -47,7 +50,6 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     usage_of,
     wanted_fields,
 )
-from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor, intercepting, intercepting_client
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     TOKEN_IDS,

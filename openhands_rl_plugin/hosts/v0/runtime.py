@@ -64,9 +64,8 @@ from openhands_rl_plugin.environments.workspace.session_fork import SessionFork,
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
-from openhands_rl_plugin.hosts.shared.workspace_access import limits_of, network_of, paths_of
-from openhands_rl_plugin.hosts.v0.session_runtime import SessionRuntime
-from openhands_rl_plugin.hosts.v0.session_state import SessionTaskList
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import limits_of, network_of, paths_of
+from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime, SessionTaskList
 from openhands_rl_plugin.hosts.v0.settings import host_settings
 
 # Seconds to start a sandbox, which takes a fraction of one: a machine under load is given time.

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from openhands.core.config import OpenHandsConfig
+from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
 from openhands.core.schema import AgentState
-from openhands.events.action import ChangeAgentStateAction
+from openhands.events.action import (
+    BrowseInteractiveAction,
+    BrowseURLAction,
+    ChangeAgentStateAction,
+    IPythonRunCellAction,
+)
 from openhands.events.event import Event
+from openhands.events.observation import ErrorObservation, Observation
 from openhands.events.stream import EventStream
+from openhands.runtime.base import Runtime
 from openhands.storage.locations import get_conversation_dir
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+from openhands_rl_plugin.hosts.shared.sessions import register_runtime, stop_deciding
 
 
 def is_stop(event: Event) -> bool:
@@ -52,3 +62,37 @@ class SessionTaskList:
             return cls(stream.user_id, InMemoryFileStore({path: stream.file_store.read(path)}))
         except FileNotFoundError:
             return cls(stream.user_id, InMemoryFileStore())
+
+
+class SessionRuntime(Runtime):
+    """An OpenHands ``Runtime`` that the session's agent can find, and that ends a search when the user stops it."""
+
+    def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
+        super().__init__(config, *args, **kwargs)
+        register_runtime(self.sid, self)
+
+    def unsupported(self, what: str) -> ErrorObservation:
+        """The observation for an action that needs ``what``."""
+        return ErrorObservation(f"This runtime has no {what}.")
+
+    def on_event(self, event: Event) -> None:
+        """Also cancels a running or upcoming search when the user stops the agent."""
+        if is_stop(event):
+            stop_deciding(self.sid, event.id)
+        super().on_event(event)
+
+    def run_ipython(self, action: IPythonRunCellAction) -> Observation:
+        """Not supported."""
+        return self.unsupported("Jupyter")
+
+    def browse(self, action: BrowseURLAction) -> Observation:
+        """Not supported."""
+        return self.unsupported("browser (enable_browsing = false)")
+
+    def browse_interactive(self, action: BrowseInteractiveAction) -> Observation:
+        """Not supported."""
+        return self.unsupported("browser (enable_browsing = false)")
+
+    def get_mcp_config(self, extra_stdio_servers: list[MCPStdioServerConfig] | None = None) -> MCPConfig:
+        """No servers: a session has no tools but its agent's."""
+        return MCPConfig()

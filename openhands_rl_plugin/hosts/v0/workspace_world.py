@@ -50,7 +50,7 @@ from openhands_rl_plugin.core.messages import WireMessage, to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task
-from openhands_rl_plugin.hosts.shared.open_forks import OpenForks
+from openhands_rl_plugin.hosts.shared.hosted_environment import OpenForks
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostOutcome, HostTurn
 
 Write = Callable[[Sequence[Event]], tuple[Sequence[WireMessage], Sequence[WireMessage]]]

@@ -5,9 +5,10 @@ Importing this module registers it: the SDK finds an agent's class by its name (
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -29,13 +30,14 @@ from pydantic import Field, PrivateAttr, field_validator
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.redaction import redact_text
+from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, EpisodeOver
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
-from openhands_rl_plugin.hosts.v1.resumed import settings_that_changed
 from openhands_rl_plugin.hosts.v1.sub_agents import adopting
 
 log = logging.getLogger("openhands")
@@ -204,3 +206,32 @@ def _recorded(condenser: CondenserBase | None, summaries: _Summaries) -> Condens
     if isinstance(inner, list):
         changed["condensers"] = [_recorded(each, summaries) for each in inner]
     return condenser.model_copy(update=changed) if changed else condenser
+
+
+_WORKSPACE = ("isolation", "prompt", "visible", "writable", "network")
+_LONGEST = 60
+
+
+def settings_that_changed(before: JsonObject, model_before: str, now: JsonObject, model_now: str) -> str:
+    """The differences of two ``[rl]`` sections and models that make it another policy or another place, in words.
+
+    Empty without any. Raises ``ConfigError`` for a section that is none any more.
+    """
+    was, is_now = _deciding(before, model_before), _deciding(now, model_now)
+    told = (f"{name}: {_shown(was[name])}, now {_shown(is_now[name])}" for name in was if was[name] != is_now[name])
+    return redact_text("; ".join(told))
+
+
+def _deciding(rl: JsonObject, model: str) -> Mapping[str, object]:
+    settings = settings_from_sections({"rl": rl})
+    workspace = settings.workspace
+    return {
+        "model": settings.serving.model or model,
+        "[rl] rollout_strategy": settings.rollout_strategy,
+        "[rl.strategy]": settings.strategy,
+        **{f"[rl.workspace] {name}": getattr(workspace, name) for name in _WORKSPACE},
+    }
+
+
+def _shown(value: object) -> str:
+    return f"{json.dumps(value):.{_LONGEST}}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import weakref
 from collections.abc import Sequence
@@ -35,21 +36,19 @@ from openhands_rl_plugin.core.errors import (
 )
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import LLMEngine
+from openhands_rl_plugin.core.records import trajectory_id
+from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
-from openhands_rl_plugin.hosts.shared.sessions import register_runtime, runtime_of
-from openhands_rl_plugin.hosts.shared.standalone_run import RunBeside, StandaloneRun
-from openhands_rl_plugin.hosts.shared.workspace_conversation import WorkspaceConversation
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import WorkspaceConversation
+from openhands_rl_plugin.hosts.shared.sessions import end_evidence, register_runtime, runtime_of
+from openhands_rl_plugin.hosts.shared.standalone_run import SHORT_ID, RunBeside, StandaloneRun, store_name
 from openhands_rl_plugin.hosts.v1.endings import conversation_end
 from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, ConversationTurn
-from openhands_rl_plugin.hosts.v1.recording_note import note_failure
-from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
-from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationWorld
-from openhands_rl_plugin.hosts.v1.stock_workspace import StockWorkspace
-from openhands_rl_plugin.hosts.v1.text_calls import as_sent, is_text
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
-from openhands_rl_plugin.hosts.v1.written_prompts import OfferedTools, PromptWriter
+from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, StockWorkspace
+from openhands_rl_plugin.hosts.v1.world import ConversationWorld
+from openhands_rl_plugin.hosts.v1.written_prompts import OfferedTools, PromptWriter, as_sent, is_text
 
 log = logging.getLogger("openhands")
 
@@ -310,3 +309,28 @@ def _sdk_error(error: EpisodeError) -> Exception:
     if any(words in text.lower() for words in _TOO_LONG):
         return LLMContextWindowExceedError(text)
     return (LLMServiceUnavailableError if isinstance(error, InfrastructureError) else LLMBadRequestError)(text)
+
+
+KEY = "openhands_rl"
+"""In the state's ``agent_state``."""
+
+_LONGEST = 300
+_WITHOUT_FORKS = "StandardReAct"
+
+
+def note_recording(conversation: LocalConversation, episode: HostEpisode, *, forks: bool) -> None:
+    """Say where an episode is stored, and of a search without ``forks`` that it has none."""
+    store, short = store_name(episode.settings), trajectory_id(episode.request)[:SHORT_ID]
+    strategy = episode.strategy_spec.name
+    flat = "" if forks or strategy == _WITHOUT_FORKS else f'; {strategy} forks nothing: isolation = "none"'
+    _note(conversation, f"recorded in {store} on {socket.gethostname()} as {short}{flat}")
+
+
+def note_failure(conversation: LocalConversation, why: str) -> None:
+    """Say why the conversation is not recorded from here on."""
+    _note(conversation, f"not recorded: {one_line(why, _LONGEST)}")
+
+
+def _note(conversation: LocalConversation, text: str) -> None:
+    state = conversation.state
+    state.agent_state = {**state.agent_state, KEY: text}

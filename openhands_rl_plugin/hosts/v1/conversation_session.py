@@ -17,14 +17,13 @@ from pydantic import SecretStr, ValidationError
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason, Trajectory
-from openhands_rl_plugin.hosts.shared.end_evidence import end_evidence
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
-from openhands_rl_plugin.hosts.shared.sessions import register_runtime, runtime_of
+from openhands_rl_plugin.hosts.shared.sessions import end_evidence, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.endings import BOUNDARY, said_finish
-from openhands_rl_plugin.hosts.v1.prices import price_of
-from openhands_rl_plugin.hosts.v1.session_tools import SessionTools, session_tools
+from openhands_rl_plugin.hosts.v1.tools import SessionTools, session_tools
+from openhands_rl_plugin.hosts.v1.values import price_of
 
 _CONTINUE = (
     "Please go on in the way that you think is right. If you think that the task is solved, finish. Nobody will answer "

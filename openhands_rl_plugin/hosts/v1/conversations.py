@@ -23,12 +23,16 @@ from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
-from openhands_rl_plugin.hosts.shared.served_adapter import adapter_in_use, listed_models
-from openhands_rl_plugin.hosts.shared.standalone_run import RunBeside, StandaloneRun, standalone_episode
-from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
+from openhands_rl_plugin.hosts.shared.standalone_run import (
+    RunBeside,
+    StandaloneRun,
+    adapter_in_use,
+    listed_models,
+    standalone_episode,
+)
+from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, note_failure, note_recording
 from openhands_rl_plugin.hosts.v1.endings import ENDED, conversation_end, last_instruction, said_finish
 from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
-from openhands_rl_plugin.hosts.v1.recording_note import note_failure, note_recording
 from openhands_rl_plugin.hosts.v1.sub_agents import sub_agent_episode
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.models.adapters.store import AdapterStore

@@ -29,8 +29,8 @@ from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopR
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.endings import said_finish
-from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
 from openhands_rl_plugin.hosts.v1.values import trajectory_of
+from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.rollout.scoring import workspace_command
 
 CRITIC = "critic"

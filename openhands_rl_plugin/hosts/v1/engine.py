@@ -26,19 +26,18 @@ from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Poli
 from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
+    TurnAnswers,
     asks_for_tokens,
     extensions_of,
+    model_server_error,
     split_provider,
     take_message,
     take_tokens,
     usage_of,
     wanted_fields,
 )
-from openhands_rl_plugin.hosts.shared.model_errors import model_server_error
-from openhands_rl_plugin.hosts.shared.turn_answers import TurnAnswers
-from openhands_rl_plugin.hosts.v1.text_calls import TextExchange, TextLLM, is_text
 from openhands_rl_plugin.hosts.v1.values import has_images, response_of, sdk_message, show_tokens, with_calls_of
-from openhands_rl_plugin.hosts.v1.written_prompts import WrittenLLM, WrittenTool
+from openhands_rl_plugin.hosts.v1.written_prompts import TextExchange, TextLLM, WrittenLLM, WrittenTool, is_text
 from openhands_rl_plugin.models.engines.extensions import (
     SAMPLING,
     TOKEN_IDS,

@@ -30,10 +30,10 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.core.validation import problems
-from openhands_rl_plugin.hosts.shared.run_summary import run_summary
+from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
 from openhands_rl_plugin.hosts.v1.agent import RLAgent
 from openhands_rl_plugin.hosts.v1.endings import said_finish
-from openhands_rl_plugin.hosts.v1.prices import price_of
+from openhands_rl_plugin.hosts.v1.values import price_of
 
 log = logging.getLogger("openhands")
 

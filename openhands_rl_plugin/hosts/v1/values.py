@@ -215,3 +215,15 @@ def chunks_of(response: LLMResponse) -> list[ModelResponseStream]:
     parts = [StreamingChoices(index=0, delta=delta) for delta in deltas]
     parts.append(StreamingChoices(index=0, delta=Delta(), finish_reason=choice.finish_reason))
     return [ModelResponseStream(id=raw.id, model=raw.model, choices=[each]) for each in parts]
+
+
+def price_of(model: str) -> float | None:
+    """The price of a token, in USD: 0 for a model that is not in litellm's list, else ``None``, which takes that one.
+
+    Otherwise the SDK asks litellm for the price of each answer, and warns each time that there is none.
+    """
+    from litellm import model_cost
+
+    if model in model_cost or model.partition("/")[2] in model_cost:
+        return None
+    return 0.0

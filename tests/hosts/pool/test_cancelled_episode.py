@@ -11,8 +11,7 @@ import pytest
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Task
-from openhands_rl_plugin.hosts.pool.connection import WorkerConnection
-from openhands_rl_plugin.hosts.pool.messages import (
+from openhands_rl_plugin.hosts.pool.connection import (
     TO_WORKER,
     FromWorker,
     Ready,
@@ -20,6 +19,7 @@ from openhands_rl_plugin.hosts.pool.messages import (
     Start,
     Store,
     Stored,
+    WorkerConnection,
     WorkerResult,
     from_line,
     to_line,

@@ -11,7 +11,7 @@ import pytest
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Task, Trajectory
-from openhands_rl_plugin.hosts.pool.messages import (
+from openhands_rl_plugin.hosts.pool.connection import (
     TO_WORKER,
     FromWorker,
     Ready,

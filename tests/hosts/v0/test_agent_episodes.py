@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.controller_config import runtime_path
+from openhands_rl_plugin.hosts.v0.controller_session import runtime_path
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 

@@ -18,8 +18,8 @@ from openhands_rl_plugin.config.rl import SamplingSettings, StorageSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
-from openhands_rl_plugin.hosts.pool.messages import FromWorker, Store, Stored
-from openhands_rl_plugin.hosts.pool.storage import PoolStorage
+from openhands_rl_plugin.hosts.pool.connection import FromWorker, Store, Stored
+from openhands_rl_plugin.hosts.pool.worker import PoolStorage
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode, current_episode
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v0.session_state import controller_end

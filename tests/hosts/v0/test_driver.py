@@ -20,8 +20,7 @@ from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.pool.processes import ProcessChannel
-from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
+from openhands_rl_plugin.hosts.pool.runner import ProcessChannel, WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode

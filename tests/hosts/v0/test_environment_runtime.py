@@ -30,8 +30,7 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Task,
 )
-from openhands_rl_plugin.hosts.shared.environment_reply import RESET_TOOL, STEP_TOOL, EnvironmentReply
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode
+from openhands_rl_plugin.hosts.shared.episode import RESET_TOOL, STEP_TOOL, EnvironmentReply, HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.hosted_environment import HostedEnvironment
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, task_from_environment_variable
 from openhands_rl_plugin.hosts.v0 import environment_runtime

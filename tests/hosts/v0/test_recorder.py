@@ -19,7 +19,7 @@ from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_id
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import Tokens
-from openhands_rl_plugin.hosts.shared.token_interceptor import TokenInterceptor
+from openhands_rl_plugin.hosts.shared.litellm_calls import TokenInterceptor
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 

@@ -16,7 +16,7 @@ from openhands_rl_plugin import FileTrajectoryStorage, RLSettings, Trajectory
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.controller_config import controller_config
+from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 
 
 def config_for(url: str, folder: Path, rl: dict) -> OpenHandsConfig:

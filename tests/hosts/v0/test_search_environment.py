@@ -39,7 +39,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE
-from openhands_rl_plugin.hosts.v0.controller_config import controller_config
+from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 LONGEST = 60

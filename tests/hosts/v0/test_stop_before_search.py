@@ -25,8 +25,12 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, StrategySpec, Task
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.controller_config import controller_config
-from openhands_rl_plugin.hosts.v0.controller_session import SessionController, SessionEventStream, SessionMemory
+from openhands_rl_plugin.hosts.v0.controller_session import (
+    SessionController,
+    SessionEventStream,
+    SessionMemory,
+    controller_config,
+)
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 from openhands_rl_plugin.hosts.v0.session_state import is_stop
 

@@ -21,9 +21,9 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.types import Observation, Score, StopReason, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.engine import ConversationTurn
-from openhands_rl_plugin.hosts.v1.sandboxed.workspace import ConversationWorkspace
-from openhands_rl_plugin.hosts.v1.sandboxed.world import ConversationBranch, ConversationWorld
 from openhands_rl_plugin.hosts.v1.values import SampledCalls, response_of
+from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.world import ConversationBranch, ConversationWorld
 
 pytestmark = [pytest.mark.contract, needs_bubblewrap]
 

@@ -28,7 +28,7 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v1 import conversation_session
-from openhands_rl_plugin.hosts.v1.session_tools import SessionTools
+from openhands_rl_plugin.hosts.v1.tools import SessionTools
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 import_module("openhands.tools.task")

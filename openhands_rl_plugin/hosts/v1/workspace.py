@@ -1,0 +1,506 @@
+"""The workspace of one conversation: its terminal, its editor, its evidence, and forks for search.
+
+It is a folder in bubblewrap, the folder in which the SDK's own tools work, or a container that another program owns.
+
+Commands run without a terminal, with an empty standard input. One that reaches its time limit goes on; until it has
+ended, an empty command waits for it and ``C-c`` interrupts it, as with the SDK's own. Its output comes when it ends.
+
+The SDK's own editor opens any path of the host. It is given copies in a private folder, one call at a time; what it
+writes to a copy is written to the workspace by ``Workspace``, which follows no link out of it, or by the container's
+programs.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from openhands.sdk.llm import TextContent
+from openhands.sdk.utils import maybe_truncate
+from openhands.tools.file_editor.definition import FileEditorAction, FileEditorObservation
+from openhands.tools.file_editor.editor import FileEditor
+from openhands.tools.file_editor.exceptions import ToolError
+from openhands.tools.file_editor.utils.history import FileHistoryManager
+from openhands.tools.terminal.constants import MAX_CMD_OUTPUT_SIZE, TIMEOUT_MESSAGE_TEMPLATE
+from openhands.tools.terminal.definition import TerminalAction, TerminalObservation
+from openhands.tools.terminal.metadata import CmdOutputMetadata
+
+from openhands_rl_plugin.config.workspace import WorkspaceSettings
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
+from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell
+from openhands_rl_plugin.environments.workspace.changes import is_rewritten
+from openhands_rl_plugin.environments.workspace.check import check_workspace
+from openhands_rl_plugin.environments.workspace.copies import remove_tree
+from openhands_rl_plugin.environments.workspace.edit_history import KEPT, NamedInside
+from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
+from openhands_rl_plugin.environments.workspace.patch import Baseline
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, SandboxLimits, SubprocessSandbox
+from openhands_rl_plugin.environments.workspace.session_fork import TEMPORARY
+from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+
+
+class ConversationWorkspace:
+    """What the tools ``terminal`` and ``file_editor`` of one conversation work on. All methods block."""
+
+    def __init__(
+        self, sandboxed: SandboxedWorkspace | ContainerWorkspace, terminal: Terminal, editor: ConversationEditor
+    ) -> None:
+        self.sandboxed = sandboxed
+        self.terminal = terminal
+        self.editor = editor
+        self.closed = False
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        settings: WorkspaceSettings,
+        *,
+        task: TaskWorkspace | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> ConversationWorkspace:
+        """A workspace over ``folder``, which is used as it is, or over the task's.
+
+        Raises ``ConfigError``, and ``InfrastructureError`` where the task's is a container that does not answer.
+        """
+        if task is not None and task.container is not None:
+            contained = ContainerWorkspace(task.container)
+            return cls(contained, Terminal(contained), ConversationEditor(contained))
+        sandboxed = SandboxedWorkspace(folder, settings, task=task, variables=variables)
+        return cls(sandboxed, Terminal(sandboxed), ConversationEditor(sandboxed))
+
+    @property
+    def forks(self) -> bool:
+        """Whether it can be forked at all."""
+        return self.sandboxed.forks
+
+    def fork(self, stop: threading.Event) -> ConversationWorkspace:
+        """As ``SandboxedWorkspace.fork``, with the editor's history."""
+        if self.terminal.busy:
+            raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
+        sandboxed = self.sandboxed.fork(stop)
+        return ConversationWorkspace(sandboxed, self.terminal.forked(sandboxed), self.editor.forked(sandboxed))
+
+    def begin(self) -> None:
+        """As ``SandboxedWorkspace.begin``."""
+        self.sandboxed.begin()
+
+    def changes(self) -> JsonObject:
+        """As ``SandboxedWorkspace.changes``."""
+        return self.sandboxed.changes()
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """As ``SandboxedWorkspace.conclude``."""
+        return self.sandboxed.conclude()
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """As ``SandboxedWorkspace.check``."""
+        return self.sandboxed.check(asked)
+
+    def check_copy(self, asked: WorkspaceCommand, stop: threading.Event) -> CommandEvidence:
+        """As ``SandboxedWorkspace.check_copy``."""
+        return self.sandboxed.check_copy(asked, stop)
+
+    def close(self) -> None:
+        """End all processes and remove what is not the folder itself. Idempotent."""
+        self.closed = True
+        self.sandboxed.close()
+
+
+_MISSING = "the workspace is a container of another program, which judges it"
+
+
+class ContainerWorkspace:
+    """As ``SandboxedWorkspace``, without forks and without evidence. All methods block.
+
+    The constructor raises ``InfrastructureError``. Where the container's owner fails, so does the episode, whatever the
+    agent makes of it.
+    """
+
+    forks = False
+
+    def __init__(self, place: ContainerPlace) -> None:
+        self.start = self.inside = place.start
+        self._shell = ContainerShell(place)
+        self.private = Path(tempfile.mkdtemp(prefix="openhands-rl-container-")).resolve()
+
+    def begin(self) -> None:
+        """Nothing is evidence here."""
+
+    def run(self, command: str, *, timeout: float | None) -> CommandResult:
+        """As ``ContainerShell.run``."""
+        return self._shell.run(command, timeout=timeout)
+
+    def interrupt(self) -> None:
+        """As ``ContainerShell.interrupt``."""
+        self._shell.interrupt()
+
+    def restart(self) -> None:
+        """As ``ContainerShell.restart``."""
+        self._shell.restart()
+
+    def files(self) -> ContainerFiles:
+        """Access to all files of the container, for one use of it."""
+        return ContainerFiles(self._shell)
+
+    def changes(self) -> JsonObject:
+        """No patch, and why."""
+        return {"git_patch": None, "git_patch_missing": _MISSING}
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """No evidence, and the failure of the container's owner, if any."""
+        failed = self._shell.failure[:500]
+        failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=failed, boundary="container") if failed else None
+        return self.changes(), failure
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Not run."""
+        return CommandEvidence(command=asked.command, error=_MISSING)
+
+    def check_copy(self, asked: WorkspaceCommand, stop: threading.Event) -> CommandEvidence:
+        """Not run."""
+        return self.check(asked)
+
+    def fork(self, stop: threading.Event) -> NoReturn:
+        """Raises ``BadEnvironmentError``."""
+        raise BadEnvironmentError("a container of another program cannot be forked")
+
+    def close(self) -> None:
+        """End the command that is running. What runs in the background stays, for those who judge the work."""
+        with suppress(InfrastructureError):
+            self._shell.close()
+        remove_tree(self.private)
+
+
+DEFAULT_SECONDS = 30.0
+"""A command's time limit where neither the model nor the tool's parameters say one: as the SDK's for silence."""
+
+_RESET = "Terminal session has been reset. All previous environment variables and session state have been cleared."
+_ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
+_NO_INPUT = (
+    "was not sent: the running command has no terminal and an empty standard input. Send C-c to interrupt it, or an "
+    "empty command to wait for it"
+)
+_INTERRUPT = "C-c"
+# Seconds for an interrupted command to end.
+_INTERRUPTED = 5.0
+
+
+class HasShell(Protocol):
+    """A workspace with a shell; ``start`` is the directory that it begins in. All methods block."""
+
+    start: str
+
+    def run(self, command: str, *, timeout: float | None) -> CommandResult:
+        """Run a command to its end. Raises ``InfrastructureError``."""
+        ...
+
+    def interrupt(self) -> None:
+        """Send Ctrl-C to the command that is running."""
+        ...
+
+    def restart(self) -> None:
+        """End all processes, and go on with a new shell."""
+        ...
+
+
+class Terminal:
+    """One session's terminal: a shell, and the command that runs in it. ``seconds``: the time limit by default."""
+
+    def __init__(self, workspace: HasShell, seconds: float = DEFAULT_SECONDS) -> None:
+        self.seconds = seconds
+        self._workspace = workspace
+        self._running: tuple[str, Future[CommandResult]] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a command is still running."""
+        return self._running is not None
+
+    def forked(self, workspace: HasShell) -> Terminal:
+        """A terminal in a fork, in which nothing runs."""
+        return Terminal(workspace, self.seconds)
+
+    def export(self, variables: Mapping[str, str]) -> None:
+        """Set variables of the shell, unless a command is running."""
+        if self._running is None and variables:
+            exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if name.isidentifier()]
+            self._workspace.run("\n".join(exports), timeout=DEFAULT_SECONDS)
+
+    def execute(self, action: TerminalAction) -> TerminalObservation:
+        """Run a command, or attend to the one that is running."""
+        command = action.command.strip()
+        if action.reset and action.is_input:
+            raise ValueError("Cannot use reset=True with is_input=True")
+        if action.reset:
+            return self._reset(command, action.timeout)
+        seconds = self.seconds if action.timeout is None else action.timeout
+        if "\0" in command:
+            return _refused(command, "A command cannot hold a null character.")
+        if self._running is None:
+            if not command or action.is_input:
+                what = "interact with" if action.is_input else "retrieve logs from"
+                return _refused(command, f"No previous running command to {what}.")
+            self._start(command)
+        elif action.is_input and command == _INTERRUPT:
+            self._workspace.interrupt()
+            seconds = _INTERRUPTED if action.timeout is None else seconds
+        elif action.is_input and command:
+            return _refused(command, f"{command!r} {_NO_INPUT}.")
+        elif command:
+            return _refused(
+                command,
+                f'[Your command "{command}" is NOT executed. The previous command is still running - You CANNOT send '
+                "new commands until the previous command is completed. By setting `is_input` to `true`, you can "
+                f"interact with the current process: {TIMEOUT_MESSAGE_TEMPLATE}]",
+            )
+        return self._wait(command, seconds)
+
+    def interrupt(self) -> None:
+        """Send Ctrl-C to a command that is running, until it has ended, for seconds; from any thread, at once."""
+        if (running := self._running) is not None:
+            threading.Thread(target=self._interrupt, args=(running[1],), name="rl-interrupt", daemon=True).start()
+
+    def _interrupt(self, ended: Future[CommandResult]) -> None:
+        # One that comes between two programs of a command ends neither.
+        until = time.monotonic() + _INTERRUPTED
+        while not ended.done() and time.monotonic() < until:
+            with suppress(InfrastructureError):
+                self._workspace.interrupt()
+            wait((ended,), 1.0)
+
+    def _start(self, command: str) -> None:
+        ended: Future[CommandResult] = Future()
+
+        def run() -> None:
+            try:
+                ended.set_result(self._workspace.run(command, timeout=None))
+            except InfrastructureError as error:
+                ended.set_exception(error)
+
+        self._running = command, ended
+        threading.Thread(target=run, name="rl-terminal", daemon=True).start()
+
+    def _wait(self, said: str, seconds: float) -> TerminalObservation:
+        assert self._running is not None
+        command, ended = self._running
+        try:
+            result = ended.result(seconds)
+        except TimeoutError:
+            suffix = f"\n[The command timed out after {seconds} seconds. {TIMEOUT_MESSAGE_TEMPLATE}]"
+            return _observation(said, "", CmdOutputMetadata(suffix=suffix))
+        except SandboxEndedError:
+            self._running = None
+            return _observation(said, "", CmdOutputMetadata(suffix=_ENDED, working_dir=self._workspace.start))
+        except BaseException:
+            self._running = None
+            raise
+        self._running = None
+        prefix = ""
+        if said != command:
+            prefix = "[Below is the output of the previous command.]\n"
+        elif result.earlier:
+            prefix = (
+                f"[Output of background processes since the last command.]\n{result.earlier}\n"
+                "[Output of this command.]\n"
+            )
+        code = -1 if result.exit_code is None else result.exit_code
+        sent = " CTRL+C was sent." if said == _INTERRUPT else ""
+        metadata = CmdOutputMetadata(
+            exit_code=code,
+            working_dir=result.cwd,
+            py_interpreter_path=result.python,
+            prefix=prefix,
+            suffix=f"\n[The command completed with exit code {code}.{sent}]",
+        )
+        return _observation(said, result.output, metadata)
+
+    def _reset(self, command: str, timeout: float | None) -> TerminalObservation:
+        self._workspace.restart()
+        self._running = None
+        if not command:
+            return TerminalObservation.from_text(text=_RESET, command="[RESET]", exit_code=0)
+        ran = self.execute(TerminalAction(command=command, timeout=timeout))
+        told = TerminalObservation.from_text(text=f"{_RESET}\n\n{ran.text}", command=None)
+        return ran.model_copy(update={"content": told.content, "command": f"[RESET] {command}"})
+
+
+def _observation(command: str, output: str, metadata: CmdOutputMetadata) -> TerminalObservation:
+    text = maybe_truncate(output.rstrip(), truncate_after=MAX_CMD_OUTPUT_SIZE)
+    return TerminalObservation.from_text(
+        text=text, command=command, metadata=metadata, exit_code=metadata.exit_code, timeout=False
+    )
+
+
+def _refused(command: str, why: str) -> TerminalObservation:
+    return TerminalObservation.from_text(text=why, command=command, is_error=True)
+
+
+class _History(NamedInside, FileHistoryManager):
+    def __init__(self, directory: Path, copies: Path) -> None:
+        super().__init__(max_history_per_file=KEPT, history_dir=directory)
+        self.copies = copies
+
+
+class ConversationEditor:
+    """One session's editor, with the undo history of its files. Calls run one at a time."""
+
+    def __init__(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> None:
+        self._workspace = workspace
+        self._scratch = workspace.private / "editor"
+        self._copies = self._scratch / "copies"
+        self._editor: FileEditor | None = None
+        self._calls = threading.Lock()
+
+    def forked(self, workspace: SandboxedWorkspace) -> ConversationEditor:
+        """An editor of a fork, with this one's undo history."""
+        twin = ConversationEditor(workspace)
+        if self._editor is not None:
+            shutil.copytree(self._scratch / "history", twin._scratch / "history")
+        return twin
+
+    def edit(self, action: FileEditorAction) -> FileEditorObservation:
+        """Execute one command; what is wrong with it is said in the observation."""
+        with self._calls:
+            try:
+                return self._edit(action)
+            except OSError as error:
+                said = str(error) if isinstance(error, PermissionError) else f"{action.path}: {error.strerror}"
+            return FileEditorObservation.from_text(text=said, command=action.command, path=action.path, is_error=True)
+
+    def _edit(self, action: FileEditorAction) -> FileEditorObservation:
+        absolute = action.path if action.path.startswith("/") else f"{self._workspace.inside}/{action.path}"
+        files, name, shown = self._place(absolute)
+        copied = self._copy(files, name, shown)
+        before = copied.read_bytes() if copied.is_file() else None
+        result = self._call(action, str(copied) if action.path.startswith("/") else action.path)
+        after = copied.read_bytes() if copied.is_file() else None
+        if after is not None and after != before:
+            files.write(name, after)
+        return self._renamed(result)
+
+    def _place(self, path: str) -> tuple[Workspace | ContainerFiles, str, str]:
+        """The files that hold an absolute path, its name there, and the path itself without ``..`` in front."""
+        if isinstance(self._workspace, ContainerWorkspace):
+            if "\0" in path or whole_text(path) != path:
+                raise PermissionError("a path cannot hold a null character, or half a character")
+            name = f"/{path.strip('/')}"
+            return self._workspace.files(), name, name
+        if path == TEMPORARY or path.startswith(f"{TEMPORARY}/"):
+            files = self._workspace.files(TEMPORARY)
+            name = files.name_inside(f"{INSIDE}{path.removeprefix(TEMPORARY)}")
+            return files, name, TEMPORARY + name.removeprefix(INSIDE)
+        files = self._workspace.files(INSIDE)
+        name = files.name_inside(path)
+        return files, name, name
+
+    def _copy(self, files: Workspace | ContainerFiles, name: str, shown: str) -> Path:
+        """A copy of a file; of a folder, the names in it and in the folders below."""
+        shutil.rmtree(self._copies, ignore_errors=True)
+        if ".." in Path(shown).parts:
+            raise PermissionError(f"{shown}: write the path without ..")
+        copied = Path(f"{self._copies}{shown}")
+        kind = files.kind(name)
+        if kind is not None or files.kind(str(Path(name).parent)) == "directory":
+            copied.parent.mkdir(parents=True)
+        if kind == "directory":
+            _skeleton(files, name, copied, levels=2)
+        elif kind is not None:
+            copied.write_bytes(files.read(name))
+        return copied
+
+    def _call(self, action: FileEditorAction, path: str) -> FileEditorObservation:
+        if self._editor is None:
+            self._editor = FileEditor(workspace_root=f"{self._copies}{self._workspace.inside}")
+            # The SDK makes a folder for the history and never removes it.
+            shutil.rmtree(self._editor._history_manager.cache.directory, ignore_errors=True)
+            self._editor._history_manager = _History(self._scratch / "history", self._copies)
+        try:
+            return self._editor(
+                command=action.command,
+                path=path,
+                file_text=action.file_text,
+                view_range=action.view_range,
+                old_str=action.old_str,
+                new_str=action.new_str,
+                insert_line=action.insert_line,
+            )
+        except ToolError as error:
+            return FileEditorObservation.from_text(text=error.message, command=action.command, is_error=True)
+
+    def _renamed(self, result: FileEditorObservation) -> FileEditorObservation:
+        copies = str(self._copies)
+        content = [
+            part.model_copy(update={"text": part.text.replace(copies, "")}) if isinstance(part, TextContent) else part
+            for part in result.content
+        ]
+        path = result.path.removeprefix(copies) if result.path else result.path
+        update: dict[str, object] = {"content": content, "path": path}
+        if is_rewritten(result.old_content, result.new_content):
+            # The SDK would compare the lines in this process to show them.
+            update |= {"old_content": None, "new_content": None}
+        return result.model_copy(update=update)
+
+
+def _skeleton(files: Workspace | ContainerFiles, name: str, into: Path, levels: int, room: int = MAX_LISTED) -> int:
+    """Empty files and folders with the names, at most ``room``; returns how many are left of that."""
+    into.mkdir()
+    # What is below a folder that nobody may read is not shown.
+    with suppress(OSError):
+        for entry, kind in files.entries(name) if levels else ():
+            if room <= 0:
+                break
+            room -= 1
+            if kind == "directory":
+                room = _skeleton(files, f"{name}/{entry}", into / entry, levels - 1, room)
+            else:
+                (into / entry).touch()
+    return room
+
+
+class StockWorkspace:
+    """The evidence of one episode in ``folder``, whose tools have the rights of this process. All methods block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._private = Path(tempfile.mkdtemp(prefix="openhands-rl-")).resolve()
+        self._folder = folder.resolve()
+        self._baseline = Baseline(self._folder, self._private)
+        self._evidence: JsonObject | None = None
+        self._missing = ""
+        try:
+            self._sandbox = SubprocessSandbox(self._folder, self._private)
+            self._baseline.remember(self._sandbox)
+        except ConfigError as error:
+            self._missing = str(error)
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """The changes since the episode began, and no failure. A second call returns the same."""
+        if self._missing:
+            return {"git_patch": None, "git_patch_missing": self._missing}, None
+        if self._evidence is None:
+            self._evidence = self._baseline.changes(self._sandbox)
+        return self._evidence, None
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a reward's command over the folder as it stands."""
+        if self._missing:
+            return CommandEvidence(command=asked.command, error=self._missing)
+        sandbox = SubprocessSandbox(self._folder, self._private / "check")
+        return check_workspace(asked, sandbox, {}, SandboxLimits())
+
+    def close(self) -> None:
+        """Remove what was recorded of the start."""
+        remove_tree(self._private)
