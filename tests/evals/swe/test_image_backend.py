@@ -101,7 +101,7 @@ async def test_a_patch_is_graded_in_its_image(place: Place, tmp_path: Path, patc
 @pytest.mark.parametrize("overlay", [True, False])
 async def test_each_patch_has_files_of_its_own(place: Place, tmp_path: Path, monkeypatch, overlay: bool) -> None:
     if not overlay:
-        monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.image.can_overlay", lambda *places: False)
+        monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.sandbox.can_overlay", lambda *places: False)
     row = with_extra(place.row, test_command="echo $MARK; ls / >/made; rm -rf /usr/bin/find; python run_tests.py")
     for _ in range(2):
         verdict = await place.backend().grade(row, FIX, logs=tmp_path / "logs", timeout=60.0)

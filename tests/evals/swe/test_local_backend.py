@@ -170,7 +170,7 @@ async def test_tests_have_no_network_and_change_nothing_that_stays(place: Place,
 
 
 async def test_without_overlays_a_copy_is_graded(place: Place, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.local.can_overlay", lambda folder: False)
+    monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.sandbox.can_overlay", lambda *folders: False)
     before = _listing(place.cache)
     assert (await place.grade(rewritten(HOSTILE), tmp_path)).kind is VerdictKind.RESOLVED
     assert _listing(place.cache) == before

@@ -84,6 +84,13 @@ async def remove(folder: Path) -> None:
             await asyncio.shield(asyncio.to_thread(remove_tree, folder))
 
 
+async def remove_left(runs: Path) -> None:
+    """Delete the folders in ``runs`` whose names begin with the number of a process that is gone."""
+    for left in runs.iterdir():
+        if not Path("/proc", left.name.partition("-")[0]).exists():
+            await remove(left)
+
+
 async def copy_tree(source: Path, target: Path) -> None:
     """Copy a folder with modes, times and links; by reference where the file system can."""
     await checked(["cp", "-a", "--reflink=auto", "--", str(source), str(target)], f"copy {source.name}")

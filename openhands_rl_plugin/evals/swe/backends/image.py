@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import shutil
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
-from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay, isolate, mount_overlays
+from openhands_rl_plugin.environments.workspace.bubblewrap import isolate, mount_overlays
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
-from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
-from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, remove
+from openhands_rl_plugin.environments.workspace.processes import checked
+from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, remove, remove_left
 from openhands_rl_plugin.evals.swe.backends.docker import (
     checkout_of,
     image_of,
@@ -37,17 +33,16 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     GUARD,
     GUARD_OUT,
     InstanceLimits,
+    Room,
+    SandboxBox,
     Shown,
     bind,
     check_bubblewrap,
-    make_guard_folders,
-    read_left,
+    fresh_room,
 )
 from openhands_rl_plugin.evals.swe.grading import (
-    PATCH_INSIDE,
     SCRIPT_INSIDE,
     Guard,
-    GuardEquipment,
     NoGuard,
     evaluate,
     grade_and_log,
@@ -95,9 +90,7 @@ class ImageBackend:
                 f"--backend image needs {' and '.join(missing)}: apt-get install skopeo umoci; or use --backend docker "
                 "(docker or podman)"
             )
-        for left in self._runs().iterdir():
-            if not Path("/proc", left.name.partition("-")[0]).exists():
-                await remove(left)
+        await remove_left(self._runs())
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         """Copy repository and environment out of the image.
@@ -118,7 +111,19 @@ class ImageBackend:
             recipe = await read_recipe(instance, self._sources)
             written.write_script(recipe.evaluation_script)
             bundle = await self._unpacked(image_of(instance, recipe))
-            async with self._box(bundle, self._guard.equipment(instance)) as box:
+            own = json.loads((bundle / "config.json").read_text())["process"].get("env", [])
+            equipment = self._guard.equipment(instance)
+            _folder(bundle / "rootfs", _TESTBED)
+            async with fresh_room(self._runs(), bundle / "rootfs", equipment) as room:
+                (room.tmp.parent / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
+
+                def wrap(
+                    command: Sequence[str], tests: bool, shown: Sequence[Shown], variables: Mapping[str, str]
+                ) -> list[str]:
+                    settings = {"HOME": "/root", **dict(each.split("=", 1) for each in own), **variables}
+                    return self._wrapped(room, command, shown, settings, network=tests and self._network)
+
+                box = SandboxBox(room, equipment, wrap)
                 verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
             return with_services(verdict, recipe, network=self._network)
 
@@ -151,83 +156,20 @@ class ImageBackend:
             raise BadEnvironmentError(f"{image}: {', '.join(links)} must be no link")
         return bundle
 
-    @asynccontextmanager
-    async def _box(self, bundle: Path, equipment: GuardEquipment) -> AsyncIterator[ImageBox]:
-        scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._runs()))
-        root, upper, work = (scratch / name for name in ("root", "upper", "work"))
-        try:
-            make_guard_folders(scratch, equipment)
-            (scratch / "eval.sh").touch()
-            (scratch / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
-            (scratch / "tmp").mkdir()
-            overlay, lower = None, bundle / "rootfs"
-            _folder(lower, _TESTBED)
-            if await asyncio.to_thread(can_overlay, scratch.parent, lower, scratch):
-                for folder in (root, upper, work):
-                    folder.mkdir()
-                overlay = Overlay(lower, upper, work, root)
-            else:
-                await copy_tree(lower, root)
-            process = json.loads((bundle / "config.json").read_text())["process"]
-            yield ImageBox(scratch, overlay, process, equipment, self._limits, network=self._network)
-        finally:
-            await remove(scratch)
-
-
-class ImageBox:
-    """An image's files with changes of their own, in ``scratch``. Its commands are root's, as in a container.
-
-    ``process``: that of the bundle's ``config.json``.
-    """
-
-    def __init__(
-        self,
-        scratch: Path,
-        overlay: Overlay | None,
-        process: Mapping[str, Any],
-        equipment: GuardEquipment,
-        limits: InstanceLimits,
-        *,
-        network: bool,
-    ) -> None:
-        self._scratch = scratch
-        self._overlay = overlay
-        self._variables = {"HOME": "/root", **dict(each.split("=", 1) for each in process.get("env", ()))}
-        self._equipment = equipment
-        self._limits = limits
-        self._network = network
-
-    async def put(self, inside: str, text: str) -> None:
-        """Write the patch or the script; the script is shown read-only."""
-        place = {PATCH_INSIDE: self._scratch / "tmp" / "patch.diff", SCRIPT_INSIDE: self._scratch / "eval.sh"}[inside]
-        await asyncio.to_thread(place.write_bytes, text.encode())
-
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        timeout: float,
-        given: bytes | None = None,
-        tests: bool = False,
-        prelude: Prelude | None = None,
-    ) -> Ended:
-        """Run in a sandbox that ends with the command and kills all of its processes."""
-        scratch, limits, network = self._scratch, self._limits, tests and self._network
-        shown = [Shown(scratch / "tmp", "/tmp", writable=True), Shown(scratch / "hosts", _HOSTS)]
-        variables = self._variables
-        if tests:
-            variables = {**variables, **self._equipment.variables}
-            shown += [Shown(scratch / "guard", GUARD), Shown(scratch / "out", GUARD_OUT, writable=True)]
-            shown += [Shown(scratch / "eval.sh", SCRIPT_INSIDE)]
-        if network:
-            shown.append(Shown(Path(_RESOLV).resolve(), _RESOLV))
+    def _wrapped(
+        self, room: Room, command: Sequence[str], shown: Sequence[Shown], variables: Mapping[str, str], *, network: bool
+    ) -> list[str]:
+        """The command line that runs ``command`` as root of the image, as in a container."""
+        scratch, limits = room.tmp.parent, self._limits
+        mounts = [Shown(room.tmp, "/tmp", writable=True), Shown(scratch / "hosts", _HOSTS), *shown]
+        mounts += [Shown(Path(_RESOLV).resolve(), _RESOLV)] if network else []
         allowed = [word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
         options = [*AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
         wrapped = [
-            *mount_overlays([self._overlay] if self._overlay else []),
+            *mount_overlays([room.overlay] if room.overlay else []),
             *("prlimit", f"--data={limits.memory}", f"--fsize={limits.file}", "--core=0", "--"),
-            *isolate(["--bind", str(scratch / "root"), "/"], network=network, options=options),
-            *(word for each in shown for word in bind(each)),
+            *isolate(["--bind", str(room.layer), "/"], network=network, options=options),
+            *(word for each in mounts for word in bind(each)),
             *("--clearenv", *(word for pair in variables.items() for word in ("--setenv", *pair))),
             *("--chdir", _TESTBED, "--", *command),
         ]
@@ -235,16 +177,12 @@ class ImageBox:
             processes=limits.processes,
             memory=limits.memory,
             disk=limits.disk,
-            folder=str(scratch / ("upper" if self._overlay else "root")),
-            also=str(scratch / "tmp"),
+            folder=str(room.overlay.upper if room.overlay else room.layer),
+            also=str(room.tmp),
             isolated=False,
         )
         # The image may have no Python, so that what counts stands outside.
-        return await run(bounded(bound, sys.executable, wrapped), timeout=timeout, given=given, prelude=prelude)
-
-    async def left(self) -> Mapping[str, bytes]:
-        """Regular files in the guard's folder, without too large ones."""
-        return read_left(self._scratch)
+        return bounded(bound, sys.executable, wrapped)
 
 
 def _folder(root: Path, inside: str) -> Path:

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import re
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay
-from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
+from openhands_rl_plugin.environments.workspace.processes import checked, run
 from openhands_rl_plugin.environments.workspace.visible import installed_parts
-from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, default_cache, link_tree, remove
+from openhands_rl_plugin.evals.swe.backends.caching import (
+    Cache,
+    copy_tree,
+    default_cache,
+    link_tree,
+    remove,
+    remove_left,
+)
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
 from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
 from openhands_rl_plugin.evals.swe.backends.repositories import (
@@ -37,24 +41,19 @@ from openhands_rl_plugin.evals.swe.backends.repositories import (
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
     CONDA,
     ENVIRONMENTS,
-    GUARD,
-    GUARD_OUT,
     PARTS,
     InstanceLimits,
     InstanceSandbox,
     Room,
+    SandboxBox,
     Shown,
     check_bubblewrap,
+    fresh_room,
     git_settings,
-    make_guard_folders,
-    read_left,
     shim_digest,
 )
 from openhands_rl_plugin.evals.swe.grading import (
-    PATCH_INSIDE,
-    SCRIPT_INSIDE,
     Guard,
-    GuardEquipment,
     NoGuard,
     evaluate,
     grade_and_log,
@@ -64,43 +63,34 @@ from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
 
-NEEDED_CAPABILITIES = ("NET_ADMIN",)
-"""Over the sandbox's own network, until the tests begin."""
-
 _HTTPBIN = ("httpbin==0.10.2", "flask<3.1", "werkzeug<3.1")
-_INSIDE = "/opt/httpbin"
+_HTTPBIN_INSIDE = "/opt/httpbin"
 _HOSTS = "127.0.0.1 localhost httpbin.org\n::1 localhost\n"
 
 
-class TestServices:
-    """The services of one recipe; without any, commands are left as they are."""
+class Services(NamedTuple):
+    """What tests expect of a network, in a sandbox without one: addresses that never answer, and httpbin in a folder
+    beside ``hosts``.
+    """
 
-    __test__ = False  # no test class for pytest
+    unreachable: Sequence[str] = ()
+    httpbin: Path | None = None
 
-    def __init__(self, recipe: Recipe, httpbin: Path | None, hosts: Path) -> None:
-        self._addresses = recipe.unreachable
-        self._httpbin = httpbin
-        self._hosts = hosts
-
-    @property
-    def any(self) -> bool:
-        """Whether there are any."""
-        return bool(self._addresses or self._httpbin)
+    def around(self, command: Sequence[str]) -> list[str]:
+        """The command that runs another beside the services."""
+        given = [",".join(self.unreachable), _HTTPBIN_INSIDE if self.httpbin else ""]
+        program = [f"{CONDA}/host-python", "-IS", f"{CONDA}/shim/network.py", *given] if any(self) else []
+        return [*program, *command]
 
     @property
     def shown(self) -> list[Shown]:
         """The files that the sandbox has to show."""
-        return [] if self._httpbin is None else [Shown(self._httpbin, _INSIDE), Shown(self._hosts, "/etc/hosts")]
-
-    def around(self, command: Sequence[str]) -> list[str]:
-        """The command that runs another beside the services."""
-        if not self.any:
-            return list(command)
-        given = [",".join(self._addresses), _INSIDE if self._httpbin else ""]
-        return [f"{CONDA}/host-python", "-IS", f"{CONDA}/shim/network.py", *given, *command]
+        if self.httpbin is None:
+            return []
+        return [Shown(self.httpbin, _HTTPBIN_INSIDE), Shown(self.httpbin.with_name("hosts"), "/etc/hosts")]
 
 
-async def services_of(cache: Cache, recipe: Recipe) -> TestServices:
+async def services_of(cache: Cache, recipe: Recipe) -> Services:
     """The services of a recipe, installed where they are missing. Raises ``InfrastructureError``."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     place = cache.path("services", f"{_HTTPBIN[0]}-python{version}")
@@ -110,10 +100,9 @@ async def services_of(cache: Cache, recipe: Recipe) -> TestServices:
         install = [str(find_uv()), "pip", "install", "--quiet", "--python", sys.executable]
         await checked([*install, "--target", str(into / "httpbin"), *_HTTPBIN], "install httpbin", timeout=600)
 
-    if not recipe.httpbin:
-        return TestServices(recipe, None, place / "hosts")
-    await cache.made(place, make)
-    return TestServices(recipe, place / "httpbin", place / "hosts")
+    if recipe.httpbin:
+        await cache.made(place, make)
+    return Services(recipe.unreachable, place / "httpbin" if recipe.httpbin else None)
 
 
 SETUP_TIME = 3600.0
@@ -161,9 +150,7 @@ class LocalBackend:
                 await checked([program, "--version"], program, timeout=20)
             except InfrastructureError as error:
                 raise ConfigError(f"the local back end needs the program {program}: {error}") from error
-        for left in self._runs().iterdir():
-            if not Path("/proc", left.name.partition("-")[0]).exists():
-                await remove(left)
+        await remove_left(self._runs())
 
     async def prepare(self, instance: Instance) -> Path:
         """The layer of the instance, made if missing. Raises ``InfrastructureError`` and ``ConfigError``."""
@@ -206,8 +193,26 @@ class LocalBackend:
             recipe = await self._recipe(instance)
             written.write_script(recipe.evaluation_script)
             layer, _, sandbox = await self._layer(instance, recipe)
-            services = None if self._network else await services_of(self._cache, recipe)
-            async with self._box(layer, sandbox, self._guard.equipment(instance), services) as box:
+            services = Services() if self._network else await services_of(self._cache, recipe)
+            equipment = self._guard.equipment(instance)
+            async with fresh_room(self._runs(), layer, equipment) as room:
+
+                def wrap(
+                    command: Sequence[str], tests: bool, shown: Sequence[Shown], variables: Mapping[str, str]
+                ) -> list[str]:
+                    if not tests:
+                        return sandbox.wrap(room, command, network=False)
+                    return sandbox.wrap(
+                        room,
+                        services.around(command),
+                        network=self._network,
+                        shown=[*shown, *services.shown],
+                        variables=variables,
+                        # Over the sandbox's own network, until the tests begin.
+                        capabilities=["NET_ADMIN"] if any(services) else [],
+                    )
+
+                box = SandboxBox(room, equipment, wrap)
                 return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
 
         return await grade_and_log(instance, patch, written, grade)
@@ -264,85 +269,6 @@ class LocalBackend:
 
     def _runs(self) -> Path:
         return self._cache.path("runs", "any").parent
-
-    @asynccontextmanager
-    async def _box(
-        self, layer: Path, sandbox: InstanceSandbox, equipment: GuardEquipment, services: TestServices | None
-    ) -> AsyncIterator[LocalBox]:
-        scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=self._runs()))
-        try:
-            room = await _open(layer, equipment, scratch)
-            yield LocalBox(sandbox, room, equipment, scratch, services)
-        finally:
-            await remove(scratch)
-
-
-class LocalBox:
-    """A layer with changes of its own on top, in ``scratch``. Without ``services`` the tests have the network."""
-
-    def __init__(
-        self,
-        sandbox: InstanceSandbox,
-        room: Room,
-        equipment: GuardEquipment,
-        scratch: Path,
-        services: TestServices | None,
-    ) -> None:
-        self._sandbox = sandbox
-        self._room = room
-        self._variables = equipment.variables
-        self._script = scratch / "eval.sh"
-        self._scratch = scratch
-        self._shown = [Shown(scratch / "guard", GUARD), Shown(scratch / "out", GUARD_OUT, writable=True)]
-        self._services = services
-
-    async def put(self, inside: str, text: str) -> None:
-        """Write the patch or the script; the script is shown read-only."""
-        place = {PATCH_INSIDE: self._room.tmp / "patch.diff", SCRIPT_INSIDE: self._script}[inside]
-        await asyncio.to_thread(place.write_bytes, text.encode())
-
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        timeout: float,
-        given: bytes | None = None,
-        tests: bool = False,
-        prelude: Prelude | None = None,
-    ) -> Ended:
-        """Run in a sandbox that ends with the command and kills all of its processes."""
-        if not tests:
-            return await run(self._sandbox.wrap(self._room, command, network=False), timeout=timeout, given=given)
-        shown = [*self._shown, Shown(self._script, SCRIPT_INSIDE)]
-        services = self._services
-        wrapped = self._sandbox.wrap(
-            self._room,
-            services.around(command) if services else command,
-            network=services is None,
-            shown=[*shown, *services.shown] if services else shown,
-            variables=self._variables,
-            capabilities=NEEDED_CAPABILITIES if services and services.any else (),
-        )
-        return await run(wrapped, timeout=timeout, given=given, prelude=prelude)
-
-    async def left(self) -> Mapping[str, bytes]:
-        """Regular files in the guard's folder, without too large ones."""
-        return read_left(self._scratch)
-
-
-async def _open(layer: Path, equipment: GuardEquipment, scratch: Path) -> Room:
-    make_guard_folders(scratch, equipment)
-    (scratch / "tmp").mkdir(mode=0o700)
-    (scratch / "eval.sh").touch()
-    upper, work, merged = (scratch / name for name in ("upper", "work", "layer"))
-    merged.mkdir()
-    if await asyncio.to_thread(can_overlay, scratch.parent):
-        upper.mkdir()
-        work.mkdir()
-        return Room(merged, scratch / "tmp", Overlay(layer, upper, work, merged))
-    for name in PARTS:
-        await copy_tree(layer / name, merged / name)
-    return Room(merged, scratch / "tmp")
 
 
 async def _set_up(

@@ -4,23 +4,28 @@ place taken by the shim, and of the host what programs need and nothing more.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import (
     Overlay,
+    can_overlay,
     empty_root,
     find_bubblewrap,
     isolate,
     mount_overlays,
 )
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
+from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, run
 from openhands_rl_plugin.environments.workspace.visible import (
     OF_A_PREFIX,
     prefix_mounts,
@@ -28,8 +33,10 @@ from openhands_rl_plugin.environments.workspace.visible import (
     settings_mounts,
 )
 from openhands_rl_plugin.evals.swe.backends import package_index, shim
+from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
-from openhands_rl_plugin.evals.swe.grading import GuardEquipment
+from openhands_rl_plugin.evals.swe.grading import SCRIPT_INSIDE, GuardEquipment
+from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE
 
 ENVIRONMENTS = "/conda/envs"
 CONDA = "/opt/miniconda3"
@@ -213,15 +220,70 @@ def shim_digest() -> str:
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
 
 
-def make_guard_folders(scratch: Path, equipment: GuardEquipment) -> None:
-    """Make ``guard``, which ``GUARD`` is of, and ``out``, which ``GUARD_OUT`` is."""
-    for name in ("guard", "out"):
-        (scratch / name).mkdir(mode=0o700)
-    for name, text in equipment.files.items():
-        (scratch / "guard" / name).write_text(text)
+@asynccontextmanager
+async def fresh_room(runs: Path, layer: Path, equipment: GuardEquipment) -> AsyncIterator[Room]:
+    """``layer`` with changes of its own on top, which are thrown away: an overlay where the kernel allows one, else a
+    copy. Beside ``tmp`` are ``eval.sh``, and the guard's folders ``guard`` and ``out``.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=runs))
+    upper, work, merged = (scratch / name for name in ("upper", "work", "layer"))
+    try:
+        for name in ("guard", "out", "tmp"):
+            (scratch / name).mkdir(mode=0o700)
+        for name, text in equipment.files.items():
+            (scratch / "guard" / name).write_text(text)
+        (scratch / "eval.sh").touch()
+        overlay = None
+        if await asyncio.to_thread(can_overlay, runs, layer, scratch):
+            for folder in (upper, work, merged):
+                folder.mkdir()
+            overlay = Overlay(layer, upper, work, merged)
+        else:
+            await copy_tree(layer, merged)
+        yield Room(merged, scratch / "tmp", overlay)
+    finally:
+        await remove(scratch)
 
 
-def read_left(scratch: Path) -> Mapping[str, bytes]:
-    """Regular files that the run left in ``GUARD_OUT``, without too large ones."""
-    files = [path for path in (scratch / "out").iterdir() if path.is_file() and not path.is_symlink()]
-    return {path.name: path.read_bytes() for path in files if path.stat().st_size <= _MOST_LEFT}
+class SandboxBox:
+    """A room's sandboxes as a ``Box``. ``wrap`` makes a command line of a command, whether it is the tests, and what
+    these are shown and told.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        equipment: GuardEquipment,
+        wrap: Callable[[Sequence[str], bool, Sequence[Shown], Mapping[str, str]], list[str]],
+    ) -> None:
+        self._scratch = room.tmp.parent
+        self._variables = equipment.variables
+        self._wrap = wrap
+
+    async def put(self, inside: str, text: str) -> None:
+        """Write the patch or the script; the script is shown read-only."""
+        place = {PATCH_INSIDE: "tmp/patch.diff", SCRIPT_INSIDE: "eval.sh"}[inside]
+        await asyncio.to_thread((self._scratch / place).write_bytes, text.encode())
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float,
+        given: bytes | None = None,
+        tests: bool = False,
+        prelude: Prelude | None = None,
+    ) -> Ended:
+        """Run in a sandbox that ends with the command and kills all of its processes."""
+        shown = [
+            Shown(self._scratch / "guard", GUARD),
+            Shown(self._scratch / "out", GUARD_OUT, writable=True),
+            Shown(self._scratch / "eval.sh", SCRIPT_INSIDE),
+        ]
+        wrapped = self._wrap(command, tests, shown if tests else [], self._variables if tests else {})
+        return await run(wrapped, timeout=timeout, given=given, prelude=prelude)
+
+    async def left(self) -> Mapping[str, bytes]:
+        """Regular files that the tests left in ``GUARD_OUT``, without too large ones."""
+        files = [path for path in (self._scratch / "out").iterdir() if path.is_file() and not path.is_symlink()]
+        return {path.name: path.read_bytes() for path in files if path.stat().st_size <= _MOST_LEFT}
