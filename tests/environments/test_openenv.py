@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openenv_wire import SCHEMA, Misbehaviour, Socket, error, observation, openenv_server, serving
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, GraderError, InfrastructureError
+from openhands_rl_plugin.core.errors import ConfigError, GraderError, InfrastructureError
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.types import (
-    Completion,
     EpisodeRequest,
     FailureKind,
     JsonObject,
@@ -29,7 +27,6 @@ from openhands_rl_plugin.core.types import (
     StopReason,
     StrategySpec,
     Task,
-    ToolCall,
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import RefusedActionError
@@ -112,15 +109,6 @@ async def test_twenty_episodes_at_once_do_not_disturb_each_other():
     assert [json.loads(each[-1])["y"] for each in seen] == [len(moves) for moves in walks]
 
 
-async def test_a_model_may_think_longer_than_a_server_waits_for_a_pong():
-    async with openenv_server(heartbeat=0.1) as server:
-        player = client(server.url)
-        await player.reset(task())
-        await asyncio.sleep(0.5)
-        assert json.loads(text(await player.step(said("DOWN"))))["x"] == 1
-        await player.close()
-
-
 async def test_a_server_of_one_session_plays_one_episode_after_the_other():
     async with openenv_server(sessions=1) as server:
         for _ in range(4):
@@ -140,46 +128,8 @@ async def test_a_server_of_one_session_plays_one_episode_after_the_other():
         await third.close()
 
 
-async def test_waiting_for_a_place_is_told_once_and_can_be_cancelled(caplog: pytest.LogCaptureFixture):
-    async with openenv_server(sessions=1) as server:
-        first, others = client(server.url), [client(server.url) for _ in range(2)]
-        await first.reset(task())
-        waiting = [asyncio.create_task(other.reset(task())) for other in others]
-        await asyncio.sleep(0.3)
-        waiting.pop().cancel()
-        await first.close()
-        await waiting[0]
-        for other in others:
-            await other.close()
-    ours = [record.getMessage() for record in caplog.records if record.name.startswith("openhands_rl_plugin")]
-    assert [message for message in ours if server.url in message] == [
-        f"{server.url} has no free place (1 at a time): episodes wait up to 1800 s for one (place_timeout)"
-    ]
-
-
 def search(**options: Any) -> MCTSStrategy:
     return MCTSStrategy(MCTSOptions(num_simulations=6, value="none", depth=3, **options))
-
-
-@pytest.mark.parametrize(("sessions", "wanted"), [(2, 64), (3, 64), (64, 4)])
-async def test_a_search_keeps_within_the_places_of_the_server(sessions: int, wanted: int):
-    most = 0
-
-    async def count(to: Socket, message: dict[str, Any]) -> bool:
-        nonlocal most
-        most = max(most, server.connected)
-        return False
-
-    async with openenv_server(count, sessions=sessions) as server:
-        trajectory = await play(
-            server.url, strategy=search(open_worlds=wanted), script=["Action: RIGHT", "Action: DOWN"]
-        )
-        assert (trajectory.failure, trajectory.stop) == (None, StopReason.MAX_TURNS)
-        report = trajectory.nodes[trajectory.acted()[0]].metadata["search"]["report"]  # pyright: ignore
-        assert report["dropped"] == 0  # pyright: ignore
-        assert 1 < most <= min(sessions, wanted + 1)
-        await asyncio.sleep(0.1)
-        assert server.connected == 0
 
 
 async def test_a_search_is_refused_before_it_begins_where_there_is_one_place():
@@ -187,19 +137,6 @@ async def test_a_search_is_refused_before_it_begins_where_there_is_one_place():
         failed = await play(server.url, strategy=search())
         await assert_failed(failed, ENVIRONMENT, "one place", "two at least", "up to 65 with open_worlds = 64")
         assert failed.nodes == () and server.connected == 0
-
-
-async def test_a_search_waits_for_its_places_together():
-    async with openenv_server(sessions=2) as server:
-        other = client(server.url)
-        await other.reset(task())
-        waiting = asyncio.create_task(play(server.url, strategy=search(), script=["Action: RIGHT", "Action: DOWN"]))
-        await asyncio.sleep(0.4)
-        async with asyncio.timeout(10):
-            while server.connected != 1:  # what is not enough is not held
-                await asyncio.sleep(0.01)
-        await other.close()
-        assert (await waiting).failure is None
 
 
 async def test_a_reward_that_nobody_told_is_not_a_zero():
@@ -279,45 +216,6 @@ async def test_the_tools_of_an_mcp_environment_are_asked_for_offered_and_called(
         assert "unrewarded" not in await twin.evidence() and (await player.evidence())["unrewarded"] is True
         for each in (twin, player):
             await each.close()
-
-
-async def test_native_calls_of_an_mcp_environment_in_a_session():
-    def answer(messages: Any) -> Message:
-        turn = sum(message.role == "assistant" for message in messages)
-        name = ("run", "walk", "stop")[turn]
-        return Message(role="assistant", tool_calls=(ToolCall(id=f"c{turn}", name=name, arguments='{"code": "1"}'),))
-
-    class Calling(ScriptedEngine):
-        async def complete(self, messages: Any, **options: Any) -> list[Completion]:
-            offered.append([tool["function"]["name"] for tool in options["tools"]])
-            return [Completion(message=answer(messages))]
-
-    offered: list[list[str]] = []
-    async with openenv_server(lists(RUN, STOP), schema=MCP_SCHEMA) as server:
-        trajectory = await play(server.url, engine=Calling([]), react_format=False)
-    assert (trajectory.stop, trajectory.episode_return) == (StopReason.TERMINATED, 1.0)
-    assert offered == [["run", "stop"]] * 3 and [tool["function"]["name"] for tool in trajectory.tools] == [
-        "run",
-        "stop",
-    ]  # pyright: ignore
-    told = [message for message in trajectory.messages() if message.role == "tool"]
-    assert [(each.tool_call_id, each.name) for each in told] == [("c0", "run"), ("c1", "walk"), ("c2", "stop")]
-    assert told[0].content == "ran 1" and "there is no tool 'walk'" in (told[1].content or "")
-
-
-@pytest.mark.parametrize(
-    ("tools", "words"),
-    [
-        ([], "listed no tools"),
-        ([RUN, RUN], "two tools are called 'run'"),
-        ([{**RUN, "name": "reset"}], "cannot be called 'reset'"),
-        ([{**RUN, "name": "../x"}], "is no name of a tool"),
-        ([{**RUN, "input_schema": {"type": "array"}}], "no JSON Schema of an object"),
-    ],
-)
-async def test_tools_that_cannot_be_offered_are_refused(tools: list[dict[str, Any]], words: str):
-    async with openenv_server(lists(*tools), schema=MCP_SCHEMA) as server:
-        await assert_failed(await play(server.url), ENVIRONMENT, words)
 
 
 async def test_arguments_of_the_reset():
@@ -523,27 +421,11 @@ async def test_dies_in_mid_episode():
     assert trajectory.evidence["steps"] == 2 and "state" not in trajectory.evidence
 
 
-async def test_answers_that_nobody_asked_for_do_not_answer_the_next_question():
-    async with openenv_server(at("step", repeat)) as server:
-        await assert_failed(await play(server.url), ENVIRONMENT, "an unexpected message", "Keep going")
-
-
 async def test_absent():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         await assert_failed(await play(url), INFRASTRUCTURE, f"nothing answers at {url}", "env_port")
-
-
-async def test_comes_too_late_for_the_time_limit_of_the_episode():
-    async with openenv_server(at("step", lambda to: asyncio.sleep(2))) as server:
-        started = time.monotonic()
-        trajectory = await play(server.url, timeout=20, limits=Limits(timeout=0.3))
-        assert time.monotonic() - started < 10
-    assert (trajectory.stop, trajectory.failure) == (StopReason.TIMEOUT, None)
-    assert "state" not in trajectory.evidence, "a server that is busy is not asked more"
-    with pytest.raises(GraderError, match="got no answer"):
-        await ReturnReward()(trajectory)
 
 
 @pytest.mark.parametrize(
@@ -569,12 +451,3 @@ async def test_no_websocket_there(status: int, headers: dict[str, str], kind: Fa
     app.router.add_get("/schema", publish)
     async with serving(app) as url:
         await assert_failed(await play(url), kind, words)
-
-
-async def test_a_schema_that_is_none_and_a_reset_that_is_none():
-    async with openenv_server(schema=["no"]) as server:
-        await assert_failed(await play(server.url), ENVIRONMENT, "/schema", "no schema of an 'action'")
-        player = client(server.url)
-        with pytest.raises(BadEnvironmentError, match=r"data\['row'\]"):
-            await player.reset(task(row=[1]))
-        await player.close()

@@ -6,8 +6,8 @@ import asyncio
 import re
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from openhands_rl_plugin.core.types import (
     FailureKind,
     JsonObject,
     PolicyRef,
-    Sample,
     Score,
     Task,
     Trajectory,
@@ -37,7 +36,7 @@ from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, tasks_of_rows
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode
+from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.own_suites import own_suite, own_suites
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan, served_model, stated_bounds
 from openhands_rl_plugin.evals.runs.suites import (
@@ -51,7 +50,7 @@ from openhands_rl_plugin.evals.runs.suites import (
     swe_tasks,
 )
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
-from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
+from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.engines.preflight import check_answers, check_model_server
 from openhands_rl_plugin.models.engines.server_models import listed_models
@@ -82,41 +81,42 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
     A failed episode is returned with its ``failure``. Raises ``ConfigError`` for what no episode can be played with,
     ``InfrastructureError`` where nothing answers at the endpoint, and ``StorageError``.
     """
-    job = await asyncio.to_thread(_prepared, find_task(task, options, options.settings()), options)
-    own = storage or open_storage(job.settings)
-    try:
-        return await _played(job, own)
-    finally:
+    found = find_task(task, options, options.settings())
+    settings, reward, graded = await asyncio.to_thread(_checked, found, options)
+    async with AsyncExitStack() as opened:
+        folder = opened.enter_context(scratch_folder(_SCRATCH))
         if storage is None:
-            await own.close()
+            storage = open_storage(settings)
+            opened.push_async_callback(storage.close)
+        backend = None
+        if found.suite.software:
+            backend = make_backend(options.backend, mirror=options.mirror, cache=options.cache, network=options.network)
+            opened.push_async_callback(backend.close)
+            await backend.check()
+        plan = _plan(found, settings, options, folder)
+        runner = await opened.enter_async_context(
+            open_eval_runner(plan, found.suite, settings, storage, backend, graded, True, folder, 0)
+        )
+        ended = await runner.run(_request(found, settings, options, plan), found.entry)
+    trajectory = ended.trajectory
+    outcome = trajectory.failure or unusable(trajectory, options.timeout) or await judge(reward, trajectory)
+    if isinstance(outcome, Score) and outcome.reward is None:
+        outcome = Failure(
+            kind=FailureKind.GRADER, message=f"{outcome.reward_version} gave no reward", boundary="rollout.reward"
+        )
+    if isinstance(outcome, Failure):
+        why = ended.verdict.reason if ended.verdict is not None and trajectory.failure is None else ""
+        message = f"{outcome.message}: {why}" if why and why not in outcome.message else outcome.message
+        outcome = outcome.model_copy(update={"message": message})
+    return to_result(trajectory, settings, outcome, token_ids=options.token_ids)
 
 
-class _Job(NamedTuple):
-    """``found`` with the base model in its settings; ``policy`` is what the endpoint calls the weights."""
+def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward, RewardSettings]:
+    """The settings with the base model, the reward, and the one that a repository task is graded by.
 
-    found: FoundTask
-    options: PlayOptions
-    policy: str
-
-    @property
-    def settings(self) -> RLSettings:
-        return self.found.settings
-
-    @property
-    def reward(self) -> Reward:
-        """``[rl.reward]``. The return of a repository task is what its grading says, as in a loop."""
-        own = self.settings.reward
-        return make_reward(self.graded if self.found.suite.software and own.name == _RETURN else own)
-
-    @property
-    def graded(self) -> RewardSettings:
-        """The reward that a repository task is graded by."""
-        return graded_by((self.found.entry,), self.settings.reward)
-
-
-def _prepared(found: FoundTask, options: PlayOptions) -> _Job:
-    """Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server."""
-    settings, serving = found.settings, found.settings.serving
+    Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server.
+    """
+    settings, serving, own = found.settings, found.settings.serving, found.settings.reward
     host_of(settings)
     if options.token_ids:
         check_model_server(serving.base_url, serving.model, serving.api_key())
@@ -125,11 +125,13 @@ def _prepared(found: FoundTask, options: PlayOptions) -> _Job:
     if found.suite.name == ENVIRONMENT:
         check_environment_server(settings)
     base = serving.model_copy(update={"model": options.base_model or base_of(serving)})
-    job = _Job(found._replace(settings=settings.model_copy(update={"serving": base})), options, serving.model)
-    refuse_labels(job.reward, "nobody labels while a trainer waits")
+    graded = graded_by((found.entry,), own)
+    # The return of a repository task is what its grading says, as in a loop.
+    reward = make_reward(graded if found.suite.software and own.name == _RETURN else own)
+    refuse_labels(reward, "nobody labels while a trainer waits")
     if not found.suite.software:
-        refuse_without_workspace(job.reward, f"{found.entry.task.environment} has none")
-    return job
+        refuse_without_workspace(reward, f"{found.entry.task.environment} has none")
+    return settings.model_copy(update={"serving": base}), reward, graded
 
 
 def base_of(serving: ServingSettings) -> str:
@@ -144,34 +146,9 @@ def base_of(serving: ServingSettings) -> str:
     return bases[0]
 
 
-async def _played(job: _Job, storage: TrajectoryStorage) -> PlayedRollout:
-    found, options = job.found, job.options
-    with scratch_folder(_SCRATCH) as folder:
-        plan = _plan(job, folder)
-        async with (
-            _backend(found, options) as backend,
-            open_eval_runner(plan, found.suite, job.settings, storage, backend, job.graded, True, folder, 0) as runner,
-        ):
-            graded = await runner.run(_request(job, plan), found.entry)
-    return await _rollout(job, graded)
-
-
-@asynccontextmanager
-async def _backend(found: FoundTask, options: PlayOptions) -> AsyncIterator[InstanceBackend | None]:
-    if not found.suite.software:
-        yield None
-        return
-    backend = make_backend(options.backend, mirror=options.mirror, cache=options.cache, network=options.network)
-    try:
-        await backend.check()
-        yield backend
-    finally:
-        await backend.close()
-
-
-def _plan(job: _Job, folder: Path) -> EvaluationPlan:
+def _plan(found: FoundTask, settings: RLSettings, options: PlayOptions, folder: Path) -> EvaluationPlan:
     """The plan of ``openhands-rl evaluate`` for this one episode; ``folder`` is gone afterwards."""
-    settings, options, suite = job.settings, job.options, job.found.suite
+    suite = found.suite
     bounds = stated_bounds(settings, software=suite.software)
     answer = bounds.pop("max_response_length", None)
     model = served_model(settings, native_tool_calling=options.native_tool_calling, token_ids=options.token_ids)
@@ -188,15 +165,15 @@ def _plan(job: _Job, folder: Path) -> EvaluationPlan:
         "timeout": options.timeout,
         "test_timeout": options.test_timeout,
         "command_timeout": options.command_timeout,
-        "success": success_rule(job.found.entry.task.environment, settings.reward),
+        "success": success_rule(found.entry.task.environment, settings.reward),
     }
     return EvaluationPlan.model_validate({**bounds, **own})
 
 
-def _request(job: _Job, plan: EvaluationPlan) -> EpisodeRequest:
+def _request(found: FoundTask, settings: RLSettings, options: PlayOptions, plan: EvaluationPlan) -> EpisodeRequest:
     """A new episode, unless its names are given. Its seed follows from them, so that no two are sampled alike: a
     trainer plays a task again in another group."""
-    options, task = job.options, job.found.entry.task
+    task, policy = found.entry.task, found.settings.serving.model
     run_id = options.run_id or f"rollout-{uuid.uuid4().hex}"
     seed = (run_id if options.seed is None else str(options.seed), options.group_id, task.id, str(options.sample))
     return EpisodeRequest(
@@ -205,21 +182,8 @@ def _request(job: _Job, plan: EvaluationPlan) -> EpisodeRequest:
         group_id=options.group_id or f"{run_id}/{task.id}",
         sample=options.sample,
         seed=zlib.crc32("\0".join(seed).encode()) % 2**31,
-        served_model=None if job.policy == job.settings.serving.model else job.policy,
+        served_model=None if policy == settings.serving.model else policy,
     )
-
-
-async def _rollout(job: _Job, graded: GradedEpisode) -> PlayedRollout:
-    """What was played, judged. Of a failed episode only why."""
-    trajectory = graded.trajectory
-    outcome = trajectory.failure or unusable(trajectory, job.options.timeout) or await judge(job.reward, trajectory)
-    if isinstance(outcome, Score) and outcome.reward is None:
-        outcome = failure_of(FailureKind.GRADER, "rollout.reward", f"{outcome.reward_version} gave no reward")
-    if isinstance(outcome, Failure):
-        why = graded.verdict.reason if graded.verdict is not None and trajectory.failure is None else ""
-        message = f"{outcome.message}: {why}" if why and why not in outcome.message else outcome.message
-        outcome = outcome.model_copy(update={"message": message})
-    return to_result(trajectory, job.settings, outcome, token_ids=job.options.token_ids)
 
 
 def to_result(
@@ -229,6 +193,12 @@ def to_result(
     judges it. ``token_ids``: those of its sequences, too, without which it has failed."""
     clean = redact_trajectory(trajectory)
     kept = until_secret(clean)
+    result = trajectory.evidence.get("test_result")
+    report = result.get("report") if isinstance(result, dict) else None
+    resolved = report.get("resolved") if isinstance(report, dict) else None
+    off_policy = off_policy_sampling(trajectory)
+    if getattr(make_strategy(settings), "selects", False):
+        off_policy = f"{trajectory.strategy.name} chose among what the policy sampled"
     played = PlayedRollout(
         trajectory_id=trajectory.id,
         run_id=trajectory.run_id,
@@ -239,8 +209,8 @@ def to_result(
         policy=trajectory.policy,
         stop=trajectory.stop,
         cut_short=is_cut_short(trajectory),
-        resolved=_resolved(trajectory),
-        off_policy=_off_policy(settings, trajectory),
+        resolved=resolved if isinstance(resolved, bool) else None,
+        off_policy=off_policy,
         shortened=kept is not clean,
         messages=clean.messages(),
         tools=clean.tools,
@@ -251,9 +221,11 @@ def to_result(
     if isinstance(outcome, Failure):
         clear = outcome.model_copy(update={"message": redact_text(outcome.message)})
         return played.model_copy(update={"failure": clear})
-    segments = _segments(kept) if token_ids else ()
-    if isinstance(segments, Failure):
-        return played.model_copy(update={"failure": segments})
+    try:
+        segments = tuple(samples_of(kept)) if token_ids else ()
+    except TrainingError as error:
+        why = Failure(kind=FailureKind.MODEL, message=str(error), boundary="rollout.token_ids")
+        return played.model_copy(update={"failure": why})
     said = {} if outcome is None else {"reward": outcome.reward, "reward_version": outcome.reward_version}
     return played.model_copy(update={**said, "segments": segments})
 
@@ -262,36 +234,11 @@ def unusable(trajectory: Trajectory, timeout: float) -> Failure | None:
     """Why an episode, bounded by ``timeout`` seconds, is no sample of the policy, if its failure does not say it."""
     if is_interrupted(trajectory):
         why = f"the episode was not over after {timeout:g} s: raise --timeout"
-        return failure_of(FailureKind.ENVIRONMENT, TIMED_OUT, why)
+        return Failure(kind=FailureKind.ENVIRONMENT, message=why, boundary=TIMED_OUT)
     if not any(trajectory.sampled()):
         why = f"nothing was sampled ({trajectory.stop.value}): the first prompt is longer than max_prompt_length allows"
-        return failure_of(FailureKind.ENVIRONMENT, "rollout.prompt", why)
+        return Failure(kind=FailureKind.ENVIRONMENT, message=why, boundary="rollout.prompt")
     return None
-
-
-def failure_of(kind: FailureKind, boundary: str, message: str) -> Failure:
-    """A failure that no episode had while it was played."""
-    return Failure(kind=kind, message=message, boundary=boundary)
-
-
-def _segments(trajectory: Trajectory) -> tuple[Sample, ...] | Failure:
-    try:
-        return tuple(samples_of(trajectory))
-    except TrainingError as error:
-        return failure_of(FailureKind.MODEL, "rollout.token_ids", str(error))
-
-
-def _off_policy(settings: RLSettings, trajectory: Trajectory) -> str:
-    if getattr(make_strategy(settings), "selects", False):
-        return f"{trajectory.strategy.name} chose among what the policy sampled"
-    return off_policy_sampling(trajectory)
-
-
-def _resolved(trajectory: Trajectory) -> bool | None:
-    result = trajectory.evidence.get("test_result")
-    report = result.get("report") if isinstance(result, dict) else None
-    resolved = report.get("resolved") if isinstance(report, dict) else None
-    return resolved if isinstance(resolved, bool) else None
 
 
 class FoundTask(NamedTuple):
@@ -348,18 +295,15 @@ def _each(rows: Sequence[JsonObject], settings: RLSettings) -> list[FoundTask]:
             suite = Suite(name=_ROWS, dataset=_ROWS, split=_SPLIT)
             found.append(_of_instance(instance_of(row), suite, settings))
         elif {"id", "environment"} <= row.keys() <= Task.model_fields.keys():
-            found.append(_of_task(_task_of(row), settings))
+            try:
+                task = Task.model_validate(row)
+            except ValidationError as error:
+                at, what = next(iter(problems(error, Task)))
+                raise ConfigError(f"the task: {'.'.join(at)}: {what}") from error
+            found.append(_of_task(task, settings))
         else:
-            found.append(FoundTask(_environment(name), plain[number], settings))
+            found.append(FoundTask(find_suite(ENVIRONMENT).of_environment(name), plain[number], settings))
     return found
-
-
-def _task_of(row: JsonObject) -> Task:
-    try:
-        return Task.model_validate(row)
-    except ValidationError as error:
-        at, what = next(iter(problems(error, Task)))
-        raise ConfigError(f"the task: {'.'.join(at)}: {what}") from error
 
 
 def _of_task(task: Task, settings: RLSettings) -> FoundTask:
@@ -375,8 +319,9 @@ def _of_task(task: Task, settings: RLSettings) -> FoundTask:
 def _of_id(wanted: str, suite: str, settings: RLSettings) -> FoundTask:
     if environment := _environment_of(wanted, suite, settings):
         name, index = environment
-        chosen = _at(settings, name)
-        return FoundTask(_suite_of(chosen), _indexed(name, index), chosen)
+        if name != settings.env_name:  # whose options are none of another environment
+            settings = settings.model_copy(update={"env_name": name, "environment": {}})
+        return FoundTask(_suite_of(settings), _indexed(name, index), settings)
     instances = [found for name in ((suite,) if suite else _here()) for found in _instances(name)]
     found = next((each for each in instances if each[1].instance_id == wanted), None)
     if found is None:
@@ -393,13 +338,6 @@ def _environment_of(wanted: str, suite: str, settings: RLSettings) -> tuple[str,
         return (suite if suite in _served() else settings.env_name, int(number))
     name = next((each for each in (settings.env_name, *_served()) if folder_name(each) == named), None)
     return None if name is None else (name, int(number))
-
-
-def _at(settings: RLSettings, environment: str) -> RLSettings:
-    """The settings with another environment, which has none of the options of the one that they name."""
-    if environment == settings.env_name:
-        return settings
-    return settings.model_copy(update={"env_name": environment, "environment": {}})
 
 
 def _indexed(environment: str, index: int) -> EvalTask:
@@ -428,18 +366,12 @@ def _of_instance(instance: Instance, suite: Suite, settings: RLSettings) -> Foun
     return FoundTask(suite, swe_task(instance, suite), settings)
 
 
-def _environment(name: str) -> Suite:
-    return find_suite(ENVIRONMENT).of_environment(name)
-
-
 def _suite_of(settings: RLSettings) -> Suite:
     """The suite of its own that the environment has, unless the settings name a server."""
     served = {"env_port", "env_server_base"} & settings.model_fields_set or "base_url" in settings.environment
-    return (
-        find_suite(settings.env_name)
-        if settings.env_name in _served() and not served
-        else _environment(settings.env_name)
-    )
+    if settings.env_name in _served() and not served:
+        return find_suite(settings.env_name)
+    return find_suite(ENVIRONMENT).of_environment(settings.env_name)
 
 
 def _unknown(wanted: str, suite: str, ids: Sequence[str]) -> str:

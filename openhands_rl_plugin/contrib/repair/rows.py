@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -59,11 +58,6 @@ class RepairSpec(Frozen):
     shown: int = Field(ge=1)
 
 
-def is_repair(instance: Instance) -> bool:
-    """Whether a row is a repair task."""
-    return COLUMN in instance.extra
-
-
 def spec_of(instance: Instance) -> RepairSpec:
     """The column ``repair``. Raises ``ConfigError`` for one that is not as it should be."""
     try:
@@ -102,11 +96,6 @@ def at_level(instance: Instance, level: Level) -> Instance:
     """The instance with the statement of that level, under an id of its own."""
     text = statement(spec_of(instance), level, instance.fail_to_pass)
     return instance.model_copy(update={"instance_id": f"{instance.instance_id}-{level}", "problem_statement": text})
-
-
-def plainly_named(instance: Instance) -> Instance:
-    """The instance with the id that it has at no level."""
-    return instance.model_copy(update={"instance_id": re.sub(r"-\d\Z", "", instance.instance_id)})
 
 
 def repair_instances(level: Level, split: str, file: Path | None = None) -> tuple[Instance, ...]:

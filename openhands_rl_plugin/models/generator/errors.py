@@ -37,10 +37,6 @@ class Unauthorized(ServingError, status=401, kind="Unauthorized"):
     """The API key is missing or wrong."""
 
 
-class BodyTooLarge(ServingError, status=413, kind="BadRequestError"):
-    """The request body is over the configured limit."""
-
-
 class Overloaded(ServingError, status=503, kind="ServiceUnavailableError"):
     """The queue is full, or the server is stopping."""
 

@@ -323,11 +323,6 @@ class VerifierValueOptions(StrictOptions):
     verifier: str = "verifier"
     scale: float = Field(default=1.0, gt=0)
 
-    @property
-    def verifier_options(self) -> JsonObject:
-        """What the reward is built from."""
-        return dict(self.model_extra or {})
-
 
 class VerifierValue:
     """A verifier's score of the episode up to a state. It reads the conversation, so no fork is needed; states that are

@@ -41,13 +41,6 @@ from openhands_rl_plugin.trajectories.exchange.v1 import read_tool
 from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
 
-class LLMUsage(Foreign):
-    """Tokens billed."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class LLMSettings(Foreign):
     """What the call was made with, as far as it is needed."""
 
