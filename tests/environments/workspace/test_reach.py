@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -66,9 +65,11 @@ def swe_setup(folder: Path, lines: list[str]) -> str:
 
 def checks_of_a_task(folder: Path, lines: list[str]) -> str:
     tree = SourceTree({"plants": TreeFile(PLAIN, "".join(f"{line}\n" for line in lines).encode())})
-    caught = "import contextlib, io, sys\nsys.argv[1:], said = ['plants'], io.StringIO()\n"
-    script = f"{caught}with contextlib.redirect_stdout(said):\n    exec({REACH!r})\nACTUAL = said.getvalue()\n"
-    return ast.literal_eval(TreeSandbox(Path(sys.prefix), [], 60).run_snippet(tree, script)["ACTUAL"])
+    program = folder / "program.py"
+    caught = "import contextlib, io, json, sys\nresult, said = sys.argv[2], io.StringIO()\nsys.argv[1:] = ['plants']\n"
+    told = "json.dump(said.getvalue(), open(result, 'w'))\n"
+    program.write_text(f"{caught}with contextlib.redirect_stdout(said):\n    exec({REACH!r})\n{told}")
+    return str(TreeSandbox(Path(sys.prefix), [], 60).run_program(tree, program, None))
 
 
 @pytest.mark.parametrize("attempt", [agent, agent_of_a_task, swe, swe_setup, checks_of_a_task])
