@@ -1,22 +1,38 @@
-"""``/api/episodes`` and ``/api/facets``: a page of the list, and how many have which value."""
+"""``/api/episodes``, ``/api/facets``, ``/api/compare`` and ``/api/labels``: lists, comparisons, and what people say."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Self
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue, field_validator, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.studio.replies import Columns, columns, number, reply, whole
-from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.core.judgements import OPINIONS, labels_of, opinions_of, standing, verdict_word
-from openhands_rl_plugin.core.protocols import TellsChanges
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
-from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources
+from openhands_rl_plugin.core.judgements import (
+    ALIKE,
+    OPINIONS,
+    asked_in_common,
+    labels_of,
+    opinions_of,
+    standing,
+    verdict_word,
+)
+from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
+from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
+from openhands_rl_plugin.core.statistics import paired_difference
+from openhands_rl_plugin.core.transcript import transcript_nodes
+from openhands_rl_plugin.core.types import Frozen, JsonObject, StopReason, Trajectory
 from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.evals.report.figures import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
+from openhands_rl_plugin.rollout.verdicts import add_label, labelled, withdraw
 
 MOST_ROWS = 1000
 _ROWS = 100
@@ -155,3 +171,233 @@ def rows_of(
         "labels": [kinds.get(each.id) for each in found],
     }
     return columns(rows)
+
+
+_RESAMPLES = 2000
+_MOST_TASKS = 2000
+_MOST_EPISODES = 50_000
+
+_Tasks = dict[tuple[str, str], list[tuple[str, float]]]
+"""(environment, task) -> the ids of its episodes, each with whether it succeeded."""
+
+
+class CompareResource:
+    """``?a=&b=``: ids of episodes; with ``of=sets`` two versions of adapters, such as ``shop@7``, or two runs."""
+
+    def __init__(self, sources: StudioSources, shelf: EpisodeShelf) -> None:
+        self._sources = sources
+        self._shelf = shelf
+
+    async def get(self, request: Request) -> Response:
+        """The comparison of either kind. Raises ``HTTPException`` 400 and 404."""
+        one, other = (request.query_params.get(name, "") for name in ("a", "b"))
+        if not one or not other:
+            raise HTTPException(400, "give both sides: a= and b=")
+        if request.query_params.get("of") == "sets":
+            storage = self._sources.store(request)
+            return reply(request, tasks_compared(await self._tasks(storage, one), await self._tasks(storage, other)))
+        first, second = await self._shelf.open(request, one), await self._shelf.open(request, other)
+        return reply(request, episodes_compared(first, second))
+
+    async def _tasks(self, storage: TrajectoryStorage, text: str) -> _Tasks:
+        adapter, at, version = text.rpartition("@")
+        named = {"adapter": adapter, "policy_version": int(version)} if at and version.isdecimal() else {"run_id": text}
+        where = TrajectoryFilter(failed=False, limit=_MOST_EPISODES).model_copy(update=named)
+        found: _Tasks = defaultdict(list)
+        async for each in storage.summaries(where):
+            if (success := _succeeded(each)) is not None:
+                found[each.environment, each.task_id].append((each.id, success))
+        return found
+
+
+def episodes_compared(first: Opened, second: Opened) -> JsonObject:
+    """Rows of two nodes that stand beside each other; ``same`` where they say the same."""
+    sides = [transcript_nodes(each.trajectory) for each in (first, second)]
+    said = [[_said(each.trajectory, at) for at in side] for each, side in zip((first, second), sides, strict=True)]
+    rows: dict[str, list[JsonValue]] = {"a": [], "b": [], "same": []}
+    for kind, low, high, other_low, other_high in SequenceMatcher(a=said[0], b=said[1], autojunk=False).get_opcodes():
+        for at in range(max(high - low, other_high - other_low)):
+            rows["a"].append(sides[0][low + at] if low + at < high else None)
+            rows["b"].append(sides[1][other_low + at] if other_low + at < other_high else None)
+            rows["same"].append(1 if kind == "equal" else None)
+    task, other = first.trajectory.task, second.trajectory.task
+    return {
+        "a": first.trajectory.id,
+        "b": second.trajectory.id,
+        "same_task": (task.environment, task.id) == (other.environment, other.id),
+        "first_difference": next((at for at, same in enumerate(rows["same"]) if same is None), None),
+        "rows": dict(columns(rows)),
+    }
+
+
+def _said(trajectory: Trajectory, at: int) -> str:
+    message = trajectory.nodes[at].message
+    return f"{message.role}\0{message.content}\0{[(call.name, call.arguments) for call in message.tool_calls]}"
+
+
+def _succeeded(summary: TrajectorySummary) -> float | None:
+    reward = summary.judged
+    if reward is None or not math.isfinite(reward):
+        return None
+    return float(success_rule(summary.environment).holds(reward, summary.stop))
+
+
+def tasks_compared(first: _Tasks, second: _Tasks) -> JsonObject:
+    """Success over the tasks that both have; the p-value as in ``openhands-rl compare``."""
+    shared = sorted(first.keys() & second.keys())
+    rates = [[_mean(side[task]) for task in shared] for side in (first, second)]
+    differences = [after - before for before, after in zip(*rates, strict=True)]
+    gained, lost = sum(each > 1e-12 for each in differences), sum(each < -1e-12 for each in differences)
+    single = all(len(side[task]) == 1 for side in (first, second) for task in shared)
+    body: JsonObject = {
+        "tasks": len(shared),
+        "only_a": len(first) - len(shared),
+        "only_b": len(second) - len(shared),
+        "gained": gained,
+        "lost": lost,
+    }
+    if not shared:
+        return body | {"rows": {}}
+    estimate = paired_difference(*rates, resamples=_RESAMPLES)
+    # What changed comes first: that is what is looked at.
+    order = sorted(range(len(shared)), key=lambda at: (-abs(differences[at]), shared[at]))[:_MOST_TASKS]
+    rows: dict[str, list[JsonValue]] = {
+        "environment": [shared[at][0] for at in order],
+        "task": [shared[at][1] for at in order],
+        "a": [rates[0][at] for at in order],
+        "b": [rates[1][at] for at in order],
+        "a_id": [_shown(first, shared[at]) for at in order],
+        "b_id": [_shown(second, shared[at]) for at in order],
+    }
+    return body | {
+        "rate_a": number(math.fsum(rates[0]) / len(shared)),
+        "rate_b": number(math.fsum(rates[1]) / len(shared)),
+        "difference": {name: number(value) for name, value in estimate.model_dump().items()},
+        "p": mcnemar(gained, lost) if single else sign_permutation(differences),
+        "test": MCNEMAR if single else PERMUTATION,
+        "rows": dict(columns(rows)),
+    }
+
+
+def _mean(attempts: Sequence[tuple[str, float]]) -> float:
+    return math.fsum(success for _, success in attempts) / len(attempts)
+
+
+def _shown(side: Mapping[tuple[str, str], Sequence[tuple[str, float]]], task: tuple[str, str]) -> str:
+    return side[task][0][0]
+
+
+_LONGEST = 10_000
+
+
+class LabelRequest(Frozen):
+    """What a page sends. ``withdraws``: the id of a label of ``episode`` that holds no more, and nothing else."""
+
+    episode: str = Field(min_length=1, max_length=1000)
+    kind: LabelKind | None = None
+    value: float | None = Field(default=None, allow_inf_nan=False, ge=-1e9, le=1e9)
+    text: str = Field(default="", max_length=_LONGEST)
+    node: int | None = Field(default=None, ge=0)
+    tokens: tuple[int, int] | None = None
+    other: str | None = Field(default=None, max_length=1000)
+    withdraws: str | None = Field(default=None, max_length=200)
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _known(cls, value: object) -> object:
+        return LabelKind(value) if value in list(LabelKind) else value
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.withdraws is not None:
+            return self
+        if self.kind is None:
+            raise ValueError("kind is missing: verdict, preference, comment or tag")
+        if self.kind is LabelKind.VERDICT and self.value is None:
+            raise ValueError("a verdict needs a value: 1 solved, 0 not, or any number")
+        if self.kind is LabelKind.PREFERENCE and (
+            self.value not in (0.0, ALIKE, 1.0) or self.other in (None, self.episode)
+        ):
+            raise ValueError(
+                "a preference needs another episode, and as its value 1 (better), 0 (worse) or 0.5 (alike)"
+            )
+        if self.kind in (LabelKind.COMMENT, LabelKind.TAG) and not self.text.strip():
+            raise ValueError(f"a {self.kind.value} needs a text")
+        if self.tokens is not None and (self.node is None or not 0 <= self.tokens[0] < self.tokens[1]):
+            raise ValueError("tokens are a range [first, end) of a node's")
+        return self
+
+
+class LabelResource:
+    """The labels of a store."""
+
+    def __init__(self, sources: StudioSources, author: str) -> None:
+        self._sources = sources
+        self._author = author
+
+    async def get(self, request: Request) -> Response:
+        """``labels`` that hold, oldest first; ``?episode=`` those of one."""
+        storage, episode = self._sources.store(request), request.query_params.get("episode")
+        if episode:
+            storage = await self._sources.holding(request, episode)
+            found = await labels_of(storage, [episode])
+        else:
+            every = storage.summaries(TrajectoryFilter(finished=None))
+            found = await labels_of(storage, [each.id async for each in every])
+        return reply(request, {"labels": [label.model_dump(mode="json") for label in standing(found)]})
+
+    async def post(self, request: Request) -> Response:
+        """Append one; 201 with it and those of its episode that hold. Raises ``HTTPException`` 400 and 404."""
+        said = LabelRequest.model_validate_json(await request.body())
+        storage = await self._sources.holding(request, said.episode)
+        labelled(storage)
+        if said.withdraws is not None:
+            made = await self._withdraw(storage, said.episode, said.withdraws)
+        else:
+            await self._check(storage, said)
+            fields = said.model_dump(exclude={"episode", "kind", "withdraws"})
+            assert said.kind is not None, "it was validated"
+            made = await add_label(storage, said.episode, said.kind, author=self._author, **fields)
+        holding = standing(await labels_of(storage, [said.episode]))
+        body = {"label": made.model_dump(mode="json"), "labels": [each.model_dump(mode="json") for each in holding]}
+        response = reply(request, body)
+        response.status_code = 201
+        return response
+
+    async def _withdraw(self, storage: TrajectoryStorage, episode: str, identity: str) -> Label:
+        found = standing(await labels_of(storage, [episode]))
+        label = next((each for each in found if each.id == identity), None)
+        if label is None:
+            raise HTTPException(404, "the episode has no label of that id that holds")
+        return await withdraw(storage, label, author=self._author)
+
+    async def _check(self, storage: TrajectoryStorage, said: LabelRequest) -> None:
+        trajectory = await _episode(storage, said.episode)
+        if said.node is not None:
+            if said.node >= len(trajectory.nodes):
+                raise HTTPException(
+                    400, f"the episode has {len(trajectory.nodes)} nodes, so there is no node {said.node}"
+                )
+            tokens = trajectory.nodes[said.node].tokens
+            if said.tokens is not None and (tokens is None or said.tokens[1] > len(tokens.sampled_ids)):
+                raise HTTPException(400, "the node has not so many sampled tokens")
+        if said.kind in (LabelKind.VERDICT, LabelKind.PREFERENCE):
+            _check_counts(trajectory)
+        if said.kind is LabelKind.PREFERENCE:
+            other = await _episode(storage, said.other or "")
+            _check_counts(other)
+            if asked_in_common(trajectory.task) != asked_in_common(other.task):
+                raise HTTPException(400, "the two are of two tasks: only attempts at one task can be compared")
+
+
+async def _episode(storage: TrajectoryStorage, identity: str) -> Trajectory:
+    async for trajectory, _ in storage.find(TrajectoryFilter(ids=(identity,), finished=None)):
+        return trajectory
+    raise HTTPException(404, f"the store has no episode {identity[:80]!r}")
+
+
+def _check_counts(trajectory: Trajectory) -> None:
+    if trajectory.stop is StopReason.UNFINISHED:
+        raise HTTPException(400, f"{trajectory.id[:80]} has not ended yet: judge it when it has")
+    if trajectory.failure is not None:
+        raise HTTPException(400, f"{trajectory.id[:80]} failed ({trajectory.failure.kind}), so that it would not count")

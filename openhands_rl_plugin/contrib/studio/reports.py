@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.apps.loop.parts import STATE
-from openhands_rl_plugin.contrib.studio.comparison import episodes_compared
 from openhands_rl_plugin.contrib.studio.document import single_file
 from openhands_rl_plugin.contrib.studio.episode import BreakResource, bodies_of, header_of, tokens_of
-from openhands_rl_plugin.contrib.studio.listing import rows_of
+from openhands_rl_plugin.contrib.studio.listing import episodes_compared, rows_of
 from openhands_rl_plugin.contrib.studio.replies import plain, reply
 from openhands_rl_plugin.contrib.studio.runs import (
     curves_of,

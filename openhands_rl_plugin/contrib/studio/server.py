@@ -20,19 +20,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openhands_rl_plugin.contrib.studio.comparison import CompareResource
 from openhands_rl_plugin.contrib.studio.config import StudioConfig
 from openhands_rl_plugin.contrib.studio.document import HEADERS, STATIC, content_security_policy, document
 from openhands_rl_plugin.contrib.studio.door import SIGN_IN
 from openhands_rl_plugin.contrib.studio.episode import BreakResource, EpisodeResource, GroupResource
-from openhands_rl_plugin.contrib.studio.events import EventResource
-from openhands_rl_plugin.contrib.studio.labelling import LabelResource
-from openhands_rl_plugin.contrib.studio.listing import ListResource
+from openhands_rl_plugin.contrib.studio.listing import CompareResource, LabelResource, ListResource
 from openhands_rl_plugin.contrib.studio.replies import ERROR_HANDLERS, reply
 from openhands_rl_plugin.contrib.studio.reports import ExportResource
 from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report as write_evaluation_report
 from openhands_rl_plugin.contrib.studio.reports import write_run_report as write_run_report
-from openhands_rl_plugin.contrib.studio.runs import AdapterResource, EvaluationResource, RunResource
+from openhands_rl_plugin.contrib.studio.runs import AdapterResource, EvaluationResource, EventResource, RunResource
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, StudioSources, TokenText
 from openhands_rl_plugin.contrib.studio.tickets import COOKIE, Tickets
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -85,11 +85,6 @@ def test_other_sampling_is_refused_in_one_line(sections: dict[str, Any], says: s
         check_trainable(settings(**sections))
 
 
-def test_imitation_takes_whatever_was_played() -> None:
-    hot = {"sampling": {"temperature": 2.0, "min_p": 0.2}, "rollout_strategy": "BestOfN"}
-    check_trainable(settings(training={"algorithm": "rejection-sampling"}, loop={"samples_per_task": 1}, **hot))
-
-
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
@@ -106,33 +101,9 @@ def test_what_a_loop_cannot_learn_from_is_refused(sections: dict[str, Any], says
         check_trainable(settings(**sections))
 
 
-def test_a_group_of_one_is_enough_where_none_is_compared() -> None:
-    check_trainable(settings(training={"algorithm": "reinforce++"}, loop={"samples_per_task": 1}))
-
-
 def test_the_proposals_of_a_tree_are_a_group_of_their_own() -> None:
     training = {"algorithm": "grpo", "tree": "proposals"}
     best = {"rollout_strategy": "BestOfN", "strategy": {"value": "none", "temperature": 1.0}}
     check_trainable(settings(training=training, loop={"samples_per_task": 1}, **best))
     with pytest.raises(ConfigError, match=r"samples_per_task = 1: algorithm = .* compares the episodes of a task"):
         check_trainable(settings(training=training, loop={"samples_per_task": 1}))  # nothing is searched
-
-
-def test_the_strategy_of_the_held_out_episodes_is_a_known_one() -> None:
-    assert settings(loop={"evaluation_strategy": "StandardReAct"}).loop.evaluation_strategy == "StandardReAct"
-    with pytest.raises(ConfigError, match=r"\[rl.loop\] evaluation_strategy: unknown strategy 'ReAct'"):
-        settings(loop={"evaluation_strategy": "ReAct"})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"top_k": -2}, {"min_p": 1.5}, {"repetition_penalty": 0}, {"presence_penalty": 3}, {"frequency_penalty": "1"}],
-)
-def test_values_that_no_server_takes_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"\[rl.sampling\] {next(iter(wrong))}: "):
-        settings(sampling=wrong)
-
-
-def test_experts_of_a_whole_model_need_no_adapter() -> None:
-    with pytest.raises(ConfigError, match='adapt_experts = true has no effect on method = "full"'):
-        settings(training={"algorithm": "grpo", "method": "full", "adapt_experts": True})

@@ -18,10 +18,9 @@ from rich.console import Console
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
 from openhands_rl_plugin.apps.loop.progress import ProgressListener
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.cli.options.running import free_port, running_command
+from openhands_rl_plugin.cli.options.running import free_port
 from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
 from openhands_rl_plugin.contrib.demo.repair_story import repair_tasks
-from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.training.loop.plan import LoopState
@@ -51,14 +50,6 @@ def test_a_server_ends_when_the_demo_is_killed(tmp_path: Path) -> None:
             return
         time.sleep(0.1)
     pytest.fail("the server outlived its parent")
-
-
-def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
-    with (
-        pytest.raises(InfrastructureError, match="no such shop"),
-        running_command(["env", "webshop", "--products", "0"], free_port(), tmp_path / "log"),
-    ):
-        pytest.fail("it came up")
 
 
 def test_goals_of_demonstrations_training_and_evaluation_are_disjoint(tmp_path: Path) -> None:
@@ -125,11 +116,6 @@ def test_repair_is_learnt_from_what_is_proposed_and_measured_without_a_search(le
     hurried = RepairOptions(run_directory=tmp_path, level=level).shortened()
     check_trainable(hurried.settings())
     assert hurried.stages == 6
-
-
-def test_a_level_is_of_repair_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--level", "2", "--run-dir", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "error: --level is of the repair tasks: add --task repair\n"
 
 
 @pytest.mark.slow

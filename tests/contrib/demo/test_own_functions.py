@@ -12,7 +12,6 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.contrib.demo.options import RepairOptions
 from openhands_rl_plugin.contrib.demo.repair_story import beside_own, own_functions, repair_tasks
-from openhands_rl_plugin.contrib.repair import making
 from openhands_rl_plugin.contrib.repair.making import OwnTasks, shown_functions
 from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
@@ -177,19 +176,6 @@ def test_no_task_to_train_on_shows_what_is_held_out(tmp_path: Path) -> None:
     shown = frozenset().union(*map(shown_functions, own.training))
     assert held_out and held_out.isdisjoint(shown) and "level" in held_out | shown
     assert any("1 file of tests cannot be imported (test_broken.py: " in line for line in noted.lines)
-
-
-@needs_bubblewrap
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_tests_that_take_too_long_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "_RECORDING_SECONDS", 8)
-    slow = {"test_numbers": TESTS, "test_slow": "import time\n\n\ndef test_slow():\n    time.sleep(60)\n"}
-    mine = repository(tmp_path / "mine", numbers_of=NUMBERS, words_of=WORDS, **slow)
-    noted = Noted()
-    own = own_functions(RepairOptions(run_directory=tmp_path / "run", repository=mine), noted, anew=True)
-    assert own.training and own.held_out, "what had run by then is used"
-    assert any("as its tests did not end in time" in line for line in noted.lines)
 
 
 def test_the_repositorys_functions_are_trained_on_first_and_are_nobody_elses(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,19 +171,6 @@ def test_tests_that_are_no_measure_are_refused(
         commit(folder, "tests that fail", test_units=steady_and(FAILS, 4))
         assert cli.main([*run, "--tasks", "5"]) == 1
         assert "of 6 tests, 4 fail" in error_of(capsys)
-
-
-def test_a_context_without_room_is_refused_before_any_task(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    short = tmp_path / "short"
-    shutil.copytree(model, short)
-    settings = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 1024}))
-    units = units_repository(tmp_path / "units")
-    assert cli.main(words(units, tmp_path, "--model", str(short))) == 1
-    assert "no room for an episode" in error_of(capsys)
-    assert not (tmp_path / "run/tasks").exists()
 
 
 def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from demo_episodes import played
 from report_data import data_of
 
@@ -15,7 +14,7 @@ from openhands_rl_plugin.contrib.studio.reports import MOST_BYTES, write_run_rep
 from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.loop.facts import HeldOut, RunFacts
+from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.stages import LoopListener
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -129,13 +128,6 @@ async def test_the_samples_are_the_tasks_whose_reward_rose_most(tmp_path: Path) 
         assert f"click[final & {each['task']}]" in json.dumps(data[f"episodes/{each['after']}/nodes"])
 
 
-async def test_every_adapter_of_the_run_names_the_one_that_it_came_from(tmp_path: Path) -> None:
-    (folder,) = data_of(await reported(tmp_path / "night"))["adapters"]["folders"]
-    found = [(each["name"], each["parent"], each["step"], len(each["sha256"])) for each in folder["adapters"]]
-    assert found == [(ADAPTERS[0], None, 3, 64), (ADAPTERS[1], ADAPTERS[0], 3, 64), (ADAPTERS[2], ADAPTERS[1], 3, 64)]
-    assert [(each["held_out"] or {}).get("mean") for each in folder["adapters"]] == [0.4, None, 0.8]
-
-
 async def test_a_report_is_bounded_and_names_what_it_lacks(tmp_path: Path) -> None:
     directory = tmp_path / "night"
     file = await reported(directory)
@@ -170,18 +162,6 @@ async def test_a_resumed_run_keeps_when_it_began_and_a_damaged_episode_costs_its
     assert data["episodes"]["total"] == 4 and "goal-a" in data["export"]["left_out"][0]
 
 
-async def test_what_was_measured_once_only_is_compared_with_nothing(tmp_path: Path) -> None:
-    async with FileTrajectoryStorage(tmp_path / "trajectories") as storage:
-        await fill(tmp_path, storage)
-        held_out = HeldOut(plan_of(tmp_path), storage, "return-1")
-        (change,) = await held_out.changes(LoopState(records=STATE.records[3:]))
-        assert change.sentence("goals").startswith("After RL against SFT: +0.00 in success")
-        assert "5 goals in both evaluations, evaluate-warm-start and evaluate-final" in change.sentence("goals")
-        assert await held_out.samples(LoopState(records=STATE.records[1:3])) == ()
-        alone = await held_out.samples(LoopState(records=STATE.records[:1]))
-        assert alone and alone[0].before == alone[0].after
-
-
 async def test_a_report_that_cannot_be_written_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
     class Notes(LoopListener):
         def __init__(self) -> None:
@@ -207,11 +187,3 @@ async def test_a_report_that_cannot_be_written_is_noted_and_the_run_goes_on(tmp_
         await report.stage_saved(LoopState())
     (line,) = notes.lines
     assert "report.html was not written" in line
-
-
-@pytest.mark.parametrize("text", ["{", '{"run_id": 3}'])
-def test_damaged_facts_are_a_problem_with_a_remedy(tmp_path: Path, text: str) -> None:
-    from openhands_rl_plugin.contrib.studio.runs import summary_of
-
-    (tmp_path / "run.json").write_text(text)
-    assert "run.json cannot be read" in str(summary_of("r", tmp_path)["problem"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,20 +187,3 @@ def read(response: httpx.Response) -> Iterator[tuple[str, dict, str]]:
         kind, identity = (value if name == "event" else kind), (value if name == "id" else identity)
         if name == "data":
             yield kind, json.loads(value), identity
-
-
-def test_an_export_holds_all_that_the_pages_ask_for(run: Path, client: Client) -> None:
-    browser = client(sources=sources_at([str(run)]))
-    data = browser.get("/api/export?ids=e0,e1").json()
-    assert data["episodes"]["rows"]["id"] == ["e0", "e1"]
-    asked = [address for address in data if address.startswith("episodes/")]
-    assert "episodes/e1/nodes/4/tokens" in asked and len(asked) == 10
-    for address in asked:
-        assert browser.get(f"/api/{address}").json() == data[address]
-    page = browser.get("/api/export?ids=e0,e1&html=1").text
-    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page) and "http-equiv" in page
-    places = json.loads(re.findall(r'importmap">(.*?)</script>', page)[0])["imports"]
-    kept = base64.b64decode(places["studio/data"].partition("base64,")[2]).decode()
-    text = json.loads(kept.removeprefix("export default JSON.parse(").removesuffix(");"))
-    assert json.loads(text)["episodes/e1"] == data["episodes/e1"]
-    assert browser.get("/api/export?ids=").status_code == 400 and browser.get("/api/export?ids=none").status_code == 404

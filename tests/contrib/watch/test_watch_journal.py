@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from full_disk import no_file_larger_than
 
-from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep, roll_back, state_of
+from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep, state_of
 from openhands_rl_plugin.contrib.watch.service import OverBudget, check_budget, spent
 from openhands_rl_plugin.contrib.watch.settings import WatchSettings
-from openhands_rl_plugin.core.errors import ConfigError, StorageError
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.core.errors import StorageError
 
 
 def test_nothing_of_a_line_stays_that_a_full_disk_did_not_take(tmp_path: Path) -> None:
@@ -59,13 +57,6 @@ def test_a_rollback_ends_the_round_and_what_was_decided_too_late_changes_nothing
     assert state.learnt == frozenset(), "what was only tried may be tried again with others"
 
 
-def test_a_training_that_fails_is_counted_apart_from_servers_that_are_away() -> None:
-    away, failed = entry(1, WatchStep.COULD_NOT), entry(2, WatchStep.COULD_NOT, failed=True)
-    state = state_of([away, failed, away])
-    assert (state.tries, state.failures) == (3, 1)
-    assert state_of([away, failed, entry(3, WatchStep.FROZEN, digest="d")]).tries == 0
-
-
 def test_the_budgets_are_those_of_a_day(tmp_path: Path) -> None:
     day = 86_400.0
     entries = [
@@ -84,15 +75,3 @@ def test_the_budgets_are_those_of_a_day(tmp_path: Path) -> None:
     ):
         with pytest.raises(OverBudget, match=says.replace("+", r"\+")):
             check_budget(settings, today, tmp_path)
-
-
-async def test_a_rollback_to_nowhere_says_where_to(tmp_path: Path) -> None:
-    adapters = AdapterStore(tmp_path)
-    publisher = AdapterPublisher("http://127.0.0.1:9", adapters)
-    for wanted, says in (
-        ("7", r"--to 7: policy has no such version in .*; available: none, base"),
-        (None, "nothing to"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            await roll_back(Journal(tmp_path / "watch"), adapters, publisher, "policy", wanted)
-    assert Journal(tmp_path / "watch").read() == ()

@@ -18,10 +18,9 @@ from openhands_rl_plugin.contrib.watch.gathering import (
     candidates,
     check_calibrated,
     material,
-    training_for,
 )
 from openhands_rl_plugin.contrib.watch.journal import State
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, TrainingError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.judgements import labels_of, preferences
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import PolicyRef, Score, Task, Trajectory
@@ -103,14 +102,6 @@ async def test_people_come_first_and_contradictions_wait(store: FileTrajectorySt
     assert only.open == {"labels contradict each other": 1, "nobody has judged it": 1}
 
 
-async def test_a_later_verdict_counts(store: FileTrajectoryStorage) -> None:
-    chosen, name = settings(), "episode-tiny-1"
-    judge = EpisodeJudge(chosen, store)
-    assert (await judge.judge([name])).known[name] == Judgement(0.0, False, "recorded-1")
-    await store.add_scores([Score(trajectory_id=name, reward=1.0, reward_version="verdict-1")])
-    assert (await judge.judge([name])).known[name] == Judgement(1.0, True, "recorded-1")
-
-
 async def test_what_nobody_paid_or_judged_waits(store: FileTrajectoryStorage) -> None:
     unpaid = episode(9, 0.0, task=Task(id="t", environment="workspace", instruction="do it"))
     nodes = tuple(node.model_copy(update={"reward": None}) for node in unpaid.nodes)
@@ -176,10 +167,3 @@ async def test_the_algorithm_follows_from_what_is_there(store: FileTrajectorySto
     lineage = tuple(f"policy-v{number:06d}" for number in (3, 2, 1))
     stale, why = await found(store, settings("grpo", min_used=3), lineage)
     assert stale is None and "0 episodes can be compared" in why, "of three versions before"
-
-
-def test_an_algorithm_of_another_release_is_an_error() -> None:
-    chosen = settings("grpo").training
-    assert training_for(chosen, "grpo") == chosen and training_for(chosen, "sft").imitate_above == 0.5
-    with pytest.raises(TrainingError, match="'dpo2' of the journal is unknown"):
-        training_for(chosen, "dpo2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product as combinations
 
 import pytest
 from hypothesis import given
@@ -63,31 +62,6 @@ def test_the_reward_is_webshops_formula(data: st.DataObject) -> None:
     assert (judged.reward == 1.0) == met_all
 
 
-def test_one_goal_worked_by_hand() -> None:
-    assert purchase_reward(SHIRT, GOAL.options, GOAL).reward == 1.0
-    no_options = purchase_reward(SHIRT, (), GOAL)
-    assert (no_options.r_option, no_options.reward) == (0.0, 3 / 5)
-    too_dear = purchase_reward(replace(SHIRT, price=31), GOAL.options, GOAL)
-    assert (too_dear.r_price, too_dear.reward) == (0.0, 4 / 5)
-    half = purchase_reward(replace(SHIRT, attributes=("cotton",)), (("color", "red"), ("size", "small")), GOAL)
-    assert (half.r_att, half.r_option, half.reward) == (0.5, 0.5, 3 / 5)
-
-
-def test_a_goal_without_options_has_no_option_reward() -> None:
-    judged = purchase_reward(SHIRT, (("color", "red"),), replace(GOAL, options=()))
-    assert judged.r_option is None and judged.reward == 1.0
-
-
-def test_the_same_value_in_another_group_does_not_count() -> None:
-    goal = replace(GOAL, options=(("color", "red"),))
-    assert purchase_reward(SHIRT, (("trim", "red"),), goal).r_option == 0.0
-
-
-def test_more_options_than_wanted_earn_nothing_more() -> None:
-    goal = replace(GOAL, options=(("color", "red"),))
-    assert purchase_reward(SHIRT, (("color", "red"), ("size", "large")), goal).reward == 1.0
-
-
 @pytest.mark.parametrize(
     ("bought_query", "bought_category", "wanted_query", "factor"),
     [
@@ -104,10 +78,3 @@ def test_the_type_factor_follows_the_papers_thresholds(
 ) -> None:
     bought = replace(SHIRT, query=bought_query, category=bought_category)
     assert type_reward(bought, replace(GOAL, query=wanted_query)) == factor
-
-
-def test_no_two_types_of_the_shop_are_taken_for_each_other() -> None:
-    by_type = {product.query: product for product in WORLD.catalogue.products}
-    goal_of = {goal.query: goal for goal in WORLD.goals}
-    for bought, wanted in combinations(by_type, goal_of):
-        assert type_reward(by_type[bought], goal_of[wanted]) == (1.0 if bought == wanted else 0.0)

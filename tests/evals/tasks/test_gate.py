@@ -128,17 +128,6 @@ async def test_what_a_policy_always_or_never_solves_is_told(tmp_path: Path) -> N
     assert "in 0% of its attempts" in found["one"] and found["two"] == "" and "in 100%" in found["three"]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("[]", "one JSON object"), ('{"one": 2}', "one JSON object"), ("{", "as JSON"), ("{}", "no result for one")],
-)
-async def test_results_that_cannot_be_used(text: str, said: str, tmp_path: Path) -> None:
-    path = written(tmp_path / "t.jsonl", instance("one"))
-    (tmp_path / "rates.json").write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        await problems(path, results=tmp_path / "rates.json")
-
-
 def test_a_file_that_was_never_checked_or_changed_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", instance("one"))
     (tmp_path / "t.lineage.json").unlink()

@@ -12,15 +12,12 @@ import pytest
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.tasks.packages import (
-    SUITE_PLAN,
     Package,
     Release,
-    fetch,
     fetch_release,
     layout_of,
     parse_source,
     read_plan,
-    suite_file,
 )
 from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile, read_archive
 
@@ -64,12 +61,6 @@ def test_a_plan_is_refused_with_a_line_for_each_mistake(tmp_path: Path) -> None:
     assert "give one of release, archive and git" in str(caught.value)
 
 
-def test_the_published_plan_can_be_read() -> None:
-    plan = read_plan(suite_file(SUITE_PLAN))
-    assert all(package.release is not None and package.release.sha256 for package in plan.packages)
-    assert {package.split for package in plan.packages} == {"train", "heldout"}
-
-
 def test_an_archive_is_read_without_what_leaves_it(tmp_path: Path) -> None:
     path = tmp_path / "a-1.tar.gz"
     with tarfile.open(path, "w:gz") as out:
@@ -83,23 +74,10 @@ def test_an_archive_is_read_without_what_leaves_it(tmp_path: Path) -> None:
     assert set(read_archive(path).files) == {"ok.py"}
 
 
-@pytest.mark.parametrize("data", [b"", b"not an archive", b"\x1f\x8b\x08\0broken"])
-def test_a_broken_archive_is_one_line(data: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.tar.gz").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"is no source archive that can be read|holds no files"):
-        read_archive(tmp_path / "a.tar.gz")
-
-
 def test_an_archive_with_another_hash_is_refused(tmp_path: Path) -> None:
     archive(tmp_path / "sdists" / "a-1.0" / "a-1.0.tar.gz", top__a_py="x = 1\n")
     with pytest.raises(ConfigError, match="another sha256"):
         fetch_release("a", Release(version="1.0", sha256="0" * 64), tmp_path)
-
-
-def test_an_unknown_commit_is_one_line(tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    with pytest.raises(ConfigError, match="has no commit"):
-        fetch(Package(name="a", git=str(tmp_path), commit="v9"), tmp_path / "cache")
 
 
 def test_code_tests_and_requirements_are_told_apart() -> None:
@@ -113,22 +91,6 @@ def test_code_tests_and_requirements_are_told_apart() -> None:
     assert found.code == ("src/shop/__init__.py", "src/shop/basket.py")
     assert found.arguments == ("src/shop/tests", "tests")
     assert (found.paths, found.requirements) == (("src",), ("attrs>=20",))
-
-
-def test_test_files_of_another_name_are_given_to_pytest_by_name() -> None:
-    files = {path: TreeFile(PLAIN, b"") for path in ("thing.py", "tests.py")}
-    found = layout_of(SourceTree(files))
-    assert (found.code, found.arguments, found.paths) == (("thing.py",), ("tests.py",), ())
-
-
-def test_a_plan_and_sources_do_not_mix(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tasks", "make", "swe-local", "inflection==0.5.1", "--out", "x.jsonl"]) == 1
-    assert capsys.readouterr().err.startswith("error: give one plan, or sources, not both")
-
-
-def test_an_unknown_package_of_the_plan_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tasks", "make", "swe-local", "--only", "tabulat", "--out", "x.jsonl"]) == 1
-    assert "did you mean 'tabulate'?" in capsys.readouterr().err
 
 
 def test_the_journal_of_other_settings_is_not_taken_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
