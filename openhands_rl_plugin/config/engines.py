@@ -64,7 +64,6 @@ OURS_ALONE = (
     "max_tokens_per_micro_batch",
     "sharding",
     "nproc_per_node",
-    "context_parallel_size",
 )
 
 LOCAL = "local"

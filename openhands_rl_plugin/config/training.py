@@ -248,9 +248,6 @@ class TrainingSettings(Settings):
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, slower"
     )
-    activation_offloading: bool = Field(
-        default=False, description="with gradient_checkpointing: keep what it saves outside the GPU, for long contexts"
-    )
     checkpoint_steps: int = Field(
         default=20, ge=0, description="optimiser steps between checkpoints; 0: no checkpoints"
     )
@@ -260,9 +257,6 @@ class TrainingSettings(Settings):
     )
     nproc_per_node: int = Field(
         default=1, ge=1, le=64, description="processes that train together on this machine, each on a GPU of its own"
-    )
-    context_parallel_size: int = Field(
-        default=1, ge=1, le=64, description="processes that compute each micro-batch together, for long contexts"
     )
     seed: int = Field(default=0, ge=0, description="seed of the order of samples and of new weights")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
@@ -318,19 +312,10 @@ class TrainingSettings(Settings):
                 f'kl = "{self.kl}" is the divergence from the base model, of which method = "full" keeps no copy: set '
                 'kl = "none", or train an adapter with method = "lora"'
             )
-        if self.activation_offloading and not self.gradient_checkpointing:
-            raise ValueError(
-                "activation_offloading = true moves what gradient checkpointing saves: set gradient_checkpointing, too"
-            )
         if self.method == "full" and self.nproc_per_node > 1:
             raise ValueError(
                 f"nproc_per_node = {self.nproc_per_node} trains adapters: leave 1, and start `openhands-rl train` with "
                 'torchrun for method = "full"'
-            )
-        if self.nproc_per_node > 1 and self.nproc_per_node % self.context_parallel_size:
-            raise ValueError(
-                f"context_parallel_size = {self.context_parallel_size} has to divide nproc_per_node = "
-                f"{self.nproc_per_node}: set {self.nproc_per_node}, or another of its divisors"
             )
         if self.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(

@@ -44,11 +44,6 @@ def check_trainable(settings: RLSettings) -> None:
             f'[rl.loop] samples_per_task = 1: algorithm = "{training.algorithm}" compares the episodes of a task: set '
             "2 or more"
         )
-    if training.context_parallel_size > 1 and training.nproc_per_node == 1:
-        raise ConfigError(
-            f"[rl.training] context_parallel_size = {training.context_parallel_size} is for several processes: set "
-            "nproc_per_node to a multiple of it, or leave 1"
-        )
     if training.sharding == "layers" and training.nproc_per_node == 1:
         raise ConfigError(
             '[rl.training] sharding = "layers" splits a model among several processes: set nproc_per_node to their '

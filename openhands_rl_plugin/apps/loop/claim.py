@@ -58,7 +58,7 @@ def identity_of(
     kept = {"model", "adapter", "adapters_path"}
     serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
     loop = {"patience": True, "save_total_limit": True}
-    training = {"nproc_per_node": True, "context_parallel_size": True}
+    training = {"nproc_per_node": True}
     rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": loop, "training": training})
     weights = str(model.resolve()) if model is not None else None
     return {"tasks": tasks, "timeout": timeout, "model": weights, "rl": rl, **({"start": start} if start else {})}

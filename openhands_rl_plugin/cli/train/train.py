@@ -182,7 +182,7 @@ class PolicyTraining(TrainingRun):
             return base_model, build_dataset(episodes, self._training)
 
     def _print_plan(self, dataset: TrainingDataset) -> None:
-        from openhands_rl_plugin.training.trainer.memory_estimate import check_fits, estimate_share
+        from openhands_rl_plugin.training.trainer.memory_estimate import check_fits, estimate_memory
 
         print(f"{self._name} from {self._start}, by {dataset.algorithm}")
         causes = dataset.excluded.causes()
@@ -206,7 +206,7 @@ class PolicyTraining(TrainingRun):
         started, split = self._training.nproc_per_node, self._training.sharding
         count = self._ranks.size if self._ranks is not None else started if split == "layers" else 1
         if count > 1 and split != "none" and self._training.engine == "local":
-            share = estimate_share(self._args.model, self._training, longest, count).total
+            share = estimate_memory(self._args.model, self._training, longest, count).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 
     def _train_whole(self, dataset: TrainingDataset, base_model: str) -> None:

@@ -148,11 +148,9 @@ def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: 
         return "  memory: none here, the Tinker service trains"
     memory = estimate_memory(model, settings, longest)
     here = "" if free is None else f"; free: {free / 1e9:.2f} GB" + (", too little" if memory.total > free else "")
-    return f"  memory: {memory_parts(memory)}{here}"
+    return f"  memory: {memory_words(memory)}{here}"
 
 
-def memory_parts(memory: MemoryEstimate) -> str:
+def memory_words(memory: MemoryEstimate) -> str:
     """An estimate in words, in GB (1e9 bytes)."""
-    parts = ", ".join(f"{name} {part / 1e9:.2f}" for name, part in memory.parts().items())
-    host = f"; offloaded to the machine: {memory.host / 1e9:.2f} GB" if memory.host else ""
-    return f"about {memory.total / 1e9:.2f} GB ({parts}){host}"
+    return f"about {memory.total / 1e9:.2f} GB ({memory.weights / 1e9:.2f} of them weights and optimiser)"

@@ -1,8 +1,5 @@
 """Data-parallel training: every rank computes a shard of each optimiser step, and all end with the same weights.
 
-With context parallelism a shard is that of a group of ranks, each of which computes the same loss and the gradient of
-its own tokens.
-
 ``torchrun`` or ``accelerate launch`` starts the processes and sets the usual environment variables. Every rank holds
 the samples, the adapter's weights and the optimiser, and draws the same batches; only the micro-batches of a batch are
 sharded. A token's weight is that in the whole batch, so the sum of all ranks' gradients is the gradient of one
@@ -48,12 +45,6 @@ class Ranks(Protocol):
     size: int
     """The number of processes (the world size)."""
 
-    data_size: int
-    """The number of shards (the data-parallel size): each is computed by ``size / data_size`` ranks together."""
-
-    context_rank: int
-    """The number of this process among those that compute its shard together; 0 speaks for all of them."""
-
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, in place. All tensors have one dtype."""
         ...
@@ -82,7 +73,6 @@ class SingleProcess:
     """``Ranks`` of one process."""
 
     rank, size = 0, 1
-    data_size, context_rank = 1, 0
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Do nothing."""
@@ -104,16 +94,11 @@ class SingleProcess:
 
 
 class ProcessGroup:
-    """``Ranks`` of torch's default process group; its tensors are on ``device``.
+    """``Ranks`` of torch's default process group; its tensors are on ``device``."""
 
-    ``context``: the number of ranks that compute a shard together, those that follow each other.
-    """
-
-    def __init__(self, device: torch.device, context: int = 1) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.data_size = self.size // context
-        self.context_rank = self.rank % context
         self._device = device
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
@@ -145,9 +130,9 @@ class ProcessGroup:
             )
 
     def shard[T](self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Every ``data_size``-th value; the padding repeats the first one."""
-        mine = list(values[self.rank * self.data_size // self.size :: self.data_size])
-        return mine, list(values[:1]) * (-(-len(values) // self.data_size) - len(mine))
+        """Every ``size``-th value; the padding repeats the first one."""
+        mine = list(values[self.rank :: self.size])
+        return mine, list(values[:1]) * (-(-len(values) // self.size) - len(mine))
 
     def _broadcast(self, data: bytes) -> bytes:
         """The bytes of rank 0."""
@@ -197,9 +182,9 @@ def join_ranks(environ: Mapping[str, str] | None = None, *, meeting: str | None 
         dist.destroy_process_group()
 
 
-def current_ranks(device: torch.device, context: int = 1) -> Ranks:
-    """The process group that this process has joined, or ``SingleProcess``. ``context``: as for ``ProcessGroup``."""
-    return ProcessGroup(device, context) if dist.is_initialized() else SingleProcess()
+def current_ranks(device: torch.device) -> Ranks:
+    """The process group that this process has joined, or ``SingleProcess``."""
+    return ProcessGroup(device) if dist.is_initialized() else SingleProcess()
 
 
 def shard_micro_batches(
@@ -207,8 +192,8 @@ def shard_micro_batches(
 ) -> tuple[list[list[TrainingSample]], list[list[TrainingSample]]]:
     """The micro-batches of this rank's shard and its padding (see ``Ranks.shard``), the longest first, to balance."""
     tokens = sum(len(item.sample.input_ids) for item in items)
-    made = micro_batches(items, min(max_tokens, -(-tokens // ranks.data_size)), whole_units=whole_units)
-    if ranks.data_size > 1:
+    made = micro_batches(items, min(max_tokens, -(-tokens // ranks.size)), whole_units=whole_units)
+    if ranks.size > 1:
         made.sort(key=lambda group: -sum(len(item.sample.input_ids) for item in group))
     return ranks.shard(made)
 
@@ -217,8 +202,6 @@ def all_reduce_metrics(ranks: Ranks, loss: float, found: Diagnostics) -> tuple[f
     """The summed loss, and the diagnostics over the tokens of all ranks."""
     if ranks.size == 1:
         return loss, found
-    if ranks.context_rank:  # what it has was computed by another rank, too
-        loss, found = 0.0, Diagnostics()
     means = asdict(found)
     tokens = means.pop("tokens")
     sums = torch.tensor([loss, tokens, *(tokens * mean for mean in means.values())], dtype=torch.float64)

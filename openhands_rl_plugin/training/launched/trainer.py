@@ -202,7 +202,7 @@ class LaunchedTrainer:
             why = f": {last}" if last else ""
         if _FULL.search(why):
             remedy = (
-                "lower max_tokens_per_micro_batch, or set gradient_checkpointing, a context_parallel_size or sharding "
+                "lower max_tokens_per_micro_batch, or set gradient_checkpointing, or sharding "
                 '= "layers", and start the command again'
             )
         return TrainingError(f"process {rank} of {len(self._processes)} that train {how}{why}; {remedy}")

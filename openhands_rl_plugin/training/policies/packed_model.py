@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -18,7 +17,6 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
-from openhands_rl_plugin.training.distributed.context_parallel import ContextGroup, context_group
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, token_logprobs
 from openhands_rl_plugin.training.policies.float32_products import keep_positions_exact, use_tensor_cores
 from openhands_rl_plugin.training.policies.output_layer import measure_scale, scaled_token_logprobs
@@ -49,10 +47,7 @@ class PackedModel(ABC):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         use_tensor_cores(self.device)
         self.dtype = _dtype(settings.dtype, self.device)
-        self._offloads_in_vain = settings.activation_offloading and self.device.type == "cpu"
         self._entropy_gradient = settings.entropy_coefficient > 0
-        group = context_group(settings.context_parallel_size, self.device)
-        self._group: ContextGroup | None = None
         self._base = self._open()
         config = self._base.config.get_text_config()
         self.longest: int = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
@@ -70,12 +65,10 @@ class PackedModel(ABC):
             self.packing: Packing = PACKED
             """Whether sequences are computed together; where not, the trainer gives one a micro-batch."""
             self._check(plain)
-            if group is not None:
-                self._share(group, plain)
         if settings.router_aux_loss_coef:
             self._router = RouterLoss(self._base, _decoder(self._base), settings.router_aux_loss_coef)
         if settings.gradient_checkpointing:
-            _checkpoint_layers(self._base, self.model_path, offload=settings.activation_offloading)
+            _checkpoint_layers(self._base, self.model_path)
         self.parameters = self._trained()
         """The trained parameters, float32, by name."""
 
@@ -86,13 +79,9 @@ class PackedModel(ABC):
 
     def notes(self) -> list[str]:
         """What a user should know before training begins, a line each."""
-        found = ["activation_offloading has no effect without a GPU"] if self._offloads_in_vain else []
-        if self._group is not None:
-            found.append(f"{self._group.size} processes share each micro-batch, a part of its tokens each")
         if self.packing.packed:
-            return found
+            return []
         return [
-            *found,
             f"{self.family} trains one sequence a micro-batch and shares no prefixes, because {self.packing.reason}: "
             "slower, and max_tokens_per_micro_batch has no effect",
         ]
@@ -140,18 +129,7 @@ class PackedModel(ABC):
         rows = torch.tensor([layout.rows[s][t - 1] for s, t in wanted], device=self.device)
         targets = torch.tensor([layout.ids[layout.rows[s][t]] for s, t in wanted], device=self.device)
         known = None if temperatures is None else temperatures.to(self.device)
-        if self._group is None:
-            return self._compute(PackedRows(layout, self.device), rows, targets, known)
-        own = self._group.own(len(layout.ids))
-        (mine,) = torch.where((rows >= own.start) & (rows < own.stop))
-        part = self._compute(
-            PackedRows(layout, self.device, self._group),
-            rows[mine] - own.start,
-            targets[mine],
-            None if known is None else known[mine],
-        )
-        logprobs, entropies = self._group.sum_of_parts(torch.stack(part, 1), mine, len(wanted)).unbind(1)
-        return logprobs, entropies if self._entropy_gradient else entropies.detach()
+        return self._compute(PackedRows(layout, self.device), rows, targets, known)
 
     def sequence_logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
         """Logprobs of tokens 1 .. T-1 given the ones before."""
@@ -230,13 +208,13 @@ class PackedModel(ABC):
 
     def _hidden(self, packed: PackedRows) -> Tensor:
         """[N, width] last hidden states, in the dtype of the weights: those of Mamba-2 are wider."""
-        wanted: dict[str, Any] = {"position_ids": packed.own_positions, "rows": packed} if self.packing.packed else {}
+        wanted: dict[str, Any] = {"position_ids": packed.positions, "rows": packed} if self.packing.packed else {}
         routed = self._router is not None and torch.is_grad_enabled()
         if routed:
             wanted["output_router_logits"] = True
-        found = _decoder(self._base)(input_ids=packed.own_ids, use_cache=False, **wanted)
+        found = _decoder(self._base)(input_ids=packed.ids, use_cache=False, **wanted)
         if self._router is not None and routed:
-            self._router.add(_of_all_rows(found.router_logits, packed))
+            self._router.add(found.router_logits)
         return found.last_hidden_state[0].to(self.dtype)
 
     def router_loss(self) -> Tensor | float:
@@ -282,19 +260,6 @@ class PackedModel(ABC):
         if problem:
             raise self._refusal(problem)
 
-    def _share(self, group: ContextGroup, plain: Sequence[Tensor]) -> None:
-        """Compute every micro-batch with the ranks of ``group`` from now on. Raises ``TrainingError`` for a model whose
-        logprobs that changes."""
-        problem = "" if self.packing.packed else f"it trains one sequence at a time, because {self.packing.reason}"
-        if not problem:
-            self._group = group
-            try:
-                problem = problem_of_logprobs(self._logprobs_of(sequences_of(self.vocabulary)), plain, self.dtype)
-            except ValueError as error:
-                problem = str(error)
-        if problem:
-            raise TrainingError(f"context_parallel_size = {group.size} is not for {self.family}: {problem}; set 1")
-
     @torch.enable_grad()
     def _depends_on_others(self, sequences: Sequence[tuple[int, ...]]) -> bool:
         """Whether the gradient of a sequence's logprobs reaches tokens of another one: 0 or not, at any precision."""
@@ -327,12 +292,6 @@ class PackedModel(ABC):
         return list(torch.split(found, [len(sequence) - 1 for sequence in sequences]))
 
 
-def _of_all_rows(router_logits: tuple[Tensor, ...], packed: PackedRows) -> tuple[Tensor, ...]:
-    if packed.group is None:
-        return router_logits
-    return tuple(packed.group.all_rows(each, len(packed.layout.ids)) for each in router_logits)
-
-
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     """``"auto"`` as in the embedded server: emulated bfloat16 products take eight times as long as float32."""
     if name != "auto":
@@ -363,11 +322,8 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
     return model.base_model if found is model or found is None else found
 
 
-def _checkpoint_layers(base: PreTrainedModel, path: str, *, offload: bool) -> None:
-    """Gradient checkpointing: save only each layer's input for the backward pass, and recompute the rest.
-
-    ``offload``: the inputs wait in the memory of the processor.
-    """
+def _checkpoint_layers(base: PreTrainedModel, path: str) -> None:
+    """Gradient checkpointing: save only each layer's input for the backward pass, and recompute the rest."""
     if not base.supports_gradient_checkpointing:
         raise TrainingError(
             f"{path}: this architecture has no gradient checkpointing; set gradient_checkpointing = false"
@@ -377,11 +333,3 @@ def _checkpoint_layers(base: PreTrainedModel, path: str, *, offload: bool) -> No
         if isinstance(module, GradientCheckpointingLayer):
             # Layers read this flag; their submodules stay in evaluation mode, without dropout.
             module.training = True
-            if offload:
-                module._gradient_checkpointing_func = _offloading_checkpoint  # pyright: ignore[reportArgumentType]
-
-
-def _offloading_checkpoint(layer: Callable[..., Any], *inputs: Any) -> Any:
-    # What the layer itself saves is dropped by ``checkpoint``, so these hooks see its inputs only.
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return checkpoint(layer, *inputs, use_reentrant=False)

@@ -116,7 +116,7 @@ class LocalTrainer(Trainer):
         share, diagnostics = loss(one)
         share = share + portion * self._policy.router_loss()
         share.backward()
-        if portion and not self._ranks.context_rank:  # others are computed to keep ranks together, and are another's
+        if portion:  # others are computed to keep ranks together, and are another's
             self._notes.take(one, loss)
         return share.item(), diagnostics
 

@@ -85,7 +85,7 @@ def policy_logprobs(
     mine, idle = shard_micro_batches(ranks, items, max_tokens, whole_units=False)
     for number, group in enumerate((*mine, *idle)):
         logprobs, _ = micro_batch_logprobs(policy, group, scaled=scaled)
-        if number < len(mine) and not ranks.context_rank:
+        if number < len(mine):
             parts = torch.split(logprobs.cpu(), [len(item.positions) for item in group])
             found.update({id(item): part for item, part in zip(group, parts, strict=True)})
     ranks.all_reduce([found[id(item)] for item in items])

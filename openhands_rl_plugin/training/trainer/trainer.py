@@ -58,9 +58,7 @@ OnProgress = Callable[[TrainProgress], None]
 OnStep = Callable[[int, Sequence[TrainingSample], Diagnostics], None]
 """Called after each step of a call: its number, its batch, its diagnostics, which have no tokens if it was skipped."""
 
-WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "keep_token_notes"} | {
-    *("sharding", "nproc_per_node", "context_parallel_size", "activation_offloading"),
-}
+WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "keep_token_notes", "sharding", "nproc_per_node"}
 """Settings that the result of a call does not depend on."""
 
 
@@ -79,7 +77,7 @@ class Trainer(ABC):
         """The checkpoints of the calls so far, until ``finish``."""
         self._version = version
         self._policy = policy
-        self._ranks = current_ranks(policy.device, settings.context_parallel_size)
+        self._ranks = current_ranks(policy.device)
         self._rate = settings.learning_rate
         self._notes = self._token_notes(None, "", 0, 0)
 

@@ -1,20 +1,16 @@
-"""What a training step allocates, also as one of several processes: allocated.py MODEL OUT CHANGES."""
+"""What a training step allocates."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from made_samples import EXACT, make_samples
 from torch.profiler import ProfilerActivity, profile
 
 from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.training.distributed.ranks import join_ranks
 from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
 
 
@@ -38,16 +34,3 @@ def _allocated(work: Callable[[], object]) -> int:
     events = profiled.profiler.kineto_results.events()
     changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
     return max(accumulate(size for _, size in changes))
-
-
-def main() -> None:
-    """Join the others, then leave this rank's bytes in OUT-RANK."""
-    torch.set_num_threads(1)
-    model, out, changes, *_ = sys.argv[1:]
-    with join_ranks() as ranks:
-        found = step_bytes(Path(model), {"context_parallel_size": ranks.size, **json.loads(changes)}, 2048)
-        Path(f"{out}-{ranks.rank}").write_text(str(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -104,7 +104,7 @@ def test_every_pass_is_computed_once_and_all_ranks_compute_equally_many(passes: 
     dealt = []
     for rank in range(size):
         ranks = ProcessGroup.__new__(ProcessGroup)
-        ranks.rank, ranks.size, ranks.data_size = rank, size, size
+        ranks.rank, ranks.size = rank, size
         dealt.append(ranks.shard(list(range(passes))))
     assert sorted(one for mine, _ in dealt for one in mine) == list(range(passes))
     assert len({len(mine) + len(idle) for mine, idle in dealt}) == 1

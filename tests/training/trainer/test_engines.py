@@ -28,7 +28,6 @@ VALUES = {
     "gradient_checkpointing": True,
     "sharding": "layers",
     "nproc_per_node": 2,
-    "context_parallel_size": 2,
     "dtype": "float32",
     "keep_token_notes": "last",
     "lora_alpha": 16,
