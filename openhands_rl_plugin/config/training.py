@@ -265,9 +265,6 @@ class TrainingSettings(Settings):
     tracker: Literal["none", "mlflow", "tensorboard", "trackio", "wandb"] = Field(
         default="none", description="experiment tracker besides metrics.jsonl"
     )
-    keep_token_notes: Literal["none", "last", "all"] = Field(
-        default="none", description="keep logprob, entropy, advantage, clipped of each trained token, of these epochs"
-    )
 
     @model_validator(mode="before")
     @classmethod

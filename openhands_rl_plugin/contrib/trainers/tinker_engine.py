@@ -13,7 +13,7 @@ LIMITS = Engine(
     requires="tinker>=0.25,<0.39",
     title="the client of the Tinker API",
     # The service answers with logprobs and nothing else.
-    lacks=(*OURS_ALONE, "gradient_checkpointing", "dtype", "keep_token_notes"),
+    lacks=(*OURS_ALONE, "gradient_checkpointing", "dtype"),
     only=(
         # The service's own; a request cannot change it (thinkingmachines.ai/blog/lora, SkyRL's ``api.py``).
         Only("lora_alpha", (32,), 'trains with lora_alpha = 32 only: set that, or engine = "local"'),

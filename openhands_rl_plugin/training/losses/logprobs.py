@@ -48,18 +48,14 @@ class Diagnostics:
 def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float, high: float) -> Diagnostics:
     """Diagnostics of one micro-batch. ``ratio`` ([K]) is the ratio that is clipped to 1 - low .. 1 + high."""
     log_ratio = batch.logprobs - batch.old
+    clipped = ((ratio > 1 + high) & (batch.advantages > 0)) | ((ratio < 1 - low) & (batch.advantages < 0))
     return Diagnostics(
         tokens=batch.logprobs.numel(),
         ratio=log_ratio.exp().mean().item(),
         approx_kl=(log_ratio.exp() - 1 - log_ratio).mean().item(),
-        clip_share=clipped_tokens(batch, ratio=ratio, low=low, high=high).float().mean().item(),
+        clip_share=clipped.float().mean().item(),
         entropy=entropies.mean().item(),
     )
-
-
-def clipped_tokens(batch: TokenBatch, *, ratio: Tensor, low: float, high: float) -> Tensor:
-    """[K] booleans: whose gradient is clipped to zero."""
-    return ((ratio > 1 + high) & (batch.advantages > 0)) | ((ratio < 1 - low) & (batch.advantages < 0))
 
 
 def token_logprobs(

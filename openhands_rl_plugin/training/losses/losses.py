@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from openhands_rl_plugin.training.algorithms import (
     old_logprobs_of,
 )
 from openhands_rl_plugin.training.losses import objectives
-from openhands_rl_plugin.training.losses.logprobs import Diagnostics, clipped_tokens, diagnose
+from openhands_rl_plugin.training.losses.logprobs import Diagnostics, diagnose
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
 from openhands_rl_plugin.training.losses.objectives import TokenBatch
 
@@ -72,10 +72,6 @@ class MicroBatchLoss(Protocol):
         """The micro-batch's share of the batch's loss, with gradient."""
         ...
 
-    def notes(self, one: MicroBatch) -> Mapping[str, Tensor]:
-        """What a note on a token says beside its logprob and the entropy: [K] each."""
-        ...
-
 
 class Imitation:
     """Negative log-likelihood (supervised fine-tuning)."""
@@ -99,10 +95,6 @@ class Imitation:
         """The mean over the sampled tokens, in nats."""
         loss = -(one.weights[one.sequence] * one.logprobs).sum()
         return loss, Diagnostics(tokens=one.logprobs.numel(), entropy=one.entropies.mean().item())
-
-    def notes(self, one: MicroBatch) -> Mapping[str, Tensor]:
-        """Nothing more."""
-        return {}
 
 
 class Reinforcement:
@@ -149,12 +141,6 @@ class Reinforcement:
             losses = losses - self._settings.entropy_coefficient * one.entropies
         diagnostics = self._diagnose(tokens, one.entropies, recorded, divergence, correction)
         return (one.weights[one.sequence] * losses).sum(), diagnostics
-
-    def notes(self, one: MicroBatch) -> Mapping[str, Tensor]:
-        """The advantage as the loss had it, and whether the gradient was clipped."""
-        tokens = _token_batch(one)
-        cut = clipped_tokens(tokens, ratio=self._ratio(tokens), low=self._low, high=self._high)
-        return {"advantage": tokens.advantages, "clipped": cut}
 
     def _losses(self, tokens: TokenBatch) -> Tensor:
         match self._objective:
@@ -215,10 +201,6 @@ class Preference:
         )
         entropy = one.entropies.mean().item()
         return losses.sum() * one.weights[0], Diagnostics(tokens=one.logprobs.numel(), entropy=entropy)
-
-    def notes(self, one: MicroBatch) -> Mapping[str, Tensor]:
-        """Nothing more."""
-        return {}
 
 
 def _token_batch(one: MicroBatch) -> TokenBatch:

@@ -116,8 +116,6 @@ class LocalTrainer(Trainer):
         share, diagnostics = loss(one)
         share = share + portion * self._policy.router_loss()
         share.backward()
-        if portion:  # others are computed to keep ranks together, and are another's
-            self._notes.take(one, loss)
         return share.item(), diagnostics
 
     def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:

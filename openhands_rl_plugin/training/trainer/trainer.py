@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,7 +49,6 @@ from openhands_rl_plugin.training.trainer.resume import (
     ShardedCheckpoint,
 )
 from openhands_rl_plugin.training.trainer.run_files import MetricsFile
-from openhands_rl_plugin.training.trainer.token_notes import TokenNotes
 from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
 
 OnProgress = Callable[[TrainProgress], None]
@@ -58,7 +57,7 @@ OnProgress = Callable[[TrainProgress], None]
 OnStep = Callable[[int, Sequence[TrainingSample], Diagnostics], None]
 """Called after each step of a call: its number, its batch, its diagnostics, which have no tokens if it was skipped."""
 
-WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "keep_token_notes", "sharding", "nproc_per_node"}
+WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding", "nproc_per_node"}
 """Settings that the result of a call does not depend on."""
 
 
@@ -79,7 +78,6 @@ class Trainer(ABC):
         self._policy = policy
         self._ranks = current_ranks(policy.device)
         self._rate = settings.learning_rate
-        self._notes = self._token_notes(None, "", 0, 0)
 
     def sft(
         self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -210,11 +208,7 @@ class Trainer(ABC):
         order = self._order(items, first_step)
         self._learning_rate = learning_rates(self.settings, range(first_step, first_step + len(order)))
         started = time.monotonic() - tally.seconds
-        self._notes = self._token_notes(run, name, len(order), done)
-        with (
-            closing(self._notes),
-            tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker,
-        ):
+        with tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker:
 
             def advanced(number: int, batch: Sequence[TrainingSample], found: Diagnostics) -> None:
                 tally.seconds = time.monotonic() - started
@@ -301,7 +295,6 @@ class Trainer(ABC):
     ) -> None:
         """Make the optimiser steps of a call, each by its number and its batch."""
         for number, batch in steps:
-            self._notes.begin_step(number)
             live, weights = weighted(batch, loss)
             found = Diagnostics()
             if live:
@@ -325,9 +318,6 @@ class Trainer(ABC):
         tally.tokens += sum(len(item.sample.input_ids) for item in live)
         means = asdict(Diagnostics(tally.trained_tokens, **tally.means) + found)
         tally.trained_tokens, tally.means = means.pop("tokens"), means
-
-    def _token_notes(self, run: Path | None, name: str, steps: int, done: int) -> TokenNotes:
-        return TokenNotes(self.settings, run, name, self._version, self._ranks.rank, steps=steps, done=done)
 
     def _record(self, progress: TrainProgress, found: Diagnostics, tally: RunningMetrics) -> dict[str, float]:
         """One line of the metrics file."""

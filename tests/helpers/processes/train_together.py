@@ -19,7 +19,6 @@ import torch
 from made_samples import EXACT, make_samples
 from torch.distributed.tensor import DTensor
 
-from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import join_ranks
 from openhands_rl_plugin.training.distributed.sharding import local_shard, shard_layers
@@ -50,7 +49,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "heated": {"algorithm": "grpo", "old_logprobs": "recomputed", "kl": "k1", "kl_in": "reward", "batch_size": 3},
     "router": {"algorithm": "grpo", "router_aux_loss_coef": 0.5, "batch_size": 3},
-    "noted": {"algorithm": "grpo", "batch_size": 3, "max_tokens_per_micro_batch": 100, "keep_token_notes": "all"},
     "gspo": {"algorithm": "gspo", "aggregation": "rollout", "num_epochs": 3, "checkpoint_steps": 2},
 }
 
@@ -63,8 +61,6 @@ def train(
     samples = make_samples(7)
     if kind == "heated":
         samples = [sample.model_copy(update={"temperature": 0.7}) for sample in samples]
-    if kind == "noted":
-        samples = [sample.model_copy(update={"spans": spans_of(sample)}) for sample in samples]
     run = out / kind / "run"
 
     def stop(at: Any) -> None:
@@ -90,12 +86,6 @@ def train(
         trainer.save_state(out / kind)
         (out / kind / "metrics.json").write_text(json.dumps(figures))
     return figures
-
-
-def spans_of(sample: Sample) -> tuple[tuple[int, int, int], ...]:
-    """Each sampled token is a node of its own."""
-    sampled = [at for at, own in enumerate(sample.mask) if own]
-    return tuple((node, at, at + 1) for node, at in enumerate(sampled, start=1))
 
 
 def train_whole(trainer: FullTrainer, out: Path, stop: Callable[[Any], None]) -> dict[str, float]:

@@ -29,7 +29,6 @@ VALUES = {
     "sharding": "layers",
     "nproc_per_node": 2,
     "dtype": "float32",
-    "keep_token_notes": "last",
     "lora_alpha": 16,
     "target_modules": ("q_proj",),
 }
