@@ -363,25 +363,18 @@ class Adapter(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
-class ExpectedShare(Frozen):
-    """How much of the trainer's next-token distribution, at a temperature, the ``token_ids`` have after the first
-    ``position`` ids of a probe: the ``likeliest`` ids, or those ``repeated`` from the text before."""
-
-    kind: Literal["likeliest", "repeated"]
-    position: int = Field(ge=1)
-    temperature: float = Field(gt=0)
-    token_ids: tuple[int, ...] = Field(min_length=1)
-    share: float = Field(gt=0, lt=1)
-
-
 class Probe(Frozen):
-    """Fixed token ids and the trainer's logprobs of ids 1 .. T-1, to be compared with those of a server, and ``shares``
-    (none in earlier releases) with its samples. ``max_difference`` bounds the mean absolute difference, in nats."""
+    """Fixed token ids and the trainer's logprobs of ids 1 .. T-1, to be compared with those of a server.
+
+    ``max_difference`` bounds the mean absolute difference, in nats.
+    """
+
+    # A probe that an earlier release stored has more.
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
     token_ids: tuple[int, ...] = Field(min_length=2)
     logprobs: tuple[float, ...]
     max_difference: float = Field(gt=0)
-    shares: tuple[ExpectedShare, ...] = ()
 
 
 class EpisodeRequest(Frozen):

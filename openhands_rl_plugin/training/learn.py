@@ -42,9 +42,7 @@ class PolicyTrainer(Protocol):
         self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
     ) -> TrainMetrics: ...
 
-    def probe(
-        self, token_ids: Sequence[int], max_difference: float | None = None, *, shares: bool = False
-    ) -> Probe: ...
+    def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe: ...
 
     def save_adapter(self, directory: Path) -> None: ...
 
@@ -126,7 +124,7 @@ def create_version(
             metrics=metrics,
         )
     trainer.became(adapter)
-    probe = trainer.probe(probe_ids[-PROBE_TOKENS:], shares=True)
+    probe = trainer.probe(probe_ids[-PROBE_TOKENS:])
     if adapter is not None:
         store.keep_probe(adapter, probe)
     return adapter, probe

@@ -83,7 +83,6 @@ def _without(functions: Set[str], entries: Sequence[EvalTask]) -> tuple[EvalTask
 
 
 TITLE = "A small model is trained to repair code"
-DRAFT_TOKENS = 8  # most of an answer is the form of a call
 CACHE_BYTES = {1: 256 * 1024**2, 2: 512 * 1024**2, 3: 512 * 1024**2}
 """By level. 23 kB a token: twelve episodes of 900 tokens, or 1,900, with what begins alike counted once."""
 
@@ -122,7 +121,7 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     words = ["serve", "--model", str(model), "--served-model-name", NAME]
     answers = options.concurrency * (2 if options.level == 1 else 1)
     words += [f"--max-batch={answers}", f"--max-model-len={REPAIR_CONTEXT[options.level]}"]
-    words += [f"--cache-bytes={CACHE_BYTES[options.level]}", f"--draft-tokens={DRAFT_TOKENS}"]
+    words += [f"--cache-bytes={CACHE_BYTES[options.level]}"]
     with running_command(words, free_port(), options.run_directory / "logs" / "serve.log") as url:
         serving = settings.serving.model_copy(update={"base_url": f"{url}/v1"})
         job = LoopJob(

@@ -110,7 +110,7 @@ def train_candidate(
     with boundary(FailureKind.MODEL, "training"):
         trainer = LoraTrainer(model, settings, adapter=made or parent)
         if made is not None:
-            adapters.keep_probe(made, trainer.probe(probe_ids[-PROBE_TOKENS:], shares=True))
+            adapters.keep_probe(made, trainer.probe(probe_ids[-PROBE_TOKENS:]))
             return made
         metrics = fit(trainer, dataset, on_progress, run=run)
         adapter, _ = create_version(

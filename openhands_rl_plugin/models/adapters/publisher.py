@@ -1,8 +1,8 @@
 """Publish adapters to running servers: check, load, probe, move the pointer, unload old versions.
 
-An adapter comes into use only after every server's logprobs of the probe text match the trainer's, have moved from the
-previous version as the trainer's did, and the server samples with the trainer's frequencies. Otherwise it is unloaded
-from every server that did not have it before, and the previous version stays in use.
+An adapter comes into use only after every server's logprobs of the probe text match the trainer's and have moved
+from the previous version as the trainer's did. Otherwise it is unloaded from every server that did not have it before,
+and the previous version stays in use.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
 from openhands_rl_plugin.models.adapters.compatibility import check_servable
 from openhands_rl_plugin.models.adapters.connection import Connection
-from openhands_rl_plugin.models.adapters.frequency_check import SAMPLES, check_sampled_shares
 from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, check_served_logprobs
 from openhands_rl_plugin.models.adapters.servers import AdapterServer, Capacity, EmbeddedServer, ServerKind, open_server
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 log = redacting_logger(__name__)
-
-_MOST_CHOICES = 64
-"""Of one request; servers have limits."""
 
 
 class PublishReport(Frozen):
@@ -257,7 +253,6 @@ class AdapterPublisher:
             )
             served_logprobs[server.url, adapter.name] = served
             difference = check_served_logprobs(adapter.name, served, probe, previous)
-            await _check_sampling(server, adapter, probe)
             return difference
 
         differences = await on_all(servers, probe_server)
@@ -292,21 +287,6 @@ def publisher_for(
         timeout=serving.request_timeout,
         server=serving.server,
     )
-
-
-async def _check_sampling(server: AdapterServer, adapter: Adapter, probe: Probe) -> None:
-    """Raise ``PublishError`` when the server samples from another distribution than the trainer's."""
-    drawn: list[Sequence[int]] = []
-    for each in probe.shares:
-        context, missing = probe.token_ids[: each.position], SAMPLES[each.kind]
-        ids: list[int] = []
-        while missing > len(ids):
-            count = min(missing - len(ids), _MOST_CHOICES)
-            if (found := await server.sample(adapter.name, context, each.temperature, count)) is None:
-                return
-            ids += found
-        drawn.append(ids)
-    check_sampled_shares(adapter.name, probe.shares, drawn, probe.max_difference)
 
 
 async def _unload_quietly(server: AdapterServer, name: str) -> None:

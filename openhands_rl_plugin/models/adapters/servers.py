@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Protocol
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, RootModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
@@ -62,13 +62,6 @@ class AdapterServer(Protocol):
         """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
         ...
 
-    async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
-        """Ids of ``count`` tokens, each sampled after ``token_ids`` with the parameters of rollouts.
-
-        ``None`` where the server reports no ids, or has no sampling parameters of its own to be found out.
-        """
-        ...
-
     async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
         """Whether it is known to report logprobs of temperature 1 for what it samples at another one."""
         ...
@@ -88,14 +81,6 @@ class _PromptLogprob(_Answer):
 
 class _Choice(_Answer):
     prompt_logprobs: list[dict[int, _PromptLogprob] | None]
-
-
-class _SampledChoice(_Answer):
-    token_ids: list[int] | None = None
-
-
-class _Sampled(_Answer):
-    choices: list[_SampledChoice]
 
 
 class _TopLogprobs(_Answer):
@@ -163,24 +148,6 @@ class VLLMServer(_HTTPServer):
         except (LookupError, ValueError) as error:
             raise PublishError(f"{what}: its prompt_logprobs are not those of the prompt") from error
 
-    async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
-        """``POST /v1/completions`` with ``return_token_ids``."""
-        body: dict[str, object] = {
-            "model": name,
-            "prompt": list(token_ids),
-            "n": count,
-            "max_tokens": 1,
-            "temperature": temperature,
-            "top_p": 1.0,
-            **NEUTRAL_PARAMETERS,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        response = await self._http.post("/v1/completions", body)
-        answer = self._http.read(response, _Sampled, f"{name} cannot be sampled at {self.url}")
-        ids = [each.token_ids[0] for each in answer.choices if each.token_ids]
-        return ids if len(ids) == count else None
-
     async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
         """By the likeliest tokens: only ``--logprobs-mode processed_logprobs`` gives them others at temperature 3."""
         cold, hot = [await self._likeliest(name, token_ids, temperature) for temperature in (1.0, 3.0)]
@@ -216,10 +183,6 @@ class EmbeddedServer(VLLMServer):
     async def capacity(self) -> Capacity:
         """Not reported."""
         return Capacity()
-
-    async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
-        """``None``: it samples with nothing but the request's own parameters."""
-        return None
 
     async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
         """Always."""
@@ -261,18 +224,6 @@ class _Meta(_Answer):
 
 class _Generated(_Answer):
     meta_info: _Meta
-
-
-class _SampledMeta(_Answer):
-    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
-
-
-class _SampledOne(_Answer):
-    meta_info: _SampledMeta
-
-
-class _SampledAll(RootModel[list[_SampledOne]]):
-    """SGLang's answers to a request for several."""
 
 
 class SGLangServer(_HTTPServer):
@@ -326,26 +277,6 @@ class SGLangServer(_HTTPServer):
         if [token for _, token, _ in found] != list(token_ids[1:]) or len(logprobs) != len(found):
             raise PublishError(f"{what}: its input_token_logprobs are not those of the prompt")
         return logprobs
-
-    async def sample(self, name: str, token_ids: Sequence[int], temperature: float, count: int) -> Sequence[int] | None:
-        """``POST /generate`` for several answers."""
-        body: dict[str, object] = {
-            "input_ids": list(token_ids),
-            "sampling_params": {
-                "n": count,
-                "max_new_tokens": 1,
-                "temperature": temperature,
-                "top_p": 1.0,
-                **NEUTRAL_PARAMETERS,
-                "ignore_eos": True,
-            },
-            "return_logprob": True,
-            "lora_path": name,
-        }
-        response = await self._http.post("/generate", body)
-        answers = self._http.read(response, _SampledAll, f"{name} cannot be sampled at {self.url}").root
-        ids = [each.meta_info.output_token_logprobs[0][1] for each in answers if each.meta_info.output_token_logprobs]
-        return ids if len(ids) == count else None
 
     async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
         """Not as it is started by default."""

@@ -31,15 +31,6 @@ class GeneratorConfig(BaseModel):
         ge=16,
         description="Prompt tokens computed per step beside the decoding ones; None: 256, on a GPU 2048.",
     )
-    draft_tokens: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        description=(
-            "Tokens of an answer guessed at once from earlier text and checked in one step, which is faster (8, say); "
-            "0: none, and a request alone has the same logprobs whatever was served before."
-        ),
-    )
     max_adapters: int = Field(default=8, ge=1, description="LoRA adapters held at once.")
     cache_bytes: int = Field(default=GIB, ge=0, description="Bound of the prefix cache; 0 turns it off.")
     kv_bytes: int = Field(

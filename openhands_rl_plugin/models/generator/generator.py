@@ -27,7 +27,6 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers.metrics import Metrics
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.drafts import Draft
 from openhands_rl_plugin.models.generator.errors import (
     InvalidUserInput,
     NotFound,
@@ -95,8 +94,6 @@ class Generator:
         told.read("vllm:num_requests_running", "Requests that are computed.", lambda: scheduler.counts[0])
         told.read("vllm:num_requests_waiting", "Requests that wait for a place.", lambda: scheduler.counts[1])
         told.read("vllm:kv_cache_usage_perc", "Share of the slots in use; 1 is all.", lambda: scheduler.tokens / most)
-        told.read("vllm:spec_decode_num_draft_tokens_total", "Tokens that were guessed.", lambda: scheduler.drafted)
-        told.read("vllm:spec_decode_num_accepted_tokens_total", "Guesses that were right.", lambda: scheduler.accepted)
         return told
 
     def submit(
@@ -128,8 +125,7 @@ class Generator:
                 raise NotFound(f"The weights were replaced by `{self.weights}` meanwhile.", param="model")
             if self._in_flight.total() >= self.config.max_queue + self.config.max_batch:
                 raise Overloaded("The server is overloaded: its queue is full; retry later.")
-            drafts = Draft(self._scheduler.forms, self.config.draft_tokens)
-            sequence = SequenceState(ids, params, version, self.tokenizer, limit, on_delta, drafts)
+            sequence = SequenceState(ids, params, version, self.tokenizer, limit, on_delta)
             self._in_flight[version] += 1
             self._inbox.put(sequence)
         return sequence.handle
@@ -160,11 +156,6 @@ class Generator:
         """Raise ``InfrastructureError`` when the generator has failed, which only a new process mends."""
         if self._failure is not None:
             raise InfrastructureError(f"the generator has stopped, start the server again: {describe(self._failure)}")
-
-    @property
-    def guesses(self) -> tuple[int, int]:
-        """Tokens that were guessed ahead, and those of them that were right."""
-        return self._scheduler.drafted, self._scheduler.accepted
 
     @property
     def adapters(self) -> tuple[LoadedAdapter, ...]:
@@ -242,7 +233,6 @@ class Generator:
             raise ServingError(f"The weights cannot be served: {describe(error)}", param="model_path") from error
         alike = fresh.tokenizer.get_vocab() == self.tokenizer.get_vocab() and fresh.vocabulary == self.model.vocabulary
         if not alike or fresh.max_model_len < self.max_model_len:
-            fresh.close()
             raise ServingError(f"{path} is another model: its vocabulary or context differs.", param="model_path")
         return fresh
 
@@ -252,7 +242,6 @@ class Generator:
             self._closing = True
             self._inbox.put(None)
         self._thread.join()
-        self.model.close()
 
     def __enter__(self) -> Generator:
         return self
@@ -315,7 +304,6 @@ class Generator:
             for drained in self._draining.values():
                 drained.set_result(None)
             if self._replacement is not None:
-                self._replacement.model.close()
                 self._replacement.done.set_exception(Overloaded("The server is stopping."))
             self.stopped.set()
 
@@ -332,11 +320,9 @@ class Generator:
 
     def _replace(self, replacement: _Replacement) -> None:
         """Requests after it are still in the inbox, so they are computed with the new weights only."""
-        self._replacement, old = None, self.model
+        self._replacement = None
         self.model = replacement.model
         self._scheduler.use(replacement.model)
-        old.close()
-        del old
         forget_unused()
         replacement.done.set_result(None)
 

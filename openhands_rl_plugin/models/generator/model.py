@@ -25,7 +25,6 @@ from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.kv_cache import KVCache
 from openhands_rl_plugin.models.generator.linear import LoRAMapping, LoRASegment, replace_linears
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter, read_adapter
-from openhands_rl_plugin.models.generator.thread_tuner import ThreadTuner
 from openhands_rl_plugin.models.short_windows import short_windows
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,6 @@ class ServedModel:
         """
         if config.threads:
             torch.set_num_threads(config.threads)
-        self._thread_tuner = ThreadTuner()
         self.name = config.model
         self.device = torch.device(_pick_device(config.device))
         self.dtype = _pick_dtype(config.dtype, self.device)
@@ -107,11 +105,7 @@ class ServedModel:
             positions.extend(range(rows[i].start, rows[i].start + len(rows[i].ids)))
         wanted = [offsets[i] + index for i, row in enumerate(rows) for index in row.wanted]
         self._lora_mapping.segments = _segments([rows[i] for i in order])
-        return self._thread_tuner.run(len(ids), lambda: self._forward(ids, positions, wanted, plan))
-
-    def close(self) -> None:
-        """End the model's helper threads."""
-        self._thread_tuner.close()
+        return self._forward(ids, positions, wanted, plan)
 
     @torch.inference_mode()
     def _forward(self, ids: list[int], positions: list[int], wanted: list[int], plan: StepPlan) -> Tensor:

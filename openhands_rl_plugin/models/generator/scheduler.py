@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from openhands_rl_plugin.core.memory import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.attention import StepRow
-from openhands_rl_plugin.models.generator.drafts import SharedForms
 from openhands_rl_plugin.models.generator.errors import GenerationFailed, RequestCancelled
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
@@ -25,8 +22,6 @@ from openhands_rl_plugin.models.generator.sequence import SequenceState
 
 # Rows of float32 logits per step for prompt logprobs: 64 rows of a vocabulary of 150,000 take 38 MB.
 _OBSERVED_ROWS = 64
-# Of float32 logits that drafts add to a step: 340 tokens of SmolLM2's vocabulary, 110 of Qwen's.
-_DRAFTED_BYTES = 64 * 1024**2
 # On a CPU, while the server is busy: what was freed lies between what is in use. To return it takes 10 ms.
 _SECONDS_OF_FREED_MEMORY = 5.0
 _LOG = redacting_logger(__name__)
@@ -44,10 +39,7 @@ class Scheduler:
         self._running: list[SequenceState] = []
         self._left: list[SequenceState] = []
         self.cache = PrefixCache(cache_bytes)
-        self.forms = SharedForms()
         self._returned = 0.0
-        self.drafted = self.accepted = 0
-        """Tokens that were guessed, and those that were right. May be read from any thread."""
 
     @property
     def idle(self) -> bool:
@@ -103,7 +95,7 @@ class Scheduler:
         """One step of these sequences: all of them have taken it, or none."""
         logits = self._model.step([row for _, row in batch])
         offset = 0
-        ready: list[tuple[SequenceState, StepRow, range]] = []
+        ready: list[tuple[SequenceState, int]] = []
         observed: list[list[ScoredToken]] = []
         for sequence, row in batch:
             computed = sequence.computed + len(row.ids)
@@ -113,14 +105,13 @@ class Scheduler:
                 observed.append([])
             offset += len(row.wanted)
             if computed >= len(sequence.ids):
-                # More than the tokens it has: a draft, and what follows each token of it.
-                ready.append((sequence, row, range(offset - 1 - computed + len(sequence.ids), offset)))
+                ready.append((sequence, offset - 1))
         chosen = self._sample(ready, logits) if ready else []
         for (sequence, row), scores in zip(batch, observed, strict=True):
-            sequence.computed = min(sequence.computed + len(row.ids), len(sequence.ids))
+            sequence.computed += len(row.ids)
             sequence.observed.extend(scores)
-        for (sequence, row, _), sampled in zip(ready, chosen, strict=True):
-            self._take(sequence, row.ids[1:] if len(sampled) > 1 else (), sampled)
+        for (sequence, _), sampled in zip(ready, chosen, strict=True):
+            self._take(sequence, sampled)
 
     def _one_by_one(self, batch: Batch, caught: CaughtFailure) -> None:
         """After a step that failed: each sequence alone, so that only those fail that are the cause.
@@ -142,22 +133,13 @@ class Scheduler:
             with boundary(FailureKind.MODEL, "generation"):
                 self._model.step([StepRow(self._free[-1], 0, [0], None, range(1))])
 
-    def _take(self, sequence: SequenceState, draft: Sequence[int], sampled: Sequence[SampledToken]) -> None:
-        """Append what was sampled, up to the first token that is not as drafted: what follows it belongs to another
-        text."""
+    def _take(self, sequence: SequenceState, sampled: SampledToken) -> None:
+        """Append what was sampled."""
         try:
             with boundary(FailureKind.MODEL, "generation of one sequence"):
                 if len(sequence.ids) == sequence.prompt_len:
                     self._cache_prefix(sequence)
-                right = 0
-                sequence.append(sampled[0], self._model.eos_ids)
-                while right < len(draft) and sampled[right].token == draft[right] and not sequence.finished:
-                    right += 1
-                    sequence.append(sampled[right], self._model.eos_ids)
-                sequence.computed += right
-                sequence.drafts.checked(len(draft), right)
-                self.drafted += len(draft)
-                self.accepted += right
+                sequence.append(sampled, self._model.eos_ids)
         except CaughtFailure as caught:
             self._fail(sequence, caught)
 
@@ -234,8 +216,7 @@ class Scheduler:
         sequence.computed = sequence.cached = len(blocks) * BLOCK_TOKENS
 
     def _schedule(self) -> Batch:
-        """All decoding sequences, and prefill chunks up to the budget of prompt tokens (oldest first); what they leave
-        of it is for drafts."""
+        """All decoding sequences, and prefill chunks up to the budget of prompt tokens (oldest first)."""
         budget = self._prefill_tokens
         batch: Batch = []
         decoding: list[SequenceState] = []
@@ -251,15 +232,7 @@ class Scheduler:
                 count = min(count, _OBSERVED_ROWS)
             budget -= count
             batch.append((sequence, self._row(sequence, count)))
-        budget = min(budget, _DRAFTED_BYTES // (4 * self._model.vocabulary))
-        for sequence in decoding:
-            row = self._row(sequence, 1)
-            draft = sequence.draft(budget) if row.wanted else []
-            if draft:
-                budget -= len(draft)
-                row = replace(row, ids=[*row.ids, *draft], wanted=range(1 + len(draft)))
-            batch.append((sequence, row))
-        return batch
+        return [*batch, *((sequence, self._row(sequence, 1)) for sequence in decoding)]
 
     @staticmethod
     def _row(sequence: SequenceState, count: int) -> StepRow:
@@ -278,13 +251,10 @@ class Scheduler:
         return score_tokens(logits[: len(following)], following, sequence.params.prompt_logprobs or 0)
 
     @staticmethod
-    def _sample(ready: list[tuple[SequenceState, StepRow, range]], logits: Tensor) -> list[list[SampledToken]]:
-        """What follows each token of the rows that are ready."""
-        indices = [index for _, _, places in ready for index in places]
+    def _sample(ready: list[tuple[SequenceState, int]], logits: Tensor) -> list[SampledToken]:
+        indices = [index for _, index in ready]
         rows = logits if indices == list(range(logits.shape[0])) else logits[indices]
-        owners = [sequence for sequence, _, places in ready for _ in places]
-        sampled = iter(sample(rows, [each.params for each in owners], [each.random for each in owners]))
-        return [list(islice(sampled, len(places))) for _, _, places in ready]
+        return sample(rows, [each.params for each, _ in ready], [each.random for each, _ in ready])
 
     def _finish_completed(self) -> None:
         for sequence in [s for s in self._running if s.finished]:

@@ -11,7 +11,6 @@ from enum import StrEnum
 from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.models.generator.detokenizer import Detokenizer
-from openhands_rl_plugin.models.generator.drafts import Draft, SharedForms
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter
 from openhands_rl_plugin.models.generator.sampling import DecodingParams, RandomNumbers, SampledToken, ScoredToken
 
@@ -96,15 +95,13 @@ class SequenceState:
         tokenizer: PreTrainedTokenizerFast,
         limit: int,
         on_delta: DeltaCallback | None,
-        drafts: Draft | None = None,
     ) -> None:
-        """``limit``: most tokens to sample, so that prompt and answer fit the model. ``drafts``: guesses of them."""
+        """``limit``: most tokens to sample, so that prompt and answer fit the model."""
         self.prompt_len = len(prompt_ids)
         self.ids = list(prompt_ids)
         self.params = params
         self.adapter = adapter
         self.random = RandomNumbers(params.seed)
-        self.drafts = drafts or Draft(SharedForms(), 0)
         self.handle = RequestHandle(Future())
         self.submitted = time.monotonic()
         self.first_token: float | None = None
@@ -136,17 +133,12 @@ class SequenceState:
         """Whether the answer is complete."""
         return self._finish is not None
 
-    def draft(self, most: int) -> list[int]:
-        """At most ``most`` guesses of the next tokens, for this one and the one after them to be sampled in a step."""
-        return self.drafts.following(self.ids, min(most, self._limit - len(self._sampled) - 1))
-
     def append(self, sampled: SampledToken, eos_ids: frozenset[int]) -> None:
         """Take the next sampled token and decide whether the answer ends with it."""
         self.first_token = self.first_token or time.monotonic()
         self.random.keep(1 if self.params.warm else 0)
         self.ids.append(sampled.token)
         self._sampled.append(sampled)
-        self.drafts.learn(self.ids)
         if sampled.token in eos_ids and not self.params.ignore_eos:
             self._finish = FinishReason.STOP
         elif sampled.token in self.params.stop_token_ids:

@@ -109,9 +109,9 @@ class LaunchedTrainer:
         """As ``Trainer.prefer``."""
         return self._train("prefer", PAIRS.dump_json(list(pairs)), on_progress, run)
 
-    def probe(self, token_ids: Sequence[int], max_difference: float | None = None, *, shares: bool = False) -> Probe:
+    def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
         """As ``Trainer.probe``."""
-        asked = {"token_ids": list(token_ids), "max_difference": max_difference, "shares": shares}
+        asked = {"token_ids": list(token_ids), "max_difference": max_difference}
         return Probe.model_validate(self._do("probe", **asked), strict=False)
 
     def save_adapter(self, directory: Path) -> None:

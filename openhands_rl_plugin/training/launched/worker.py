@@ -124,7 +124,6 @@ def _obey(trainer: LoraTrainer, command: JsonObject, told: Callable[[TrainProgre
         found = trainer.probe(
             TypeAdapter(list[int]).validate_python(given["token_ids"]),
             TypeAdapter(float | None).validate_python(given["max_difference"]),
-            shares=bool(given["shares"]),
         )
         return found.model_dump(mode="json")
     if do == "load_state":

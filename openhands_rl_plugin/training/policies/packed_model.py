@@ -17,7 +17,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
-from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, token_logprobs
+from openhands_rl_plugin.training.losses.logprobs import token_logprobs
 from openhands_rl_plugin.training.policies.float32_products import keep_positions_exact, use_tensor_cores
 from openhands_rl_plugin.training.policies.output_layer import measure_scale, scaled_token_logprobs
 from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME
@@ -136,14 +136,6 @@ class PackedModel(ABC):
         with torch.no_grad():
             values, _ = self.logprobs(lay_out([token_ids]), [(0, t) for t in range(1, len(token_ids))])
         return values.tolist()
-
-    @torch.no_grad()
-    def next_token_logits(self, token_ids: tuple[int, ...]) -> Iterator[Tensor]:
-        """The logits after tokens 0 .. T-2, each given the ones before: float32 [rows, vocabulary] at a time."""
-        hidden = self._hidden(PackedRows(lay_out([token_ids]), self.device))
-        for start in range(0, len(token_ids) - 1, ROWS_AT_A_TIME):
-            rows = hidden[start : min(start + ROWS_AT_A_TIME, len(token_ids) - 1)]
-            yield self._scale.logits(rows, self._head())
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import ExpectedShare, Sample
+from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.distributed.ranks import all_reduce_metrics, shard_micro_batches
 from openhands_rl_plugin.training.distributed.sharding import full_tensor, local_shard, shard_like
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
@@ -17,7 +17,6 @@ from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLos
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.preparation import micro_batch_logprobs
-from openhands_rl_plugin.training.trainer.probe_shares import expected_shares
 from openhands_rl_plugin.training.trainer.run_files import fingerprint
 from openhands_rl_plugin.training.trainer.trainer import WITHOUT_EFFECT, Trainer
 
@@ -38,9 +37,6 @@ class LocalTrainer(Trainer):
             weight_decay=settings.weight_decay,
             fused=True,
         )
-
-    def _shares(self, ids: tuple[int, ...]) -> tuple[ExpectedShare, ...]:
-        return expected_shares(self._policy, ids)
 
     def _state(self) -> dict[str, Tensor]:
         tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.memory import return_freed_memory
-from openhands_rl_plugin.core.types import Adapter, ExpectedShare, Probe, Sample
+from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import current_ranks
@@ -135,19 +135,14 @@ class Trainer(ABC):
         """Whether this is rank 0, which writes files."""
         return self._ranks.rank == 0
 
-    def probe(self, token_ids: Sequence[int], max_difference: float | None = None, *, shares: bool = False) -> Probe:
-        """The current policy's logprobs of fixed ids, to check a server against; ``shares``: its samples too."""
+    def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
+        """The current policy's logprobs of fixed ids, to check a server against."""
         ids = tuple(token_ids)
         return Probe(
             token_ids=ids,
             logprobs=tuple(self._policy.sequence_logprobs(ids)),
             max_difference=max_difference or self._policy.probe_tolerance,
-            shares=self._shares(ids) if shares else (),
         )
-
-    def _shares(self, ids: tuple[int, ...]) -> tuple[ExpectedShare, ...]:
-        """What a server's samples after ``ids`` are checked by; nothing where only logprobs are known."""
-        return ()
 
     def became(self, adapter: Adapter | None) -> None:
         """Note that the weights are this version now, which only rank 0 has. A collective."""
