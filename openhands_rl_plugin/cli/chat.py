@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.core.transcript import visible
+from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import Message
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.cli.options.stored import add_filters, add_reward, add_store, filter_of, finite
 from openhands_rl_plugin.cli.options.stores import open_store
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 
 EPILOG = """examples:
   openhands-rl stats ~/.openhands/rl_trajectories

@@ -127,7 +127,7 @@ def _make(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> TaskPlan:
     """The plan that the sources and options give. Raises ``ConfigError``."""
-    from openhands_rl_plugin.core.validation import unknown_name
+    from openhands_rl_plugin.core.errors import unknown_name
     from openhands_rl_plugin.evals.tasks.packages import (
         SUITE,
         SUITE_PLAN,

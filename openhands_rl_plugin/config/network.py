@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from openhands_rl_plugin.core.errors import unknown_name
 from openhands_rl_plugin.core.redaction import redact_text
-from openhands_rl_plugin.core.validation import unknown_name
 
 LISTS: Mapping[str, tuple[str, ...]] = {
     "pypi": ("pypi.org", "files.pythonhosted.org"),

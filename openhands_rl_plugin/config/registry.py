@@ -17,8 +17,7 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, create_model
 
-from openhands_rl_plugin.core.errors import ConfigError, describe
-from openhands_rl_plugin.core.validation import problems, unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, describe, problems, unknown_name
 
 Kind = Literal[
     "strategies",

@@ -24,9 +24,8 @@ from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
 from openhands_rl_plugin.config.verifier import VerifierSettings as VerifierSettings
 from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, Location, instead, problems
 from openhands_rl_plugin.core.types import JsonObject, Limits, SamplingParams
-from openhands_rl_plugin.core.validation import Location, instead, problems
 
 Locate = Callable[[Location], str]
 """Gives the section that a setting was read from."""

@@ -16,8 +16,7 @@ from datetime import date, time
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.validation import Location
+from openhands_rl_plugin.core.errors import ConfigError, Location
 
 SECTIONS: tuple[Location, ...] = (("rl",), ("extended", "rl"), ("agent", "RLAgent", "rl"))
 """The sections that hold settings; later ones override earlier ones."""

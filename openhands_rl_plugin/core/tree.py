@@ -11,12 +11,16 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Self
 
-from openhands_rl_plugin.core.acted import AT, KIND
+from openhands_rl_plugin.core.messages import WireMessage, says, to_message, whole_observation
+from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable, info_of
 from openhands_rl_plugin.core.types import (
+    AT,
+    KIND,
     Completion,
     EpisodeRequest,
     Failure,
     JsonObject,
+    Limits,
     Message,
     Node,
     Observation,
@@ -24,6 +28,7 @@ from openhands_rl_plugin.core.types import (
     SamplingParams,
     StopReason,
     StrategySpec,
+    Task,
     Times,
     Tokens,
     Trajectory,
@@ -311,3 +316,154 @@ def usage_of(nodes: Sequence[Node]) -> Usage:
             acted = node.reward is not None and not node.simulated
             usage += Usage(prompt_tokens=prompt, completion_tokens=sampled, calls=1, steps=int(acted))
     return usage
+
+
+REPLAYED_AS = "replayed_as"
+"""Key of an answer's metadata: the form in which the host repeats it, where that is another one."""
+
+
+class HostConversation:
+    """The path of ``tree`` that the host's next prompt consists of."""
+
+    def __init__(self, tree: EpisodeTree) -> None:
+        self._tree = tree
+        # How the host says a node; absent for an answer that was acted on and not replayed yet, and for one that the
+        # host will never replay.
+        self._forms: dict[int, Message] = {}
+        self._acted: set[int] = set()
+
+    def acted(self, node: int) -> None:
+        """Commit ``node``: the host executes it, and will replay it in its own form from now on."""
+        self._tree.commit(node)
+        self._acted.add(node)
+
+    def follow(self, prompt: Sequence[WireMessage]) -> bool:
+        """Make the path to the head equal to ``prompt``; true when the host rewrote what was said before."""
+        tree = self._tree
+        at, known = self._match(prompt)
+        new = tuple(to_message(message) for message in prompt[known:])
+        rewritten = at != tree.head
+        self._settle(at, new)
+        # The last action was executed even if it is no part of the prompt any more, so it gets its step all the same.
+        tree.observe(Observation())
+        tree.head = at
+        for message in new:
+            tree.head = tree.append(message)
+            self._forms[tree.head] = message
+        return rewritten
+
+    def _settle(self, at: int | None, new: Sequence[Message]) -> None:
+        """Called before the last action counts as executed: the prompt has the path to ``at``, and ``new`` after it."""
+
+    def _match(self, prompt: Sequence[WireMessage]) -> tuple[int | None, int]:
+        """The last node that the prompt has in common with the tree, and the number of messages up to it."""
+        path, forms = self._tree.path(), self._forms
+        at: int | None = None
+        on_path = True
+        for known, message in enumerate(prompt):
+            if on_path and known < len(path) and (form := forms.get(path[known])) is not None and says(message, form):
+                at = path[known]
+            elif (child := self._child(at, message)) is not None:
+                at = child
+                on_path = known < len(path) and path[known] == child
+            else:
+                return at, known
+        return at, len(prompt)
+
+    def _child(self, parent: int | None, message: WireMessage) -> int | None:
+        children = reversed(self._tree.children(parent))
+        return next((index for index in children if self._is(index, message)), None)
+
+    def _is(self, index: int, message: WireMessage) -> bool:
+        if (form := self._forms.get(index)) is not None:
+            return says(message, form)
+        return index in self._acted and self._first_replay(index, message)
+
+    def _first_replay(self, index: int, message: WireMessage) -> bool:
+        """Take the host's form of an answer it just executed; it may differ in white space and closing tags."""
+        node = self._tree.nodes[index]
+        replay = to_message(message)
+        if replay.role != "assistant" or (node.message.tool_calls and not _same_calls(replay, node.message)):
+            return False
+        self._forms[index] = replay
+        if not says(message, node.message):
+            node.metadata[REPLAYED_AS] = replay.model_dump(mode="json", exclude_defaults=True)
+        return True
+
+
+def _same_calls(one: Message, other: Message) -> bool:
+    return [(call.id, call.name) for call in one.tool_calls] == [(call.id, call.name) for call in other.tool_calls]
+
+
+def clip(observation: Observation, limits: Limits) -> Observation:
+    """Cut every message to ``max_obs_length`` tokens, and say in the text that and how much was cut.
+
+    An environment in this process may say halves of characters, too, which could not be stored.
+    """
+    observation = whole_observation(observation)
+    if limits.max_obs_length is None:
+        return observation
+    longest = limits.max_obs_length * CHARACTERS_PER_TOKEN
+    return observation.model_copy(
+        update={"messages": tuple(_clip_message(message, longest) for message in observation.messages)}
+    )
+
+
+class ClippedWorld:
+    """A live episode as a search may see it: it can only be forked, and its forks answer as the session records."""
+
+    def __init__(self, environment: Forkable, limits: Limits) -> None:
+        self._environment = environment
+        self._limits = limits
+
+    @property
+    def info(self) -> EnvInfo:
+        """The environment's own."""
+        return info_of(self._environment)
+
+    async def fork(self) -> Environment:
+        """A copy of the episode as it stands. Raises what its environment raises."""
+        return _clipped(await self._environment.fork(), self._limits)
+
+
+class _ClippedFork:
+    def __init__(self, environment: Environment, limits: Limits) -> None:
+        self.environment = environment
+        self.limits = limits
+
+    async def reset(self, task: Task) -> Observation:
+        """Refused: a fork stands in the middle of an episode."""
+        raise RuntimeError("a fork continues from where it was made")
+
+    async def step(self, action: Message) -> Observation:
+        return clip(await self.environment.step(action), self.limits)
+
+    async def evidence(self) -> JsonObject:
+        return await self.environment.evidence()
+
+    async def close(self) -> None:
+        await self.environment.close()
+
+
+class _ForkableClippedFork(_ClippedFork):
+    @property
+    def info(self) -> EnvInfo:
+        """The environment's own."""
+        return info_of(self.environment)
+
+    async def fork(self) -> Environment:
+        assert isinstance(self.environment, Forkable)
+        return _clipped(await self.environment.fork(), self.limits)
+
+
+def _clipped(environment: Environment, limits: Limits) -> Environment:
+    kind = _ForkableClippedFork if isinstance(environment, Forkable) else _ClippedFork
+    return kind(environment, limits)
+
+
+def _clip_message(message: Message, longest: int) -> Message:
+    content = message.content or ""
+    if message.role == "system" or len(content) <= longest:
+        return message
+    cut = len(content) - longest
+    return message.model_copy(update={"content": f"{content[:longest]}\n[{cut} characters cut]"})

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import aiohttp
 from pydantic import Field, JsonValue
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.servers.door import is_loopback
 from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
 from openhands_rl_plugin.environments.http.calls import ServerTools, arguments_of, replies

@@ -10,10 +10,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Frozen, SamplingParams, Task, Trajectory
 
 _BACKOFF = Backoff(first=0.5, longest=10.0)

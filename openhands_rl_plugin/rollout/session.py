@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from openhands_rl_plugin.core.clipping import ClippedWorld, clip
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.protocols import (
     Environment,
@@ -17,7 +16,7 @@ from openhands_rl_plugin.core.protocols import (
     info_of,
 )
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
-from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
+from openhands_rl_plugin.core.tree import ClippedWorld, DraftNode, EpisodeTree, clip
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,

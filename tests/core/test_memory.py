@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.memory import return_freed_memory
+from openhands_rl_plugin.core.machine import return_freed_memory
 
 MEGABYTE = 1024 * 1024
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openhands_rl_plugin.core.reasoning import has_reasoning, reasoning_of
+from openhands_rl_plugin.core.messages import has_reasoning, reasoning_of
 from openhands_rl_plugin.core.types import JsonObject, Message, Node
 
 THOUGHT = [{"type": "thinking", "thinking": "Hm."}]

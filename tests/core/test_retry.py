@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from openhands_rl_plugin.core.retry import Backoff
+from openhands_rl_plugin.core.concurrency import Backoff
 
 
 def test_pauses_double_up_to_the_longest_and_vary_by_a_quarter() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from openhands_rl_plugin.core.acted import AT
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError, ModelError, StorageError
 from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine
 from openhands_rl_plugin.core.records import EpisodeGrowth, trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
+    AT,
     Completion,
     EpisodeRequest,
     FailureKind,

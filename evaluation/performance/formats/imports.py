@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from openhands_rl_plugin.core.reasoning import reasoning_of
+from openhands_rl_plugin.core.messages import reasoning_of
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.trajectories.exchange.formats import recognised_source
 

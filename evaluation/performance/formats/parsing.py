@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from openhands_rl_plugin.core.templates.function_text import parse_function_text, render_call
-from openhands_rl_plugin.core.templates.parsed import ParsedAnswer
-from openhands_rl_plugin.core.templates.tool_call_json import parse_tool_call_json, render_tool_call
+from openhands_rl_plugin.core.templates.json_calls import parse_tool_call_json, render_tool_call
+from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
 from openhands_rl_plugin.core.types import ToolCall
 
 CORPUS = Path(__file__).parents[3] / "tests" / "core" / "templates" / "corpus" / "tool_call.jsonl"

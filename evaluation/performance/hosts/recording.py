@@ -39,8 +39,7 @@ from rich.table import Table
 from evaluation.performance.hosts.scripted_session import FIRST_PROMPT, LAST_PROMPT, Session, session_server
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.conversation import HostConversation
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.hosts.shared.litellm_calls import TokenInterceptor
 from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn

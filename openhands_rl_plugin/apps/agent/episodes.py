@@ -7,8 +7,8 @@ from typing import Literal, TypedDict
 
 from openhands_rl_plugin.config.build import make_environment, make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
-from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Limits, Score, Trajectory
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
 from openhands_rl_plugin.rollout.in_process import SessionRunner

@@ -21,11 +21,10 @@ from openhands_rl_plugin.apps.agent.policies import ClosableEngine, open_policy
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.concurrency import LoopThread
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary, problems
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Limits, PolicyRef, Score, Task
-from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
 from openhands_rl_plugin.training.data.dataset import (

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from openhands_rl_plugin.apps.loop.summary import COLUMNS, evaluation_rows
-from openhands_rl_plugin.core.transcript import one_line, visible
+from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.sync import LoopListener

@@ -20,7 +20,7 @@ from openhands_rl_plugin.config.rl import LoopSettings, RewardSettings, RLSettin
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
-from openhands_rl_plugin.core.memory import free_memory
+from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     Adapter,

@@ -18,7 +18,7 @@ from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.config.success import success_rule
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, problems, unknown_name
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory
 from openhands_rl_plugin.core.types import (
@@ -31,7 +31,6 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.core.validation import problems, unknown_name
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, tasks_of_rows

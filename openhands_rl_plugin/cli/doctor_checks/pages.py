@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from openhands_rl_plugin.cli.doctor_checks.findings import Finding, Level
-from openhands_rl_plugin.core.transcript import visible
+from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.trajectories.drift.drift import DriftReport
 from openhands_rl_plugin.trajectories.view.terminal import table
 

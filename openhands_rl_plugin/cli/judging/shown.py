@@ -44,7 +44,7 @@ def asked(question: str, words: Collection[str], *, numbers: bool = False) -> tu
 
 def show(out: Console, trajectory: Trajectory, actions: int, heading: str) -> None:
     """What was done last, and the change, or the last answer."""
-    from openhands_rl_plugin.core.transcript import one_line
+    from openhands_rl_plugin.core.messages import one_line
     from openhands_rl_plugin.trajectories.exchange.episodes import patch_of
     from openhands_rl_plugin.trajectories.view.pages import said_by
 
@@ -78,7 +78,7 @@ def write(out: Console, text: str, style: str) -> None:
     """A line in which nothing controls the terminal."""
     from rich.text import Text
 
-    from openhands_rl_plugin.core.transcript import visible
+    from openhands_rl_plugin.core.messages import visible
 
     out.print(Text(visible(text), style), soft_wrap=True)
 

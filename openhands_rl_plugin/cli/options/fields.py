@@ -10,8 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from openhands_rl_plugin.config.fields import Settings
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.core.errors import ConfigError, problems
 
 _METAVARS = {
     "url": "URL",

@@ -10,8 +10,8 @@ import threading
 import warnings
 from contextlib import suppress
 
+from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.redaction import REDACTED, redact_text
-from openhands_rl_plugin.core.transcript import visible
 
 _LOGIN = re.compile(r"/([^\s/:@'\"]*):[^\s/@'\"]+@")
 """That of a URL, also of one that was taken for a path and has lost a slash."""

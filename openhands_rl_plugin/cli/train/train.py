@@ -29,7 +29,7 @@ from openhands_rl_plugin.cli.train.training import (
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, TrainingError
-from openhands_rl_plugin.core.memory import forget_unused, free_memory
+from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY as IMPORTED
 

@@ -15,7 +15,7 @@ from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.config.work import WorkOptions, work_of
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.transcript import visible
+from openhands_rl_plugin.core.messages import visible
 
 EPILOG = """examples:
   openhands-rl run -t "Make the failing test pass" --model policy --base-url http://127.0.0.1:8100/v1

@@ -14,8 +14,8 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
+from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Score, StopReason, Task, Times, Trajectory
 from openhands_rl_plugin.trajectories.exchange.episodes import (

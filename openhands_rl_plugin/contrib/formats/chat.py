@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.reasoning import SpokenMessage
+from openhands_rl_plugin.core.messages import SpokenMessage
 from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     Ending,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings
 from openhands_rl_plugin.contrib.improve.gym import Gym
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, TrainingError
-from openhands_rl_plugin.core.memory import free_memory
+from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Frozen, Message, SamplingParams, Trajectory

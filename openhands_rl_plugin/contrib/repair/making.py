@@ -31,8 +31,8 @@ from openhands_rl_plugin.contrib.repair.rows import COLUMN, RepairSpec, reposito
 from openhands_rl_plugin.contrib.repair.suites import OtherBug, plain, same
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.files import file_sha256, write_file
+from openhands_rl_plugin.core.messages import counted
 from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.core.transcript import counted
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 from openhands_rl_plugin.evals.swe.dataset import read_instances

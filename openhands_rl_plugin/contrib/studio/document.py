@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from openhands_rl_plugin.core.transcript import visible
+from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import JsonObject
 
 STATIC = Path(__file__).parent / "static"

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from openhands_rl_plugin.contrib.studio.replies import Columns, columns, number, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources, TokenText
 from openhands_rl_plugin.core.judgements import newest_outcome, standing
+from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter, sub_agent_of
-from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, Trajectory
 from openhands_rl_plugin.training.credit.estimators import RolloutBatch, grpo
 from openhands_rl_plugin.trajectories.drift.breaks import Break, breaks_of, context_of

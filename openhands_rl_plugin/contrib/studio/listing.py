@@ -16,6 +16,7 @@ from starlette.responses import Response
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.studio.replies import Columns, columns, number, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources
+from openhands_rl_plugin.core.errors import unknown_name
 from openhands_rl_plugin.core.judgements import (
     ALIKE,
     OPINIONS,
@@ -25,12 +26,11 @@ from openhands_rl_plugin.core.judgements import (
     standing,
     verdict_word,
 )
+from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.statistics import paired_difference
-from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import Frozen, JsonObject, StopReason, Trajectory
-from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.evals.report.figures import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
 from openhands_rl_plugin.rollout.verdicts import add_label, labelled, withdraw
 

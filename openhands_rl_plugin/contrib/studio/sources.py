@@ -16,12 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from openhands_rl_plugin.apps.loop.parts import STATE
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary, unknown_name
 from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Score, Trajectory
-from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT
 from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME

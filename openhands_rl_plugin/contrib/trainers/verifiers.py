@@ -23,8 +23,7 @@ from openhands_rl_plugin.apps.rollout.episode_program import (
 )
 from openhands_rl_plugin.apps.rollout.play import tasks_of_file
 from openhands_rl_plugin.config.rollout import PlaySettings
-from openhands_rl_plugin.core.errors import ConfigError, RLError
-from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, RLError, unknown_name
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,

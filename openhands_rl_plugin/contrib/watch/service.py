@@ -55,7 +55,7 @@ from openhands_rl_plugin.core.errors import (
     boundary,
 )
 from openhands_rl_plugin.core.judgements import labels_of, preferences
-from openhands_rl_plugin.core.memory import forget_unused
+from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Frozen, JsonObject

@@ -15,9 +15,9 @@ from typing import ClassVar, Self
 import httpx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
 from openhands_rl_plugin.environments.http.transport import (

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from openhands_rl_plugin.core.templates.base import ChatTemplate
-from openhands_rl_plugin.core.templates.families import template_for
-from openhands_rl_plugin.core.templates.parsed import ParsedAnswer
+from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
+from openhands_rl_plugin.core.templates.rendering import ChatTemplate, template_for
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, JsonValue, TypeAdapter
 from pydantic_core import ArgsKwargs
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, boundary, describe
+from openhands_rl_plugin.core.errors import (
+    BadEnvironmentError,
+    CaughtFailure,
+    ConfigError,
+    boundary,
+    describe,
+    unknown_name,
+)
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import (
@@ -36,7 +43,6 @@ from openhands_rl_plugin.core.types import (
     Task,
     ToolCall,
 )
-from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.environments.tools.dialects import (
     Dialect,
     NativeDialect,

@@ -13,9 +13,9 @@ from pathlib import Path
 from openhands_rl_plugin.config.build import make_reward, make_strategy
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, StrategySpec
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner

@@ -16,9 +16,8 @@ from pydantic import Field, ValidationError
 from openhands_rl_plugin.config.host import HostName
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import SuccessRule
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, problems, unknown_name
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
-from openhands_rl_plugin.core.validation import problems, unknown_name
 
 
 class Selection(Frozen):

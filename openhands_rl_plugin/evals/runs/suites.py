@@ -8,9 +8,8 @@ from pathlib import Path
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RewardSettings
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe, unknown_name
 from openhands_rl_plugin.core.types import Task
-from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.evals.report.run_records import ENVIRONMENT as ENVIRONMENT
 from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks, row_tasks
 from openhands_rl_plugin.evals.runs.outcome import EvalTask

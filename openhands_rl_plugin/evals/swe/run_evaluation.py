@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, InfrastructureError, RLError, boundary
 from openhands_rl_plugin.core.files import PRIVATE, write_file
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import FailureKind, Frozen
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.dataset import PatchPrediction

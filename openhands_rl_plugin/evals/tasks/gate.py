@@ -14,8 +14,8 @@ from rich.text import Text
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256, write_file
+from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.redaction import redact_text
-from openhands_rl_plugin.core.transcript import visible
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.evals.runs.own_suites import own_suite_of

@@ -20,10 +20,9 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, problems
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
 from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
 from openhands_rl_plugin.evals.swe.types import Instance

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, describe
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool.connection import MAX_LINE_BYTES, Start, WorkerChannel, WorkerConnection

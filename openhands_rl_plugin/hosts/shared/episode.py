@@ -18,12 +18,11 @@ from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.clipping import clip
 from openhands_rl_plugin.core.concurrency import background, bound
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, StorageError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
 from openhands_rl_plugin.core.records import PROMPT, EpisodeEnd, EpisodeGrowth, EpisodeStart, trajectory_id
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.tree import EpisodeTree, clip
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,

@@ -10,10 +10,10 @@ from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
-from openhands_rl_plugin.core.clipping import clip
 from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, InfrastructureError, boundary
 from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable, info_of
+from openhands_rl_plugin.core.tree import clip
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Observation, Task
 from openhands_rl_plugin.hosts.shared.episode import RESET_TOOL, STEP_TOOL, EnvironmentReply
 from openhands_rl_plugin.rollout.session import reserve_forks, truncation_reward

@@ -16,11 +16,10 @@ from typing import Self
 
 from openhands_rl_plugin.config.network import IndexAddresses, hosts_of, index_addresses
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
-from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.messages import WireMessage, says
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.check import check_workspace
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, fork_tree, remove_tree

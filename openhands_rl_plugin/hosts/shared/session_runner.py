@@ -13,7 +13,7 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
-from openhands_rl_plugin.core.memory import without_collection
+from openhands_rl_plugin.core.machine import without_collection
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, PolicyRef, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace

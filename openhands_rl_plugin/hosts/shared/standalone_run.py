@@ -25,9 +25,9 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.records import CHECKED, MISSING, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
-from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.sessions import workspace_command

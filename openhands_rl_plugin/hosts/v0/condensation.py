@@ -22,8 +22,8 @@ from openhands.memory.condenser.impl.pipeline import CondenserPipeline
 from openhands.memory.conversation_memory import ConversationMemory
 from openhands.utils.prompt import PromptManager
 
-from openhands_rl_plugin.core.acted import CONDENSATION
 from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.types import CONDENSATION
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_completions, recording
 

@@ -9,8 +9,7 @@ import logging
 import os
 import uuid
 
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.hosts.shared.session_runner import HostSession, SessionHostRunner

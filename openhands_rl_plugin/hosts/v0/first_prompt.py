@@ -20,8 +20,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, RLError
-from openhands_rl_plugin.core.messages import WireMessage
-from openhands_rl_plugin.core.transcript import one_line
+from openhands_rl_plugin.core.messages import WireMessage, one_line
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.shared.litellm_calls import OPENAI_COMPATIBLE, split_provider
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting

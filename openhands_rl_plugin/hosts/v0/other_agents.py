@@ -10,10 +10,9 @@ from openhands.core.exceptions import LLMNoResponseError
 from openhands.events.action import Action, AgentFinishAction
 from openhands.memory.condenser.condenser import Condenser
 
-from openhands_rl_plugin.core.acted import TURN
-from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.errors import describe
-from openhands_rl_plugin.core.types import Failure, StopReason
+from openhands_rl_plugin.core.tree import HostConversation
+from openhands_rl_plugin.core.types import TURN, Failure, StopReason
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.litellm_calls import model_server_error
 from openhands_rl_plugin.hosts.v0.condensation import keep_condensations, record_condenser

@@ -20,7 +20,6 @@ from openhands.llm.llm import LLM
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.messages import (
@@ -29,6 +28,7 @@ from openhands_rl_plugin.core.messages import (
 )
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import (
+    TURN,
     Completion,
     JsonObject,
     PolicyRef,

@@ -22,7 +22,6 @@ from openhands.sdk.llm.exceptions import (
 )
 from openhands.sdk.tool import ToolDefinition
 
-from openhands_rl_plugin.core.acted import CONDENSATION
 from openhands_rl_plugin.core.concurrency import Job, background
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
@@ -34,11 +33,10 @@ from openhands_rl_plugin.core.errors import (
     boundary,
     describe,
 )
-from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.messages import one_line, to_message
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import trajectory_id
-from openhands_rl_plugin.core.transcript import one_line
-from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import WorkspaceConversation
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, register_runtime, runtime_of

@@ -22,9 +22,9 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.concurrency import LoopThread, bound
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, RLError, boundary
 from openhands_rl_plugin.core.judgements import OPINION
+from openhands_rl_plugin.core.messages import last_answer
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.transcript import last_answer
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.validation import unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT

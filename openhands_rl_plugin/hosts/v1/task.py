@@ -25,11 +25,10 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.work import OwnWork
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, problems
+from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
-from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
 from openhands_rl_plugin.hosts.v1.agent import RLAgent
 from openhands_rl_plugin.hosts.v1.endings import said_finish

@@ -11,8 +11,7 @@ from litellm.types.utils import Choices, Delta, ModelResponse, ModelResponseStre
 from openhands.sdk.llm import LLM, ImageContent, LLMResponse, MessageToolCall, TextContent
 from openhands.sdk.llm import Message as SdkMessage
 
-from openhands_rl_plugin.core.messages import is_json_object
-from openhands_rl_plugin.core.reasoning import reasoning_in
+from openhands_rl_plugin.core.messages import is_json_object, reasoning_in
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,

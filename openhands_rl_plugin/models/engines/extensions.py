@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams, Tokens
 
 TOKEN_IDS, LOGPROBS = "return_token_ids", "logprobs"

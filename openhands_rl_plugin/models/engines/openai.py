@@ -11,9 +11,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 
 import httpx
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.records import MISSING
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,

@@ -10,7 +10,7 @@ import httpx
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, describe
-from openhands_rl_plugin.core.transcript import one_line
+from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.models.engines.server_models import ListedModels, uses_proxy
 
 _SECONDS = 10.0

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.acted import CONDENSATION, KIND, SIDE, TURN, kind_of, path_to
-from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
-from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
+from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import (
+    CONDENSATION,
+    KIND,
+    SIDE,
+    TURN,
     Completion,
     EpisodeRequest,
     JsonObject,
@@ -33,6 +35,8 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
     Usage,
+    kind_of,
+    path_to,
 )
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, with_sampled_calls
 from openhands_rl_plugin.models.gateway.responses import RecordedChoice, UpstreamResponse

@@ -22,7 +22,7 @@ from types import TracebackType
 
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary, describe
 from openhands_rl_plugin.core.files import is_file
-from openhands_rl_plugin.core.memory import forget_unused
+from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers.metrics import Metrics
 from openhands_rl_plugin.core.types import FailureKind

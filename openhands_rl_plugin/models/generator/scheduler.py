@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
-from openhands_rl_plugin.core.memory import return_freed_memory
+from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.attention import StepRow

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
-from openhands_rl_plugin.core.templates.tool_call_json import render_tool_call
+from openhands_rl_plugin.core.templates.json_calls import render_tool_call
 from openhands_rl_plugin.core.types import FailureKind, ToolCall
 from openhands_rl_plugin.models.generator.errors import ServingError, StartError
 from openhands_rl_plugin.models.generator.sampling import DecodingParams

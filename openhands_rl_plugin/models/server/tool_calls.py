@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from openhands_rl_plugin.core.templates.tool_call_json import OPEN, parse_tool_call_json
+from openhands_rl_plugin.core.templates.json_calls import OPEN, parse_tool_call_json
 from openhands_rl_plugin.core.types import ToolCall
 
 _OPEN = re.compile(re.escape(OPEN), re.IGNORECASE)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
     ConfigError,
@@ -23,7 +24,6 @@ from openhands_rl_plugin.core.errors import (
     ModelError,
     boundary,
 )
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.training.verifier.card import VerifierOutput
 

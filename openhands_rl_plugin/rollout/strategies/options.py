@@ -9,9 +9,8 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, problems
 from openhands_rl_plugin.core.types import Completion, Failure, Frozen, JsonObject, SamplingParams
-from openhands_rl_plugin.core.validation import problems
 
 Counted = Literal["calls", "steps"]
 """Counted before it is requested."""

@@ -34,8 +34,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.acted import TURN, kind_of
-from openhands_rl_plugin.core.types import Node, Trajectory
+from openhands_rl_plugin.core.types import TURN, Node, Trajectory, kind_of
 from openhands_rl_plugin.rollout.strategies.annotations import notes
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.advantages import EQUAL

@@ -6,9 +6,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from openhands_rl_plugin.core.acted import CONDENSATION, kind_of
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import Node, PolicyRef, Sample, Tokens, Trajectory
+from openhands_rl_plugin.core.types import CONDENSATION, Node, PolicyRef, Sample, Tokens, Trajectory, kind_of
 from openhands_rl_plugin.training.data.eligibility import is_sampled_off_policy, temperature_of
 from openhands_rl_plugin.training.data.layout import MIN_SHARED, common_prefix
 

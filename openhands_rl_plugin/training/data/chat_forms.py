@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.reasoning import SpokenMessage
+from openhands_rl_plugin.core.messages import SpokenMessage
 from openhands_rl_plugin.core.types import JsonObject, Message, Trajectory
 from openhands_rl_plugin.trajectories.exchange.conversations import (
     ARGUMENTS_FORMS,

@@ -13,9 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
-from openhands_rl_plugin.core.acted import ACTED
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import JsonObject, Message, Node, PolicyRef, Sample, Score, Tokens, Trajectory
+from openhands_rl_plugin.core.types import (
+    ACTED,
+    JsonObject,
+    Message,
+    Node,
+    PolicyRef,
+    Sample,
+    Score,
+    Tokens,
+    Trajectory,
+)
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.chat_forms import (
     RenderedMessage,

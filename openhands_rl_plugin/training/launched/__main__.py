@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from openhands_rl_plugin.core.memory import without_collection
+from openhands_rl_plugin.core.machine import without_collection
 
 if __name__ == "__main__":
     with without_collection():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan
 from openhands_rl_plugin.training.loop.plan import LoopPlan

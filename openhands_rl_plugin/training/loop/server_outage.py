@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import httpx
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
 from openhands_rl_plugin.core.protocols import EpisodeRunner
-from openhands_rl_plugin.core.retry import Backoff
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Trajectory
 
 if TYPE_CHECKING:

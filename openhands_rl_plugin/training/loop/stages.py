@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
-from openhands_rl_plugin.core.memory import forget_unused
+from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redacting_logger

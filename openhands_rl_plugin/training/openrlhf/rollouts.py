@@ -22,8 +22,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
 from openhands_rl_plugin.core.protocols import LLMEngine, Reward
-from openhands_rl_plugin.core.templates.base import ChatTemplate
-from openhands_rl_plugin.core.templates.families import template_for
+from openhands_rl_plugin.core.templates.rendering import ChatTemplate, template_for
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.core.errors import ModelError, TrainingError
-from openhands_rl_plugin.core.templates.base import without_stop
+from openhands_rl_plugin.core.templates.rendering import without_stop
 from openhands_rl_plugin.core.types import (
     Completion,
     Failure,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.memory import return_freed_memory
+from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair

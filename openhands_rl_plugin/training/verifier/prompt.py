@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from openhands_rl_plugin.core.errors import TrainingError, describe
-from openhands_rl_plugin.core.transcript import transcript
+from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.trajectories.exchange.episodes import patch_of
 from openhands_rl_plugin.trajectories.exchange.verifier import LogSection, joined, log_sections, question

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from openhands_rl_plugin.config.rl import TrainingSettings, VerifierSettings
-from openhands_rl_plugin.core.memory import forget_unused
+from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.training.distributed.ranks import Ranks, SingleProcess
 from openhands_rl_plugin.training.learn import tell_notes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from openhands_rl_plugin.core.acted import TURN, kind_of
-from openhands_rl_plugin.core.types import Frozen, Trajectory
+from openhands_rl_plugin.core.types import TURN, Frozen, Trajectory, kind_of
 
 _WINDOW = 1024
 """How far behind the first difference the texts may meet again, in tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from openhands_rl_plugin.core.reasoning import has_reasoning
+from openhands_rl_plugin.core.messages import has_reasoning
 from openhands_rl_plugin.core.types import Message, Node, Trajectory
 from openhands_rl_plugin.trajectories.drift.breaks import Break
 

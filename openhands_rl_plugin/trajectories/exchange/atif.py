@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.reasoning import SpokenMessage, reasoning_of
+from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_of
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     JsonObject,

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.reasoning import SpokenMessage, reasoning_of, reasoning_with
+from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_of, reasoning_with, to_wire
 from openhands_rl_plugin.core.templates.function_text import Newlines
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns

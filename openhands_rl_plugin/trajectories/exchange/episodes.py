@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.judgements import VERDICT, newest_outcome
-from openhands_rl_plugin.core.reasoning import plain_message, reasoning_with
+from openhands_rl_plugin.core.messages import plain_message, reasoning_with
 from openhands_rl_plugin.core.records import Label
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (

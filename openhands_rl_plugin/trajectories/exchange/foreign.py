@@ -8,11 +8,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, field_validator, model_validator
 from pydantic_core import from_json, to_json
 
-from openhands_rl_plugin.core.errors import RLError
-from openhands_rl_plugin.core.messages import text_of
-from openhands_rl_plugin.core.reasoning import SpokenMessage, reasoning_in
+from openhands_rl_plugin.core.errors import RLError, problems
+from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, text_of
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.core.validation import problems
 
 
 class ExchangeError(RLError):

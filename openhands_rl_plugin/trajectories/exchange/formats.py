@@ -12,11 +12,10 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
-from openhands_rl_plugin.core.validation import unknown_name
 from openhands_rl_plugin.trajectories.exchange import (
     atif,
     llm_completions,

@@ -13,9 +13,19 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue, model_validator
 
-from openhands_rl_plugin.core.acted import ACTED, CONDENSATION, KIND
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Score, Task, Times, Trajectory
+from openhands_rl_plugin.core.types import (
+    ACTED,
+    CONDENSATION,
+    KIND,
+    JsonObject,
+    Message,
+    PolicyRef,
+    Score,
+    Task,
+    Times,
+    Trajectory,
+)
 from openhands_rl_plugin.trajectories.exchange.conversations import conversation_of, read_system_prompt
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,

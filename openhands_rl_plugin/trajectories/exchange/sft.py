@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import JsonValue, field_validator
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.reasoning import SpokenMessage, reasoning_with
+from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_with
 from openhands_rl_plugin.core.templates.function_text import Newlines, RenderError, read_function_text, render_call
 from openhands_rl_plugin.core.types import JsonObject, Message, Score, Task, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.conversations import (

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import JsonValue, ValidationError
 
+from openhands_rl_plugin.core.errors import problems
 from openhands_rl_plugin.core.records import Label
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, JsonObject, Score, Trajectory
-from openhands_rl_plugin.core.validation import problems
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 

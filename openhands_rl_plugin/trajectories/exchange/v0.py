@@ -18,7 +18,7 @@ from datetime import datetime
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.transcript import transcript_nodes
+from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Failure,

@@ -24,12 +24,11 @@ from typing import NamedTuple
 
 from pydantic import Field, JsonValue, ValidationError
 
-from openhands_rl_plugin.core.acted import ACTED
-from openhands_rl_plugin.core.messages import text_of
-from openhands_rl_plugin.core.reasoning import reasoning_in
+from openhands_rl_plugin.core.messages import reasoning_in, text_of
 from openhands_rl_plugin.core.records import SUB_AGENT, SubAgentOf, sub_agent_of, sub_agents_run
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
+    ACTED,
     Failure,
     FailureKind,
     JsonObject,

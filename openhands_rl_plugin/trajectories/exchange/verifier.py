@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.templates.function_text import RenderError, render_call
-from openhands_rl_plugin.core.transcript import transcript
 from openhands_rl_plugin.core.types import JsonObject, Message, Score, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.episodes import identity_columns, resolved
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError

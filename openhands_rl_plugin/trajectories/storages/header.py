@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from openhands_rl_plugin.core.acted import ACTED, KIND, REWRITTEN, acted_nodes, path_to
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark, TrajectorySummary
 from openhands_rl_plugin.core.types import (
+    ACTED,
+    KIND,
+    REWRITTEN,
     SCHEMA_VERSION,
     FailureKind,
     JsonObject,
@@ -20,6 +22,8 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
     Usage,
+    acted_nodes,
+    path_to,
     pays_rewards,
 )
 

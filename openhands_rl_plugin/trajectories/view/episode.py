@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from openhands_rl_plugin.core.acted import TURN, kind_of
 from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import (
     STANDARD_PROMPT,
@@ -14,8 +14,8 @@ from openhands_rl_plugin.core.records import (
     TrajectoryFilter,
     prompt_of,
 )
-from openhands_rl_plugin.core.transcript import transcript_nodes
 from openhands_rl_plugin.core.types import (
+    TURN,
     Failure,
     Frozen,
     JsonObject,
@@ -27,6 +27,7 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
     Usage,
+    kind_of,
 )
 from openhands_rl_plugin.trajectories.drift.segments import segment_causes
 from openhands_rl_plugin.trajectories.view.gaps import causes_of

@@ -8,11 +8,10 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.text import Text
 
-from openhands_rl_plugin.core.acted import TURN
 from openhands_rl_plugin.core.judgements import standing
+from openhands_rl_plugin.core.messages import counted, one_line, visible
 from openhands_rl_plugin.core.records import STANDARD_PROMPT, sub_agent_of
-from openhands_rl_plugin.core.transcript import counted, one_line, visible
-from openhands_rl_plugin.core.types import Message
+from openhands_rl_plugin.core.types import TURN, Message
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
 from openhands_rl_plugin.trajectories.view.terminal import number
 

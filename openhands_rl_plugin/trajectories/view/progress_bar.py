@@ -17,7 +17,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from openhands_rl_plugin.core.transcript import visible
+from openhands_rl_plugin.core.messages import visible
 
 
 class ProgressBar:

@@ -8,9 +8,9 @@ from datetime import datetime
 from rich.table import Table
 
 from openhands_rl_plugin.core.judgements import OPINIONS
+from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.records import TrajectorySummary
 from openhands_rl_plugin.core.statistics import Estimate
-from openhands_rl_plugin.core.transcript import one_line
 from openhands_rl_plugin.trajectories.view.figures import GroupFigures, reward_of
 from openhands_rl_plugin.trajectories.view.terminal import number, sparkline, table
 

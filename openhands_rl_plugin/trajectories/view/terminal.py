@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from openhands_rl_plugin.core.transcript import visible
+from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import Frozen
 
 _WIDTH_OF_FILES = 200

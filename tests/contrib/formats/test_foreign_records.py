@@ -12,7 +12,7 @@ import pytest
 from foreign_records import ATIF, BASH, CHAT, RECORDS
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.reasoning import reasoning_of
+from openhands_rl_plugin.core.messages import reasoning_of
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
 from openhands_rl_plugin.trajectories.exchange.formats import formats, recognised

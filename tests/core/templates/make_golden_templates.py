@@ -8,7 +8,7 @@ from pathlib import Path
 from conversations import FIXED, GOLDEN, fitting
 from official_templates import HOW_TO_GET, official_template, official_text
 
-from openhands_rl_plugin.core.templates.families import TEMPLATES
+from openhands_rl_plugin.core.templates.rendering import TEMPLATES
 
 
 def main() -> None:

@@ -12,13 +12,14 @@ from openhands.llm.fn_call_converter import convert_tool_call_to_string as write
 from openhands.sdk.llm.mixins.fn_call_converter import convert_tool_call_to_string as write_as_sdk
 
 from openhands_rl_plugin.core.templates.function_text import (
+    Newlines,
     parse_function_text,
     read_function_text,
+    read_value,
     render_call,
+    write_value,
 )
-from openhands_rl_plugin.core.templates.function_values import Newlines, read_value, write_value
-from openhands_rl_plugin.core.templates.parsed import ProblemKind, RenderError
-from openhands_rl_plugin.core.templates.signatures import UNDECLARED, Parameter, signature
+from openhands_rl_plugin.core.templates.parsing import UNDECLARED, Parameter, ProblemKind, RenderError, signature
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
 TYPES = ["string", "integer", "number", "boolean", "array", "object", "null"]

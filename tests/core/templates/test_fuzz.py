@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.templates.bare_json import parse_bare_json
 from openhands_rl_plugin.core.templates.function_text import parse_function_text
-from openhands_rl_plugin.core.templates.parsed import ParsedAnswer
-from openhands_rl_plugin.core.templates.tool_call_json import parse_tool_call_json
+from openhands_rl_plugin.core.templates.json_calls import parse_bare_json, parse_tool_call_json
+from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
 
 CORPUS = Path(__file__).parent / "corpus"
 TOOLS = json.loads((CORPUS / "tools.json").read_text(encoding="utf-8"))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from official_templates import HOW_TO_GET, TAKE_OBJECTS, official_template, official_text, small_tokenizer, wire
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.templates.families import TEMPLATES, template_for
-from openhands_rl_plugin.core.templates.parsed import RenderError
+from openhands_rl_plugin.core.templates.parsing import RenderError
+from openhands_rl_plugin.core.templates.rendering import TEMPLATES, template_for
 from openhands_rl_plugin.core.types import Message, ToolCall
 
 EXPECTED = json.loads((Path(__file__).parent / "golden_renderings.json").read_text(encoding="utf-8"))

@@ -15,10 +15,19 @@ from openhands.events.action import MessageAction
 from scripted_model import ScriptedModel, call, says, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
-from openhands_rl_plugin.core.acted import CONDENSATION, TURN, kind_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Sample, StopReason, Task, Trajectory
+from openhands_rl_plugin.core.types import (
+    CONDENSATION,
+    TURN,
+    EpisodeRequest,
+    Limits,
+    Sample,
+    StopReason,
+    Task,
+    Trajectory,
+    kind_of,
+)
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner

@@ -18,8 +18,17 @@ from pydantic import ValidationError
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
 
-from openhands_rl_plugin.core.acted import CONDENSATION, TURN, kind_of
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, StopReason, Tokens
+from openhands_rl_plugin.core.types import (
+    CONDENSATION,
+    TURN,
+    Completion,
+    JsonObject,
+    Message,
+    SamplingParams,
+    StopReason,
+    Tokens,
+    kind_of,
+)
 from openhands_rl_plugin.hosts.v1 import RLAgent
 from openhands_rl_plugin.hosts.v1.policy_engines import sampling_from
 from openhands_rl_plugin.training.data.batch import samples_of

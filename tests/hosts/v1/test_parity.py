@@ -22,9 +22,8 @@ from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, finish, make_llm, think
 from side_by_side import same, side_by_side
 
-from openhands_rl_plugin.core.acted import CONDENSATION, kind_of
-from openhands_rl_plugin.core.reasoning import reasoning_of
-from openhands_rl_plugin.core.types import StopReason
+from openhands_rl_plugin.core.messages import reasoning_of
+from openhands_rl_plugin.core.types import CONDENSATION, StopReason, kind_of
 from openhands_rl_plugin.hosts.v1 import RLAgent
 
 pytestmark = pytest.mark.contract

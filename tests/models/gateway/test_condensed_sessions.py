@@ -8,8 +8,7 @@ import pytest
 from aiohttp import web
 from gateway_world import SYSTEM, TOOL, Model, user, world
 
-from openhands_rl_plugin.core.acted import CONDENSATION, SIDE, TURN, kind_of
-from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.core.types import CONDENSATION, SIDE, TURN, Trajectory, kind_of
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.trajectories.drift.breaks import breaks_of
 

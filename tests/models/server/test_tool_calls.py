@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.templates.tool_call_json import render_tool_call
+from openhands_rl_plugin.core.templates.json_calls import render_tool_call
 from openhands_rl_plugin.core.types import ToolCall
 from openhands_rl_plugin.models.server.tool_calls import parse_tool_calls, safe_length
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.conversation import HostConversation
-from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.transcript import transcript
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.messages import to_wire, transcript
+from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,

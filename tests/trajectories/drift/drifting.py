@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,

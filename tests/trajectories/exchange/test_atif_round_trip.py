@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as some
 
-from openhands_rl_plugin.core.reasoning import reasoning_of
+from openhands_rl_plugin.core.messages import reasoning_of
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,

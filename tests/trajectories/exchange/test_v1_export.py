@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.conversation import HostConversation
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,

@@ -13,8 +13,8 @@ import pytest
 from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.records import TrajectorySummary
-from openhands_rl_plugin.core.transcript import one_line, visible
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,

@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
-from openhands_rl_plugin.core.validation import problems
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError, problems
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.recipes.light_import import import_module
