@@ -15,9 +15,7 @@ from openhands_rl_plugin.config.host import agent_named, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.runs.plan import KEY_VARIABLE, Selection, evaluated_model
-from openhands_rl_plugin.evals.runs.suites import instruction_of
 from openhands_rl_plugin.evals.swe.dataset import row_of
-from openhands_rl_plugin.evals.swe.types import Instance
 
 ROOT = Path(__file__).parents[3]
 STOCK = agent_named("stock", host_of(RLSettings()))
@@ -188,28 +186,6 @@ def test_selection_keeps_the_order_unless_it_is_shuffled():
     shuffled = Selection(shuffle=1, limit=3).of(ids, str)
     assert shuffled == Selection(shuffle=1, limit=3).of(ids, str) and len(set(shuffled)) == 3
     assert Selection(include=("t5", "t0")).of(ids, str) == ("t0", "t5")
-
-
-def test_the_instruction_is_swe_gyms():
-    instance = Instance(
-        instance_id="a",
-        repo="psf/requests",
-        version="2.0",
-        base_commit="c",
-        problem_statement="It {breaks} {directory}",
-    )
-    said = instruction_of(instance)
-    lines = said.splitlines()
-    assert lines[:4] == [
-        "<uploaded_files>",
-        "/workspace/psf__requests__2.0",
-        "</uploaded_files>",
-        "I've uploaded a python code repository in the directory psf__requests__2.0. "
-        "Consider the following PR description:",
-    ]
-    assert lines[5:8] == ["<pr_description>", "It {breaks} {directory}", "</pr_description>"]
-    assert lines[-1] == "Your thinking should be thorough and so it's fine if it's very long." and said.endswith("\n")
-    assert len(lines) == 19 and all(not line.endswith(" ") for line in lines)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)

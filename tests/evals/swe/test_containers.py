@@ -19,9 +19,8 @@ import pytest
 from cheats import CHEATS, EQUAL_TO_ALL, patch_of
 from image_samples import import_image, instance_linux
 from pytest_sample import make_pytest_sample
-from repository_samples import FILES, FIX, NOTHING, Sample, git, instance, needs_sandbox, with_extra
+from repository_samples import FILES, FIX, NOTHING, Sample, git, needs_sandbox, with_extra
 
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
@@ -121,13 +120,6 @@ async def test_tests_that_end_their_container_are_unresolved(both: Both, tmp_pat
     assert verdict.kind is VerdictKind.UNRESOLVED and "the run ended before its tests did" in verdict.reason
 
 
-async def test_an_engine_that_is_absent_is_one_line(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
-    if PROGRAM.endswith("docker"):
-        with pytest.raises(ConfigError, match=r"no Docker daemon .*--backend local"):
-            await DockerBackend(program=PROGRAM).check()
-
-
 class OwnEngine:
     """A podman service on a socket of its own, with the images in ``storage`` or, left out, those of the machine."""
 
@@ -209,8 +201,3 @@ async def test_a_checkout_is_copied_out_of_the_image(both: Both, tmp_path: Path)
     assert (checkout.directory / "calc.py").read_text() == FILES["calc.py"]
     assert os.path.lexists(checkout.mounts[0].host / "bin" / "python")
     assert not containers()
-
-
-async def test_a_row_without_an_image_needs_the_local_back_end(both: Both, tmp_path: Path) -> None:
-    verdict = await both.docker.grade(instance("c0ffee"), FIX, logs=tmp_path, timeout=30.0)
-    assert verdict.reason.endswith("its row names no image; use --backend local")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -261,22 +260,6 @@ other:
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        (
-            "-ve . --no-build-isolation -Ceditable-verbose=true",
-            "-e . --no-build-isolation -Ceditable-verbose=true",
-        ),
-        ("-q --no-use-pep517 -U x", "-U x"),
-        ("--progress-bar off --timeout=3 -r a.txt", "-r a.txt"),
-        ("--pre --editable=. x==1 -I", "--pre --editable . x==1 --reinstall"),
-    ],
-)
-def test_pips_options_as_uvs(installing, given: str, wanted: str) -> None:
-    assert list(installing.translate(given.split())) == wanted.split()
-
-
-@pytest.mark.parametrize(
     ("given", "files", "legacy"),
     [
         ("-e .", ["setup.py"], True),
@@ -330,10 +313,3 @@ def test_what_was_compiled_is_kept_until_its_sources_change(
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("changed\n")
     assert installing.is_installed(["-e", "."]) is kept
-
-
-def test_the_shim_is_written_for_a_strict_shell() -> None:
-    conda = "conda activate testbed; conda config --set x y; echo $CONDA_DEFAULT_ENV; conda deactivate"
-    script = f". {SHIM}/activate.sh; {conda}"
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "testbed\n"
