@@ -50,7 +50,6 @@ VIEWS = {
     "conversation": Picture("/e/fix-orders-breaks?node=5&n=1", ".item .call"),
     "tree": Picture("/e/kettle-mcts?view=tree&node=30", ".point.here"),
     "tokens": Picture("/e/fix-orders-breaks?view=tokens&node=2&tokens=2.60", ".t.at"),
-    "breaks": Picture("/e/fix-orders-breaks?view=breaks", ".break .cure"),
     "group": Picture("/g/fix-cache%2F3", ".twig.forks"),
     "compare": Picture("/c?a=fix-cache-v3-1&b=fix-cache-v3-2", ".part.differs .one"),
     "run": Picture("", ".curve canvas", taller=300),

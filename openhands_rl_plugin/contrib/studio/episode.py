@@ -1,8 +1,7 @@
-"""``/api/episodes/{id}``, its nodes, tokens and prefix breaks; ``/api/groups/{id}``: a task's samples as one tree."""
+"""``/api/episodes/{id}``, its nodes and tokens; ``/api/groups/{id}``: a task's samples as one tree."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +17,6 @@ from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, Trajectory
 from openhands_rl_plugin.training.credit.estimators import RolloutBatch, grpo
-from openhands_rl_plugin.trajectories.drift.breaks import Break, breaks_of, context_of
-from openhands_rl_plugin.trajectories.drift.causes import SETTINGS, cause_of
 from openhands_rl_plugin.trajectories.view.episode import Turn, view_of
 
 EXCERPT = 160
@@ -236,65 +233,6 @@ def _bounded(value: JsonValue) -> JsonValue:
     if isinstance(value, dict):
         return {name: _bounded(each) for name, each in list(value.items())[:1000]}
     return value
-
-
-_BESIDE = 48
-"""Tokens shown before and after a difference."""
-_MOST_SHOWN = 256
-MOST_BREAKS = 200
-
-
-class BreakResource:
-    """The prefix breaks of one episode."""
-
-    def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
-        self._shelf = shelf
-        self._text = text
-
-    async def get(self, request: Request) -> Response:
-        """``breaks``, at most 200, and their sums."""
-        opened = await self._shelf.open(request)
-        return reply(request, await asyncio.to_thread(self.answer, opened.trajectory), revision=opened.revision)
-
-    def answer(self, trajectory: Trajectory) -> JsonObject:
-        """The body of the reply."""
-        found = list(breaks_of(trajectory))
-        shown: list[JsonValue] = [self._break(trajectory, each) for each in found[:MOST_BREAKS]]
-        return {
-            "total": len(found),
-            "repeated": sum(each.repeated for each in found),
-            "tokenizer": self._text.problem,
-            "breaks": shown,
-        }
-
-    def _break(self, trajectory: Trajectory, found: Break) -> JsonObject:
-        cause = cause_of(trajectory, found, self._text.decode if self._text.problem is None else None)
-        difference = found.difference
-        context, spans = context_of(trajectory, found.previous)
-        at, removed = difference.at, len(difference.removed)
-        return {
-            "node": found.node,
-            "previous": found.previous,
-            "cause": cause.name.lower(),
-            "words": cause.value,
-            "setting": SETTINGS[cause],
-            "rewritten": found.rewritten,
-            "starts_segment": found.starts_segment,
-            "repeated": found.repeated,
-            "turns": len(spans),
-            "at": at,
-            "context": len(context),
-            "meets": difference.meets,
-            "before": self._part(context[max(0, at - _BESIDE) : at]),
-            "removed": self._part(difference.removed),
-            "inserted": self._part(difference.inserted),
-            "after": self._part(context[at + removed : at + removed + _BESIDE] if difference.meets else ()),
-        }
-
-    def _part(self, ids: tuple[int, ...]) -> JsonObject:
-        shown = ids[:_MOST_SHOWN]
-        text = "".join(piece or "" for piece in self._text.pieces(shown, 0, len(shown)))
-        return {"count": len(ids), "ids": list(shown), "text": text if self._text.problem is None else None}
 
 
 MOST_SAMPLES = 64

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from openhands_rl_plugin.apps.loop.parts import STATE
 from openhands_rl_plugin.contrib.studio.document import single_file
-from openhands_rl_plugin.contrib.studio.episode import BreakResource, bodies_of, header_of, tokens_of
+from openhands_rl_plugin.contrib.studio.episode import bodies_of, header_of, tokens_of
 from openhands_rl_plugin.contrib.studio.listing import episodes_compared, rows_of
 from openhands_rl_plugin.contrib.studio.replies import plain, reply
 from openhands_rl_plugin.contrib.studio.runs import (
@@ -54,7 +54,6 @@ class ExportResource:
 
     def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
         self._shelf = shelf
-        self._breaks = BreakResource(shelf, text)
         self._text = text
 
     @classmethod
@@ -108,7 +107,6 @@ class ExportResource:
         trajectory = opened.trajectory
         base, nodes = f"episodes/{quote(trajectory.id, safe=_UNCHANGED)}", trajectory.nodes
         yield base, header_of(opened)
-        yield f"{base}/breaks", self._breaks.answer(trajectory)
         yield f"{base}/nodes", bodies_of(nodes, range(len(nodes)), len(nodes), most=MOST_EXPORTED)
         for at, node in enumerate(nodes):
             if node.tokens is not None:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openhands_rl_plugin.contrib.studio.config import StudioConfig
 from openhands_rl_plugin.contrib.studio.document import HEADERS, STATIC, content_security_policy, document
 from openhands_rl_plugin.contrib.studio.door import SIGN_IN
-from openhands_rl_plugin.contrib.studio.episode import BreakResource, EpisodeResource, GroupResource
+from openhands_rl_plugin.contrib.studio.episode import EpisodeResource, GroupResource
 from openhands_rl_plugin.contrib.studio.listing import CompareResource, LabelResource, ListResource
 from openhands_rl_plugin.contrib.studio.replies import ERROR_HANDLERS, reply
 from openhands_rl_plugin.contrib.studio.reports import ExportResource
@@ -89,7 +89,7 @@ def build_app(
 def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
     shelf = EpisodeShelf(sources)
     episodes = EpisodeResource(shelf, text)
-    listing, breaks = ListResource(sources), BreakResource(shelf, text)
+    listing = ListResource(sources)
     runs, evaluations = RunResource(sources), EvaluationResource(sources)
     groups, compared = GroupResource(sources), CompareResource(sources, shelf)
 
@@ -111,7 +111,6 @@ def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
         # An id may have slashes, so what stands behind it is looked for first.
         "/api/episodes/{id:path}/nodes/{node:int}/tokens": episodes.tokens,
         "/api/episodes/{id:path}/nodes": episodes.nodes,
-        "/api/episodes/{id:path}/breaks": breaks.get,
         "/api/episodes/{id:path}": episodes.header,
         "/api/groups/{id:path}": groups.get,
         "/api/compare": compared.get,

@@ -247,10 +247,6 @@ class TokenText:
                 found.append(piece)
         return found
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """All of the text, special tokens included; empty without a tokenizer."""
-        return "" if self._tokenizer is None else self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Of a folder's ``tokenizer.json``, or of that file. Raises ``ConfigError`` and ``MissingExtraError``."""

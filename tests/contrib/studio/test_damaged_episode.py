@@ -40,7 +40,7 @@ def test_the_api_answers_for_the_others(store: Path, client: Client) -> None:
     assert browser.get("/api/facets").json()["facets"]["stop"][0]["count"] == 3
     for name in ("before", "after"):
         assert browser.get(f"/api/episodes/{name}").status_code == 200
-    for path in ("", "/nodes", "/nodes/1/tokens", "/breaks"):
+    for path in ("", "/nodes", "/nodes/1/tokens"):
         answer = browser.get(f"/api/episodes/broken{path}")
         assert answer.status_code == 503, path
         assert "broken" in answer.json()["error"]["message"] and "damaged" in answer.json()["error"]["message"]

@@ -1,28 +1,11 @@
-"""Breaks, groups and comparisons, the same from SQLite and from MongoDB."""
+"""Groups and comparisons, the same from SQLite and from MongoDB."""
 
 from __future__ import annotations
 
 from studio_client import Client, Opener, fill
 
-from openhands_rl_plugin.core.types import PolicyRef, Tokens
+from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.testing.samples import GONE, sample_episode
-
-
-def test_a_break_has_its_cause_and_its_price(opener: Opener, client: Client) -> None:
-    sample = sample_episode("one")
-    broken = Tokens(prompt_ids=(1, 2, 9, 3, 4, 5), sampled_ids=(6,), logprobs=(-0.5,))
-    nodes = [*sample.nodes]
-    nodes[4] = nodes[4].model_copy(update={"tokens": broken})
-    fill(opener, [sample.model_copy(update={"nodes": tuple(nodes)}), sample_episode("whole")])
-    browser = client(opener())
-    found = browser.get("/api/episodes/one/breaks").json()
-    (only,) = found["breaks"]
-    assert (only["node"], only["previous"], only["at"], only["repeated"]) == (4, 1, 2, 5)
-    assert (only["removed"]["ids"], only["inserted"]["ids"]) == ([70_000], [9])
-    assert only["cause"] == "generation_prompt" and "chat template" in only["setting"] and found["repeated"] == 5
-    assert browser.get("/api/episodes/whole/breaks").json()["breaks"] == []
-    header = browser.get("/api/episodes/one").json()
-    assert header["nodes"]["segment"][4] == 2
 
 
 def test_a_group_is_one_tree_that_branches_at_the_first_difference(opener: Opener, client: Client) -> None:

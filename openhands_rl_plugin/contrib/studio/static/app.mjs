@@ -5,7 +5,6 @@ import {exported, go, html, link, listen, moment, nextTheme, param, put, route, 
 import data from 'studio/data';
 import {PAGES, SignIn} from 'studio/pages';
 import {Empty, Help, helpShown, said} from 'studio/parts';
-
 const NAV = Object.entries(PAGES).filter(([, page]) => page.nav && (!exported || data[page.needs]));
 
 export function start(place) {
@@ -73,7 +72,6 @@ class Guard extends Component {
     console.warn(error);
     this.setState({error});
   }
-
   render({children}, {error}) {
     if (!error) return children;
     return html`<${Empty} title="This page has failed"><p>${String(error)}</p>

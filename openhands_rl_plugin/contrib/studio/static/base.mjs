@@ -4,7 +4,6 @@ import htm from 'htm';
 import {h, options} from 'preact';
 import {useEffect, useLayoutEffect, useRef, useState} from 'preact/hooks';
 import data from 'studio/data';
-
 export const html = htm.bind(h);
 // C0 and C1 controls but tab and line feed, marks and overrides of direction, zero-width and invisible characters.
 const ACTING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
@@ -449,19 +448,16 @@ class Listing {
     /** Goes up with each page that has come. */
     this.tick = signal(0);
   }
-
   /** The row with a number, or null while its page is on its way. */
   row(number) {
     const rows = this.pages.get(Math.floor(number / PAGE));
     const at = number % PAGE;
     return rows && at < rowsOf(rows) ? row(rows, at) : null;
   }
-
   /** Whether a row that has come has something in a column. */
   has(column) {
     return [...this.pages.values()].some((rows) => rows[column]?.some((each) => each !== null));
   }
-
   load(page, {fresh = false} = {}) {
     if (page < 0 || (!fresh && this.asked.has(page))) return this.asked.get(page);
     const path = `episodes${query({...this.params, offset: page * PAGE, limit: PAGE})}`;
@@ -476,14 +472,12 @@ class Listing {
     this.asked.set(page, answer);
     return answer;
   }
-
   /** Ask again for all that is known, for example after an episode has ended. The old rows stay until then. */
   refresh() {
     const known = [...this.pages.keys()].slice(-4);
     for (const page of this.asked.keys()) if (!known.includes(page)) { this.asked.delete(page); this.pages.delete(page); }
     return Promise.all((known.length ? known : [0]).map((page) => this.load(page, {fresh: true})));
   }
-
   async idAt(number) {
     if (number < 0 || (this.total.peek() !== null && number >= this.total.peek())) return null;
     await this.load(Math.floor(number / PAGE));

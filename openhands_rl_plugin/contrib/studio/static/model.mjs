@@ -2,7 +2,6 @@
 import {hierarchy, tree} from 'd3-hierarchy';
 import {useLayoutEffect, useState} from 'preact/hooks';
 import {ask, cell, query, rowsOf} from 'studio/base';
-
 const MOST_COMPARED = 1500;
 
 /** [[" " | "-" | "+", item], ...]: what stays, goes and comes. */

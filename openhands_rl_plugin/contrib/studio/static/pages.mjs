@@ -5,7 +5,6 @@ import {modelOf, siblings, useBody} from 'studio/model';
 import {Answer, Body, Empty, EpisodeRow, Facts, Figures, HEAD, Narrow, Neighbours, OPINIONS, Outcome, Problem, Rows, Waiting, judged} from 'studio/parts';
 import {Adapters, Evaluations, Runs} from 'studio/runs';
 import {Conversation, VIEWS} from 'studio/views';
-
 export function SignIn() {
   const [error, failed] = useState(null);
   const enter = (event) => {
@@ -485,7 +484,6 @@ function Two({id, store, next}) {
     ${error && html`<${Problem} error=${error} />`}
     <footer class="verdicts"><button disabled=${!ready} onClick=${() => say(1)}><kbd>1</kbd> Left is better</button><button disabled=${!ready} onClick=${() => say(2)}><kbd>2</kbd> Right is better</button><button disabled=${!ready} onClick=${() => say(0)}><kbd>0</kbd> Neither</button><button onClick=${next}><kbd>j</kbd> Skip</button></footer>`;
 }
-
 export const PAGES = {
   '': {name: 'Episodes', nav: 'e', key: 'e', needs: 'episodes', component: Episodes},
   e: {name: 'Episode', below: 'e', component: Episode},

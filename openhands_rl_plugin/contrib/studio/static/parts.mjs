@@ -4,7 +4,6 @@ import {useEffect, useLayoutEffect, useMemo, useRef, useState} from 'preact/hook
 import {PAGE, Shown, colour, count, exported, fixed, help, html, label, link, listing, mark, moment, param, percent, plural, policy, put, query, repaint, reward, seconds, short, useAnswer, useKeys, useLive, when, words as labelWords} from 'studio/base';
 import data from 'studio/data';
 import {diff, hunks, modelOf, more, sampledIn, spanOf, spanText, useBody} from 'studio/model';
-
 export const Empty = ({title, children}) => html`<section class="empty"><h2>${title}</h2>${children && html`<div>${children}</div>`}</section>`;
 
 /** An error with its cause; the server's messages name the remedy. */

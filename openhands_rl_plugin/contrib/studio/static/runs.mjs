@@ -2,7 +2,6 @@
 import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {Shown, ask, count, exported, fixed, html, link, param, percent, plural, put, query, row, rowsOf, seconds, short, useAnswer, useKeys, useLive, when} from 'studio/base';
 import {About, Answer, Curve, Empty, Facts, LeftOut, Outcome, Overview, Patch, Problem, Rows, Sample, Success, Text, earned} from 'studio/parts';
-
 export function Adapters() {
   const answer = useAnswer('adapters');
   useLive((events) => events.some(({kind}) => ['stage', 'scored', 'reset'].includes(kind)) && answer.again());

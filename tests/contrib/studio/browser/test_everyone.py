@@ -18,7 +18,6 @@ PAGES = {
     "/e/fix-orders-breaks?node=5&n=1": ".item .call",
     "/e/kettle-mcts?view=tree&node=30": ".point.here",
     "/e/fix-orders-breaks?view=tokens&node=2&tokens=2.60": ".t.at",
-    "/e/fix-orders-breaks?view=breaks": ".break .cure",
     "/g/fix-cache%2F3": ".twig.forks",
     "/c?a=fix-cache-v3-1&b=fix-cache-v3-2": ".part.differs .one",
     "/c?of=sets&a=shop@1&b=shop@3": ".row.tasks a",

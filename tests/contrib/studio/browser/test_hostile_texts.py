@@ -56,7 +56,7 @@ def fill(folder: Path) -> None:
 
 def addresses() -> dict[str, str]:
     one, other, group = quote(ID, safe=""), quote(OTHER, safe=""), quote(f"{TEXT}", safe="")
-    views = {f"/e/{one}?view={view}&node=4": "#view *" for view in ("conversation", "tree", "tokens", "breaks")}
+    views = {f"/e/{one}?view={view}&node=4": "#view *" for view in ("conversation", "tree", "tokens")}
     return {
         "/": ".row:not(.head) a",
         **views,

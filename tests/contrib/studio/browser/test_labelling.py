@@ -116,11 +116,3 @@ def test_a_group_forks_and_two_of_it_are_compared(pages: Pages) -> None:
     assert "same" in page.locator(".fold").first.inner_text()
     pages.keys("n")
     page.wait_for_selector(".part.here")
-
-
-def test_a_break_says_its_cause_and_cure(pages: Pages) -> None:
-    page = pages.open("/e/fix-orders-breaks?view=breaks", wait=".break .cure")
-    pages.keys("n")
-    page.wait_for_selector(".break.here")
-    assert "node=" in page.url
-    assert page.locator(".break del").first.inner_text()
