@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -43,18 +42,6 @@ async def shell(place: ContainerPlace) -> AsyncIterator[ContainerShell]:
 
 async def said(shell: ContainerShell, command: str, timeout: float | None = 20.0) -> str:
     return (await asyncio.to_thread(shell.run, command, timeout=timeout)).output
-
-
-async def test_a_long_folder_for_temporary_files_is_no_place_for_a_socket(
-    container: FolderContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    long = tmp_path / ("x" * 110)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    async with served(container) as socket:
-        place = ContainerPlace(socket=socket, folder=FOLDER, start="/app")
-        ran = await asyncio.to_thread(execute, place, "echo hello", timeout=20.0)
-    assert ran.stdout == "hello\n" and not socket.parent.exists()
 
 
 async def test_a_shell_keeps_its_directory_variables_and_functions(shell: ContainerShell, container: FolderContainer):

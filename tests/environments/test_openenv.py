@@ -371,11 +371,6 @@ async def die(to: Socket) -> None:
     request.transport.abort()
 
 
-async def repeat(to: Socket) -> None:
-    for _ in range(3):
-        await to.send_json(observation(0, 1, "Keep going...", -0.1, False))
-
-
 NAN = '{"type": "observation", "data": {"observation": {}, "reward": NaN, "done": false}}'
 HUGE = '{"type": "observation", "data": {"observation": {"a": 1e999}, "reward": 1e999, "done": false}}'
 CASES = [

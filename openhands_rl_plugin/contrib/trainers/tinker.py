@@ -6,7 +6,6 @@ five minutes; every response is waited for at most ``[rl.tinker] timeout``.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import weakref
@@ -114,19 +113,6 @@ class TinkerService:
             # Before the interpreter ends, when the client could no longer end its own threads.
             weakref.finalize(self, self._client.holder.close)
 
-    def models(self) -> tuple[str, ...]:
-        """As its capabilities say."""
-        with _asking(self._settings, "list its models"):
-            said = self._client.get_server_capabilities().supported_models
-        return tuple(each.model_name for each in said if each.model_name)
-
-    def checkpoint(self, path: str) -> tuple[str, int | None]:
-        """As it knows it."""
-        with _asking(self._settings, f"find {path}"):
-            # The client's plain call asks from inside its own loop.
-            found = asyncio.run(_awaited(self._client.create_rest_client().get_weights_info_by_tinker_path(path)))
-        return found.base_model, found.lora_rank
-
     def create(self, wanted: NewAdapter) -> RemoteAdapter:
         """With the layers of attention, of the MLPs, or both; never the output layer: few servers load that."""
         with _asking(self._settings, f"make an adapter of {wanted.base_model}"):
@@ -209,10 +195,6 @@ class RemoteAdapter:
     def _logprobs(self, future: Any) -> list[list[float]]:
         found = future.result(self._settings.timeout).loss_fn_outputs
         return [[float(value) for value in each["logprobs"].tolist()] for each in found]
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _client_package() -> Any:

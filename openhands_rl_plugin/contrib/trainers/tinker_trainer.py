@@ -1,8 +1,7 @@
 """Trains an adapter on a server of the Tinker API: our samples, advantages, normaliser and schedule, its passes.
 
-PPO's and CISPO's objectives and the likelihood are the server's own losses, with the weight of each token in its
-advantage. Any other loss of ``losses`` is computed here on the server's logprobs, and its gradient by them goes back as
-the factors of a likelihood: exact, for one more forward pass.
+The loss is computed here on the server's logprobs, and its gradient by them goes back as the factors of a likelihood:
+exact for every loss of ``losses``, for one forward pass more than a loss of the server's own would take.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
 from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
-from openhands_rl_plugin.training.algorithms import algorithm_of, clip_bounds
 from openhands_rl_plugin.training.data.layout import Layout
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
-from openhands_rl_plugin.training.losses.losses import Imitation, MicroBatch, MicroBatchLoss, Reinforcement
+from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss
 from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
 from openhands_rl_plugin.training.policies.packed_model import PROBE_TOLERANCE
 from openhands_rl_plugin.training.policies.packing_check import PACKED
@@ -61,6 +59,7 @@ class TinkerOrigin(Frozen):
     path: str
     address: str
     base_model: str
+    rank: int
 
 
 class TinkerTrainer(Trainer):
@@ -105,7 +104,9 @@ class TinkerTrainer(Trainer):
         """Fetch the adapter in PEFT's format, and note its checkpoint at the service beside it."""
         path = self._saved()
         write_adapter(self.model.export(self._new_name()), directory, base_model=self._base_model)
-        origin = TinkerOrigin(path=path, address=self._tinker.address, base_model=self._base_model)
+        origin = TinkerOrigin(
+            path=path, address=self._tinker.address, base_model=self._base_model, rank=self.settings.lora_rank
+        )
         write_file(directory / ORIGIN, origin.model_dump_json(indent=1))
 
     @property
@@ -124,7 +125,6 @@ class TinkerTrainer(Trainer):
             step, version, path = int(counters["step"]), int(counters["version"]), counters["tinker"]
         except (KeyError, ValueError) as error:
             raise TrainingError(f'{source} does not hold a training state of engine = "tinker"') from error
-        self._check_path(path, self.settings)
         self._close()
         self._path, self._optimizer, self._saved_at = path, True, step
         self.step, self._version = step, version
@@ -162,24 +162,12 @@ class TinkerTrainer(Trainer):
 
     def _gradient(self, live: list[TrainingSample], weights: Tensor, loss: MicroBatchLoss) -> tuple[float, Diagnostics]:
         """Add the gradient of the batch at the service."""
-        reduction = self._tinker.reduction
-        if (named := _own_loss(loss, self.settings)) is not None:
-            name, config = named
-            factors = [item.advantages * weight for item, weight in zip(live, weights, strict=True)]
-            answers = self.model.forward_backward(policy_rows(live, factors, reduction), name, config)
-            share, diagnostics = loss(_micro_batch(live, trained_logprobs(live, answers), weights))
-            return share.item(), diagnostics
-        if isinstance(loss, Imitation):
-            factors = [weight.expand(len(item.positions)) for item, weight in zip(live, weights, strict=True)]
-            answers = self.model.forward_backward(*likelihood_rows(live, factors, reduction))
-            share, diagnostics = loss(_micro_batch(live, trained_logprobs(live, answers), weights))
-            return share.item(), diagnostics
         answers = self.model.forward(forward_rows([item.sample.input_ids for item in live]))
         logprobs = trained_logprobs(live, answers).requires_grad_()
-        share, diagnostics = loss(_micro_batch(live, logprobs, weights))
+        share, diagnostics = loss(MicroBatch(live, logprobs, -logprobs.detach(), weights))
         (gradient,) = torch.autograd.grad(share, logprobs)
         factors = list(torch.split(-gradient, [len(item.positions) for item in live]))
-        self.model.forward_backward(*likelihood_rows(live, factors, reduction))
+        self.model.forward_backward(*likelihood_rows(live, factors, self._tinker.reduction))
         return share.item(), diagnostics
 
     def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
@@ -188,14 +176,8 @@ class TinkerTrainer(Trainer):
         return fingerprint(f"{type(loss).__name__}\n{where}\n{settings}", samples, (), self.step)
 
     def _start(self, adapter: Adapter | None, settings: TrainingSettings) -> tuple[str | None, bool]:
-        """The checkpoint to start from. Raises ``TrainingError`` where the service cannot."""
+        """The checkpoint to start from. Raises ``TrainingError`` where the service has none."""
         if adapter is None:
-            known = self._service.models()
-            if known and self._base_model not in known:
-                raise TrainingError(
-                    f"the Tinker service at {self._tinker.address} does not train {self._base_model!r}: set "
-                    f"[rl.tinker] model to one of {', '.join(known[:8])}"
-                )
             return None, False
         try:
             origin = TinkerOrigin.model_validate_json((Path(adapter.path) / ORIGIN).read_bytes())
@@ -204,26 +186,15 @@ class TinkerTrainer(Trainer):
                 f'{adapter.name} was not trained by engine = "tinker", and the service takes no adapters from '
                 f'elsewhere ({describe(error)}): start from base, or set engine = "local"'
             ) from error
-        if origin.address != self._tinker.address:
+        here = TinkerOrigin(
+            path=origin.path, address=self._tinker.address, base_model=self._base_model, rank=settings.lora_rank
+        )
+        if origin != here:
             raise TrainingError(
-                f"{adapter.name} is kept by the service at {origin.address}, not {self._tinker.address}: set "
-                "[rl.tinker] base_url to that, or start from base"
+                f"{adapter.name} was trained as {origin!r}, and the settings say {here!r}: set [rl.tinker] and "
+                "lora_rank to that, or start from base"
             )
-        self._check_path(origin.path, settings)
         return origin.path, False
-
-    def _check_path(self, path: str, settings: TrainingSettings) -> None:
-        base_model, rank = self._service.checkpoint(path)
-        if base_model != self._base_model:
-            raise TrainingError(
-                f"the checkpoint {path} is of base model {base_model!r}, and {self._base_model!r} is trained: set "
-                "[rl.tinker] model, or start from base"
-            )
-        if rank not in (None, settings.lora_rank):
-            raise TrainingError(
-                f"the checkpoint {path} has rank {rank}, and [rl.training] lora_rank is {settings.lora_rank}: set "
-                f"lora_rank = {rank}, or start from base"
-            )
 
     def _fresh(self, settings: TrainingSettings) -> NewAdapter:
         targets = settings.target_modules
@@ -296,21 +267,6 @@ class _RemotePolicy:
         """There is none: ``kl`` is refused with the settings."""
         raise TrainingError('engine = "tinker" has no reference model: set kl = "none"')
         yield
-
-
-def _own_loss(loss: MicroBatchLoss, settings: TrainingSettings) -> tuple[str, Mapping[str, float]] | None:
-    """The service's loss and its options, where it has the one of the settings. Its bounds are absolute ratios."""
-    objective = algorithm_of(settings).objective
-    if not isinstance(loss, Reinforcement) or objective not in ("ppo", "cispo"):
-        return None
-    if settings.dual_clip or settings.correction != "none":
-        return None
-    low, high = clip_bounds(settings)
-    return objective, {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
-
-
-def _micro_batch(live: list[TrainingSample], logprobs: Tensor, weights: Tensor) -> MicroBatch:
-    return MicroBatch(live, logprobs, -logprobs.detach(), weights)
 
 
 Reduction = Literal["sum", "sequence-mean"]

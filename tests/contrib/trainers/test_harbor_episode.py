@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -121,34 +120,6 @@ async def test_the_tools_of_openhands_work_in_the_container(
     assert kept.evidence["git_patch"] is None and kept.task.instruction == "Write a greeting."
 
 
-async def test_a_task_that_a_run_plays_again_is_another_episode(
-    model: ScriptedModel, place: ContainerPlace, tmp_path: Path
-):
-    """Harbor's attempts, and a trainer's group, have the same task in the same run."""
-    asked = episode(model, place, tmp_path, run_id="run")
-    model.policies["policy"] = lambda body: finish()
-    first, second = [await play_in_container(asked) for _ in range(2)]
-    assert (first.run_id, first.group_id) == (second.run_id, second.group_id) == ("run", "run/hello")
-    assert len({body["seed"] for body in model.requests["policy"]}) == 2, "no two are sampled alike"
-    async with FileTrajectoryStorage(tmp_path / "store") as storage:
-        assert await storage.count() == 2 and first.trajectory_id != second.trajectory_id
-
-
-@pytest.mark.parametrize("kind", ["link", "folder"])
-async def test_what_the_agent_put_in_the_way_of_its_document_costs_that_alone(
-    model: ScriptedModel, place: ContainerPlace, tmp_path: Path, kind: str
-):
-    """Harbor shows the folder of its logs to the agent as ``/logs/agent``."""
-    asked, own = episode(model, place, tmp_path), tmp_path / "own.txt"
-    own.write_text("of this machine")
-    in_the_way = tmp_path / "logs/trajectory.json"
-    in_the_way.symlink_to(own) if kind == "link" else in_the_way.mkdir()
-    model.policies["policy"] = lambda body: finish()
-    played = await play_in_container(asked)
-    assert played.failure is None and own.read_text() == "of this machine"
-    assert in_the_way.is_dir() if kind == "folder" else json.loads(in_the_way.read_text())["steps"]
-
-
 async def test_a_command_goes_on_after_its_time_and_can_be_interrupted(
     model: ScriptedModel, place: ContainerPlace, tmp_path: Path
 ):
@@ -196,17 +167,3 @@ async def test_what_cannot_be_played_there_is_said_before_or_instead(
         await play_in_container(episode(model, place, tmp_path, config=config))
     with pytest.raises(ConfigError, match="V0 does not work in a container"):
         await play_in_container(episode(model, place, tmp_path, host="v0"))
-
-
-async def test_the_program_says_why_there_is_no_episode(tmp_path: Path):
-    import sys
-
-    asked = {"name": "a", "instruction": "b", "place": {"socket": "/none", "folder": "/tmp/x", "start": "/"}}
-    asked["options"] = {"base_url": "http://127.0.0.1:9/v1", "model": "policy"}
-    program = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "openhands_rl_plugin.contrib.trainers.harbor_episode"),
-        **{"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE},
-    )
-    told, _ = await program.communicate(json.dumps(asked).encode())
-    failure = json.loads(told)["failure"]
-    assert program.returncode == 3 and failure["kind"] == "infrastructure" and "127.0.0.1:9" in failure["message"]

@@ -192,13 +192,3 @@ def test_a_killed_call_goes_on_from_its_checkpoint_at_the_server(server: TinkerS
     left, right = _weights(tmp_path / "whole"), _weights(tmp_path / "again")
     for name, tensor in left.items():
         torch.testing.assert_close(tensor, right[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_a_checkpoint_of_another_rank_is_refused(server: TinkerSettings, start: Adapter) -> None:
-    with pytest.raises(TrainingError, match="has rank 4"):
-        TinkerTrainer(SETTINGS.model_copy(update={"lora_rank": 8}), server, "policy", adapter=start)
-
-
-def test_a_model_that_the_server_does_not_train_is_refused(server: TinkerSettings) -> None:
-    with pytest.raises(TrainingError, match="does not train 'other'"):
-        TinkerTrainer(SETTINGS, server.model_copy(update={"model": "other"}), "policy")

@@ -41,28 +41,24 @@ def trainer_of(service: TinkerDouble, *, adapter: Adapter | None = None, **chang
 
 @pytest.mark.parametrize("reduction", ["sum", "sequence-mean"])
 @pytest.mark.parametrize(
-    ("changes", "losses"),
+    "changes",
     [
-        ({"algorithm": "reinforce++-baseline"}, {"ppo"}),
-        pytest.param({"algorithm": "gspo", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
-        pytest.param({"algorithm": "dr-grpo", "weight_decay": 0.1, "schedule": "linear"}, {"ppo"}, marks=SLOW),
-        pytest.param({"algorithm": "cispo"}, {"cispo"}, marks=SLOW),
-        pytest.param({"correction": "truncate", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
-        pytest.param({"algorithm": "sft", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
-        pytest.param({"algorithm": "dpo", "old_logprobs": "auto"}, {"cross_entropy"}, marks=SLOW),
+        {"algorithm": "reinforce++-baseline"},
+        pytest.param({"algorithm": "gspo", "old_logprobs": "auto"}, marks=SLOW),
+        pytest.param({"algorithm": "dr-grpo", "weight_decay": 0.1, "schedule": "linear"}, marks=SLOW),
+        pytest.param({"correction": "truncate", "old_logprobs": "auto"}, marks=SLOW),
+        pytest.param({"algorithm": "sft", "old_logprobs": "auto"}, marks=SLOW),
+        pytest.param({"algorithm": "dpo", "old_logprobs": "auto"}, marks=SLOW),
     ],
 )
 def test_it_trains_as_the_local_trainer_does(
-    reduction: str, changes: dict[str, object], losses: set[str], model: Path, tmp_path: Path
+    reduction: str, changes: dict[str, object], model: Path, tmp_path: Path
 ) -> None:
     service, algorithm = TinkerDouble(model, reduction=reduction), str(changes.get("algorithm", SETTINGS.algorithm))
     local = LoraTrainer(model, SETTINGS.model_copy(update={**changes, "engine": "local", "dtype": "float32"}))
     remote = trainer_of(service, **changes)
     expected, found = (learn(each, make_samples(), algorithm).loss for each in (local, remote))
     assert found == pytest.approx(expected, rel=1e-3)
-    if reduction == "sequence-mean" and losses == {"cross_entropy"}:
-        losses = {"cispo"}  # with a ratio of 1: weights are divided by their own sum there
-    assert set(service.losses) == {"importance_sampling", *losses}  # the first is the check's
     remote.save_adapter(tmp_path / "remote")
     # The order of sums differs, and the first steps of AdamW are of a gradient's sign.
     assert_same(load_file(tmp_path / "remote/adapter_model.safetensors"), adapter_of(local, tmp_path / "local"), 2e-3)
@@ -103,10 +99,10 @@ def test_a_version_goes_on_where_its_checkpoint_is(model: Path, tmp_path: Path) 
         trainer.save_adapter(tmp_path / name)
     left, right = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "again"))
     assert_same(left, right, 1e-6)
-    with pytest.raises(TrainingError, match="has rank 4"):
+    with pytest.raises(TrainingError, match="rank=4"):
         trainer_of(service, adapter=adapter, lora_rank=8)
     tinker = OWN.model_copy(update={"model": "other"})
-    with pytest.raises(TrainingError, match="is of base model 'tiny', and 'other' is trained"):
+    with pytest.raises(TrainingError, match=r"base_model='tiny'.*base_model='other'"):
         TinkerTrainer(SETTINGS, tinker, "other", adapter=adapter, service=service)
     (Path(adapter.path) / ORIGIN).unlink()
     with pytest.raises(TrainingError, match="was not trained by engine"):

@@ -28,7 +28,6 @@ from generate_server import END, GenerateServer, Policy, logprob_of, serve_gener
 ROOT = Path(__file__).parents[3]
 VERIFIERS = os.environ.get(VARIABLE, "")
 V1 = Path(os.environ.get("OPENHANDS_RL_V1_PYTHON", ROOT / ".venv-v1/bin/python"))
-HEADER = "<|im_start|>assistant\n"
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,7 +18,6 @@ from torch import Tensor
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.contrib.trainers.rows import DatumRow
 from openhands_rl_plugin.contrib.trainers.tinker import NewAdapter, RemoteAdapter, StepOptions
-from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 
@@ -29,16 +28,7 @@ class TinkerDouble:
     def __init__(self, model: Path, *, reduction: str = "sum", says_norm: bool = True) -> None:
         self.model, self.reduction, self.says_norm = model, reduction, says_norm
         self.saved: dict[str, tuple[NewAdapter, dict[str, Tensor], dict]] = {}
-        self.losses: list[str] = []
         self.open_adapters = 0
-
-    def models(self) -> tuple[str, ...]:
-        return ("tiny",)
-
-    def checkpoint(self, path: str) -> tuple[str, int | None]:
-        if path not in self.saved:
-            raise TrainingError(f"the Tinker service did not find {path}")
-        return self.saved[path][0].base_model, self.saved[path][0].rank
 
     def create(self, wanted: NewAdapter) -> RemoteAdapter:
         return _Adapter(self, wanted)
@@ -67,7 +57,6 @@ class _Adapter:
             return [self._row(row).tolist() for row in rows]
 
     def forward_backward(self, rows: Sequence[DatumRow], loss: str, config: Mapping[str, float]) -> list[list[float]]:
-        self.service.losses.append(loss)
         found = []
         for row in rows:
             inputs = {name: torch.tensor(values) for name, values in row["loss_fn_inputs"].items()}
@@ -121,11 +110,9 @@ def _losses(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: M
     ratio = torch.exp(logprobs - inputs["logprobs"])
     if name == "importance_sampling":
         return -ratio * advantages
+    assert name == "cispo"
     clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    if name == "cispo":
-        return -clipped.detach() * logprobs * advantages
-    assert name == "ppo"
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    return -clipped.detach() * logprobs * advantages
 
 
 def _copied(state: dict) -> dict:
