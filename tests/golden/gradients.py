@@ -1,7 +1,9 @@
 """The gradients of ``openhands-rl train`` in float64, by every algorithm and option of the loss, on a tiny Llama.
 
 A script: all of torch's float32 is float64 here, before anything is imported that names it. The weights come from
-numpy's frozen generator; the episodes are ``gradients_episodes.json.zst``. A parameter is found by its first value.
+numpy's frozen generator; a parameter is found by its first value. The episodes, ``gradients_episodes.json.zst``, were
+drawn: three groups of four with rewards of steps, logprobs near the policy's, rewritten histories, one cut off, a group
+with a temperature and one with branches of a search.
 """
 
 # ruff: noqa: E402
@@ -11,7 +13,6 @@ import asyncio
 import contextlib
 import io
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,11 @@ torch.set_num_threads(1)
 
 import numpy as np
 from golden import read
-from peft import PeftModel
 from tiny_model import write_adapter, write_model
-from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory, cli
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
-EPISODES = "gradients_episodes"
 SHAPE = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 KL = {"kl_coefficient": 0.1}
 CASES: dict[str, dict[str, Any]] = {
@@ -138,65 +136,8 @@ def gradients_of(case: dict[str, Any], model: Path, adapter: Path, episodes: lis
     return {"gradients": found, "metrics": {name: line[name] for name in kept if name in line}}
 
 
-def make_episodes() -> list[Any]:
-    """Three groups of four: rewards of steps, a rewritten history, a temperature, one cut off, one with branches."""
-    with tempfile.TemporaryDirectory() as folder:
-        model, adapter = write_policy(Path(folder))
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-        policy = PeftModel.from_pretrained(base, str(adapter), autocast_adapter_dtype=False).eval()
-        return [_episode(at, policy) for at in range(12)]
-
-
-def _episode(at: int, policy: Any) -> Any:
-    draw = np.random.RandomState(100 + at)
-    prompt = [int(each) for each in np.random.RandomState(at // 4).randint(2, 300, 9)]
-    temperature = 0.8 if at // 4 == 1 else 1.0
-
-    def sampled(context: list[int]) -> tuple[list[int], list[float]]:
-        ids = [int(each) for each in draw.randint(2, 300, 4 + at % 3)]
-        with torch.no_grad():
-            logits = policy(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1] / temperature
-        exact = torch.log_softmax(logits, -1)[range(len(ids)), ids].numpy()
-        return ids, [min(-1e-3, float(each)) for each in np.round(exact + 0.15 * draw.standard_normal(len(ids)), 5)]
-
-    def node(parent: int, context: list[int], extends: bool, given: list[int], **more: Any) -> tuple[Any, list[int]]:
-        ids, logprobs = sampled(context)
-        tokens = {"extends": extends, "prompt_ids": given, "sampled_ids": ids, "logprobs": logprobs}
-        asked = {"temperature": temperature} if temperature != 1.0 else {}
-        made = {"message": {"role": "assistant", "content": f"{ids}"}, "sampled": True, "tokens": tokens}
-        ref = {"base_model": "tiny", "adapter": "policy", "version": 1}
-        return {"parent": parent, **made, "policy": ref, "sampling": asked, **more}, ids
-
-    searched = at // 4 == 2
-    notes = {"value": 0.5, "visits": 3} if searched else {}
-    first, ids = node(0, prompt, False, prompt, reward=float(at % 2) / 4, **notes)
-    nodes = [{"parent": None, "message": {"role": "user", "content": f"task {at // 4}"}}, first]
-    if searched:
-        for other in range(2):
-            notes = {"value": other / 3, "visits": other + 1}
-            nodes.append(node(0, prompt, False, prompt, reward=0.0, simulated=True, **notes)[0])
-    nodes.append({"parent": 1, "message": {"role": "user", "content": f"seen {at % 2}"}})
-    given = [int(each) for each in draw.randint(2, 300, 3)]
-    rewritten = at % 4 == 3
-    whole = given if rewritten else prompt + ids + given
-    last, _ = node(len(nodes) - 1, whole, not rewritten, given, reward=(0.0, 1.0, 0.5, 0.25)[(at + at // 4) % 4])
-    return {
-        **{"id": f"episode-{at}", "run_id": "run", "group_id": f"group-{at // 4}"},
-        "task": {"id": f"task-{at // 4}", "environment": "grid", "split": "train"},
-        "strategy": {"name": "MCTS" if searched else "StandardReAct"},
-        "policy": {"base_model": "tiny", "adapter": "policy", "version": 1},
-        "nodes": [*nodes, last],
-        "head": len(nodes),
-        "stop": "max_turns" if at == 2 else "terminated",
-        "times": {"started": 1000.0 + at, "finished": 1001.0 + at},
-    }
-
-
 def main() -> None:
-    if sys.argv[1:] == ["episodes"]:
-        print(json.dumps(make_episodes()))
-        return
-    episodes = [Trajectory.model_validate(each) for each in read(EPISODES)]
+    episodes = [Trajectory.model_validate(each) for each in read("gradients_episodes")]
     with tempfile.TemporaryDirectory() as folder:
         model, adapter = write_policy(Path(folder))
         made = {}

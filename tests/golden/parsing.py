@@ -1,9 +1,11 @@
-"""Calls read from texts of models, well and badly formed, by every family's template and in the function form."""
+"""Calls read from texts of models, well and badly formed, by every family's template and in the function form.
+
+The texts, ``texts.json.zst``, stand alone or with tools that their calls must keep to.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from golden import read
@@ -12,14 +14,6 @@ from openhands_rl_plugin import make_template
 from openhands_rl_plugin.core.templates.function_text import parse_function_text
 
 FAMILIES = ("hermes", "llama3", "llama3.1", "qwen2.5", "qwen3", "qwen3-no-thinking", "qwen3-instruct", "smollm2")
-CORPUS = Path(__file__).parents[1] / "core" / "templates" / "corpus"
-
-
-def make_texts() -> dict[str, Any]:
-    """The corpus as it is now: texts, with and without tools that the calls must keep to."""
-    lines = [line for file in sorted(CORPUS.glob("*.jsonl")) for line in file.read_text().splitlines()]
-    rows = [[row["text"], bool(row.get("tools"))] for row in map(json.loads, lines)]
-    return {"tools": json.loads((CORPUS / "tools.json").read_text()), "rows": rows}
 
 
 def parse_all() -> dict[str, dict[str, str]]:
