@@ -1,7 +1,8 @@
 """Verdicts of ``openhands-rl grade`` with the local back end on the laptop suite: golds, and patches that are none.
 
 The rows are kept (``swe_local_rows``), so that their file may move. Environments come from the package index once and
-are kept in ``OPENHANDS_RL_SWE_CACHE``.
+are kept in ``OPENHANDS_RL_SWE_CACHE``. One row at a time: to set one up makes links to files of the other's pytest,
+whose hooks the guard then takes for new ones.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def grade() -> Any:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         asked = [{"model_name_or_path": "m", **{k: each[k] for k in ("instance_id", "model_patch")}} for each in given]
         (folder / "predictions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
-        words = ["--instances", str(folder / "rows.jsonl"), "--out", str(folder / "graded"), "--workers", "2"]
+        words = ["--instances", str(folder / "rows.jsonl"), "--out", str(folder / "graded")]
         cache = ["--backend", "local", "--cache", os.environ["OPENHANDS_RL_SWE_CACHE"]]
         assert cli.main(["grade", str(folder / "predictions.jsonl"), *words, *cache]) == 0
         found = [json.loads(file.read_text()) for file in (folder / "graded").rglob("verdict.json")]
