@@ -23,7 +23,7 @@ BASH, EDIT = "execute_bash", "str_replace_editor"
 V1_TOOLS = {BASH: "terminal", EDIT: "file_editor"}
 FULL = refusal(400, "This model's maximum context length is 100 tokens. However, your messages resulted in 200 tokens.")
 METADATA = ("kind", "history_rewritten", "replayed_as", "missing")
-_RANDOM = re.compile(r"127\.0\.0\.1:\d+|/tmp/[\w./-]+|\b20\d\d-\d\d-\d\d\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b")
+_RANDOM = re.compile(r"127\.0\.0\.1:\d+|/tmp/[\w./-]+|\b20\d\d-\d\d-\d\d\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b|chatcmpl-\d+")
 
 Answer = dict[str, Any]
 
@@ -215,12 +215,16 @@ async def played(server: ScriptedModel, model: str, scenario: dict[str, Any], na
 
 
 async def play_all(names: dict[str, str]) -> Any:
-    """``names``: how the host calls the tools."""
+    """``names``: how the host calls the tools. Some at a time, because half of the time they wait to try again."""
+    turns = asyncio.Semaphore(6)
+
+    async def in_turn(at: int, scenario: dict[str, Any]) -> Any:
+        async with turns:
+            return await played(server, f"policy{at}-v000003", scenario, names)
+
     with serve() as server:
-        return {
-            name: await played(server, f"policy{at}-v000003", scenario, names)
-            for at, (name, scenario) in enumerate(SCENARIOS.items())
-        }
+        found = await asyncio.gather(*(in_turn(at, each) for at, each in enumerate(SCENARIOS.values())))
+        return dict(zip(SCENARIOS, found, strict=True))
 
 
 if __name__ == "__main__":
