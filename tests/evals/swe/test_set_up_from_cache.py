@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from repository_samples import FIX, git, instance, needs_sandbox, with_extra
 
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.recipes import light_import
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 
 PROJECT = """\
@@ -187,30 +185,3 @@ async def test_history_ends_at_the_base(history: History, tmp_path: Path) -> Non
         assert known == [each <= at for each in range(len(known))]
         assert git(testbed, "rev-list", "--count", history.commits[at]) == str(at + 1)
         assert git(testbed, "tag").split() == [f"v{number}" for number in range(1, at + 2)]
-
-
-def test_modules_are_imported_without_what_stands_around_them(tmp_path: Path, monkeypatch) -> None:
-    heavy = "raise AssertionError('imported')\n"
-    files = {
-        "__init__.py": heavy,
-        "harness/__init__.py": heavy,
-        "harness/constants/__init__.py": "from swebench.harness.constants.more import *\nKNOWN = 1\n",
-        "harness/constants/more.py": "MORE = 2\n",
-        "harness/specs/__init__.py": "from swebench.harness.specs import python\n",
-        "harness/specs/python.py": "from swebench.harness import utils\nfrom ..constants import KNOWN, MORE\n",
-        "harness/utils.py": "import swebench.harness.constants\nfrom datasets import Dataset, load_dataset\n",
-    }
-    for name, text in files.items():
-        (tmp_path / "swebench" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "swebench" / name).write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(light_import, "_loaded", {})
-    seen = {name for name in sys.modules if name.partition(".")[0] in ("swebench", "datasets")}
-    module = light_import.import_module("swebench.harness.specs.python")
-    assert (module.KNOWN, module.MORE) == (1, 2)
-    assert module is light_import.import_module("swebench.harness.specs").python
-    assert module.utils is light_import.import_module("swebench.harness.utils")
-    assert seen == {name for name in sys.modules if name.partition(".")[0] in ("swebench", "datasets")}
-    with pytest.raises(ModuleNotFoundError) as missing:
-        light_import.import_module("swebench.harness.absent")
-    assert missing.value.name == "swebench.harness.absent"

@@ -1,6 +1,6 @@
 """Recipes from the ``swebench`` package, version 4.1.0: its tables, its scripts, its parsers of logs; and own parsers.
 
-The package is imported when a row needs it, and only as far as that.
+The package is imported when a row needs it: that takes seconds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError, problems
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
-from openhands_rl_plugin.evals.swe.recipes.light_import import import_module
 from openhands_rl_plugin.evals.swe.types import Instance
 
 EXCLUDE_NEWER = "2024-08-01"
