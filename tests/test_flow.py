@@ -24,14 +24,14 @@ from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
-from openhands_rl_plugin.training.loop.sync import ClosedLoop, LoopListener, LoopParts
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.loop.stages import ClosedLoop, LoopListener, LoopParts
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract

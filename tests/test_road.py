@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory, cli
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 pytestmark = pytest.mark.contract
 

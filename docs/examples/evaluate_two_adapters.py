@@ -15,7 +15,7 @@ import httpx
 
 from openhands_rl_plugin import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 SETTINGS = """
 [rl]

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ``RLError`` when the options or the server cannot be used.
     """
     from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
-    from openhands_rl_plugin.models.engines.preflight import check_answers
+    from openhands_rl_plugin.models.engines.server_models import check_answers
 
     with asyncio.Runner() as runner:
         config = read_fields(args, PolicyConfig)

@@ -284,7 +284,7 @@ def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite,
     from openhands_rl_plugin.evals.runs.backends import is_light
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
     from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable
-    from openhands_rl_plugin.models.engines.preflight import check_model_server
+    from openhands_rl_plugin.models.engines.server_models import check_model_server
 
     model = evaluation.plan.model
     check_model_server(model.base_url, model.name, os.environ.get(model.api_key_env))

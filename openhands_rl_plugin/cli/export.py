@@ -15,7 +15,7 @@ from openhands_rl_plugin.trajectories.exchange.conversations import ARGUMENTS_FO
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS, Format, exportable, table
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.data.template_check import TemplateCheck
+    from openhands_rl_plugin.training.data.demonstrations import TemplateCheck
 
 EPILOG = f"""formats:
 {table()}
@@ -97,7 +97,7 @@ def _template_check(args: argparse.Namespace, chosen: Format) -> TemplateCheck |
         return None
     if args.model is None:
         return None
-    from openhands_rl_plugin.training.data.template_check import TemplateCheck
+    from openhands_rl_plugin.training.data.demonstrations import TemplateCheck
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
     check = TemplateCheck(load_tokenizer(str(args.model)), chosen.conversations)

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(config.model)
     log_accesses_if_asked(args)
     try:
-        from openhands_rl_plugin.models.server.server import open_server
+        from openhands_rl_plugin.models.server.app import open_server
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
     print(f"loading {config.model}", flush=True)

@@ -7,17 +7,19 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import (
     Environment,
     Forkable,
     LLMEngine,
     Strategy,
+    TrajectoryStorage,
     info_of,
 )
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import ClippedWorld, DraftNode, EpisodeTree, clip
 from openhands_rl_plugin.core.types import (
+    Completion,
     EpisodeRequest,
     Failure,
     FailureKind,
@@ -26,13 +28,37 @@ from openhands_rl_plugin.core.types import (
     Message,
     Observation,
     PolicyRef,
+    SamplingParams,
     StopReason,
     StrategySpec,
     Task,
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, JournalledEngine
+from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, JournalledEngine, stored_episode
+
+
+def failed_episode(
+    request: EpisodeRequest,
+    failure: Failure,
+    *,
+    strategy: StrategySpec,
+    base_model: str,
+    started: float,
+    unfinished: Trajectory | None = None,
+) -> Trajectory:
+    """An episode that ended with ``failure``, with what is stored of it. ``started`` is in seconds since the epoch."""
+    tree = EpisodeTree() if unfinished is None else EpisodeTree.thaw(unfinished)
+    return tree.freeze(
+        request,
+        trajectory_id=trajectory_id(request),
+        strategy=strategy,
+        policy=PolicyRef.from_served_name(base_model, request.served_model or base_model),
+        stop=StopReason.ERROR,
+        times=Times(started=started if unfinished is None else unfinished.times.started, finished=time.time()),
+        failure=failure,
+    )
+
 
 _Begin = Callable[[Task, Limits], Awaitable[None]]
 
@@ -266,3 +292,74 @@ def reached(tree: EpisodeTree, limits: Limits) -> StopReason | None:
 def context_tokens(tree: EpisodeTree) -> int:
     """Length of the next prompt: the recorded ids where there are any, plus an estimate for the text after them."""
     return tree.prompt_length()
+
+
+_REPLAYS = 2
+"""An environment that answered otherwise once may have been disturbed; twice, the episode restarts."""
+
+
+class NoEngine:
+    """The engine of strategies that sample nothing, such as a script."""
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Raises ``ConfigError``: a strategy that samples needs an engine."""
+        raise ConfigError("the strategy samples completions, but its runner was made without an engine")
+
+
+class SessionRunner:
+    """An ``EpisodeRunner`` over ``AgentSession``. The factories are called once per session, so nothing is shared.
+
+    ``make_engine`` may be left out for a strategy that samples nothing. With a ``storage``, episodes are stored while
+    they run. A finished episode that is found there is not repeated; an unfinished one is resumed if its
+    environment can be brought back to the same state, else it restarts.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_environment: Callable[[EpisodeRequest], Environment],
+        make_strategy: Callable[[EpisodeRequest], Strategy],
+        make_engine: Callable[[EpisodeRequest], LLMEngine] | None = None,
+        strategy_spec: StrategySpec,
+        base_model: str,
+        limits: Limits | None = None,
+        storage: TrajectoryStorage | None = None,
+    ) -> None:
+        self._make_environment = make_environment
+        self._make_strategy = make_strategy
+        self._make_engine = make_engine or (lambda request: NoEngine())
+        self._spec = strategy_spec
+        self._base_model = base_model
+        self._limits = limits
+        self._storage = storage
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Run one episode; a failed one comes back with ``failure`` set. Raises ``StorageError``."""
+        if self._storage is not None and (stored := await stored_episode(self._storage, trajectory_id(request))):
+            if stored.stop is not StopReason.UNFINISHED:
+                return stored
+            for _ in range(_REPLAYS):
+                if (resumed := await self._session(request).resume(request, stored)) is not None:
+                    return resumed
+        return await self._session(request).run(request)
+
+    async def close(self) -> None:
+        """Does nothing: no resource outlives an episode."""
+
+    def _session(self, request: EpisodeRequest) -> AgentSession:
+        return AgentSession(
+            environment=self._make_environment(request),
+            strategy=self._make_strategy(request),
+            strategy_spec=self._spec,
+            engine=self._make_engine(request),
+            policy=PolicyRef.from_served_name(self._base_model, request.served_model or self._base_model),
+            limits=self._limits,
+            storage=self._storage,
+        )

@@ -10,8 +10,7 @@ from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.training.launched.trainer import LaunchedTrainer
 from openhands_rl_plugin.training.learn import PolicyTrainer
-from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
 
 
 def make_trainer(

@@ -15,7 +15,7 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.evals.runs.environment_runner import row_tasks
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,9 @@ from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.evals.runs.suites import local_rows
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.eligibility import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

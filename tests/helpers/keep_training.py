@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from made_samples import EXACT, make_samples
 
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 
 

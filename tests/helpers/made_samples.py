@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.trainer.full_trainer import MANIFEST, TrainedModel
+from openhands_rl_plugin.training.trainer.local_trainer import MANIFEST, TrainedModel
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 

@@ -31,9 +31,8 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.rollout.journal import stored_episode
-from openhands_rl_plugin.rollout.session import AgentSession, context_tokens
+from openhands_rl_plugin.rollout.session import AgentSession, SessionRunner, context_tokens
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, prompt_ids
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -17,8 +17,8 @@ IMPORTED = (
     "openhands_rl_plugin.hosts.v0.driver",
     "openhands_rl_plugin.hosts.v0.controller_session",
     "openhands_rl_plugin.hosts.v0.controller_session",
-    "openhands_rl_plugin.training.trainer.lora_trainer",
-    "openhands_rl_plugin.training.trainer.full_trainer",
+    "openhands_rl_plugin.training.trainer.local_trainer",
+    "openhands_rl_plugin.training.trainer.local_trainer",
     "peft",
 )
 """What a command imports first, for ten seconds and more."""

@@ -37,7 +37,7 @@ from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.contrib.demo.options import DemoOptions
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import Task
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.loop.plan import LoopState
 
 SIDES = ("ours", "trl")

@@ -15,10 +15,9 @@ from evaluation.performance.grpo.budget import CpuBudget, Job
 from openhands_rl_plugin.apps.demo_model import NAME
 from openhands_rl_plugin.contrib.demo.options import ADAPTER, DemoOptions
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
-from openhands_rl_plugin.training.loop.sync import LoopListener
+from openhands_rl_plugin.training.loop.stages import LoopListener
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 WARM_START = "evaluate-warm-start"

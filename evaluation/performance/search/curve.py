@@ -47,8 +47,8 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
-from openhands_rl_plugin.rollout.in_process import SessionRunner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SUCCESS = 0.999

@@ -33,9 +33,8 @@ from evaluation.performance.serving.reload import report
 from evaluation.performance.serving.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Probe
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import DecodingParams

@@ -20,7 +20,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME
-from openhands_rl_plugin.training.policies.packing_check import PACKED
+from openhands_rl_plugin.training.policies.packed_model import PACKED
 
 
 def measure(model: Path, targets: tuple[str, ...]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Limits, Score, Trajectory
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
-from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.session import SessionRunner
 
 # The range of an episode's seed: far larger than the number of completions of a call, whose seeds are consecutive.
 _SEEDS = 2**31

@@ -19,8 +19,7 @@ from openhands_rl_plugin.config.rl import AUTO, IN_PROCESS, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, PublishError
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import Adapter, Probe
-from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, check_served_logprobs
-from openhands_rl_plugin.models.adapters.publisher import publisher_for
+from openhands_rl_plugin.models.adapters.publisher import PreviousVersion, check_served_logprobs, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import local_weights, normalised_url, served_base

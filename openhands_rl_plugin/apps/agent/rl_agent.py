@@ -37,7 +37,7 @@ from openhands_rl_plugin.training.learn import learn, tell_notes
 from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
 
@@ -317,7 +317,7 @@ def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> Train
 
 def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
     try:
-        from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+        from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
     return LoraTrainer(weights, settings, adapter=adapter)

@@ -38,8 +38,14 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.servers.bodies import BodyReader
 from openhands_rl_plugin.core.types import Failure, FailureKind
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError, UpstreamFailure
-from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS, error_body
-from openhands_rl_plugin.models.server.http import SSE_DONE, json_response, sse_event, unless_disconnected
+from openhands_rl_plugin.models.server.http import (
+    ERROR_HANDLERS,
+    SSE_DONE,
+    error_body,
+    json_response,
+    sse_event,
+    unless_disconnected,
+)
 from openhands_rl_plugin.models.server.responses import ModelCard, ModelList, UsageInfo, now
 
 OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]

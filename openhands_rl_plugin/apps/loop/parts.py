@@ -9,10 +9,9 @@ from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, publisher_for
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.adapters.whole import WeightsPublisher
-from openhands_rl_plugin.models.engines.served import ServedEngines
+from openhands_rl_plugin.models.engines.server_models import ServedEngines
 from openhands_rl_plugin.training.loop.stages import Lessons, LoopParts
 
 STATE = "state.json"

@@ -12,7 +12,7 @@ from openhands_rl_plugin.apps.loop.summary import COLUMNS, evaluation_rows
 from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
-from openhands_rl_plugin.training.loop.sync import LoopListener
+from openhands_rl_plugin.training.loop.stages import LoopListener
 from openhands_rl_plugin.trajectories.view.pages import said_by
 
 

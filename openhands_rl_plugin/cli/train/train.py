@@ -212,7 +212,7 @@ class PolicyTraining(TrainingRun):
     def _train_whole(self, dataset: TrainingDataset, base_model: str) -> None:
         """Train all weights; rank 0 writes the model ``ADAPTERS/NAME-model-v000001``, or the next free number."""
         from openhands_rl_plugin.training.learn import fit, tell_notes
-        from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
+        from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer
 
         trainer = FullTrainer(self._args.model, self._training)
         tell_notes(trainer, print_note)

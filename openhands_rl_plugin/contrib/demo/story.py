@@ -25,7 +25,7 @@ from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
-from openhands_rl_plugin.training.loop.sync import LoopListener
+from openhands_rl_plugin.training.loop.stages import LoopListener
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 TITLE = "A small model learns to shop"

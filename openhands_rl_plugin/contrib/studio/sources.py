@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Score, Trajectory
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT
-from openhands_rl_plugin.training.trainer.run_files import METRICS_FILE
+from openhands_rl_plugin.training.trainer.resume import METRICS_FILE
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
 
 if TYPE_CHECKING:

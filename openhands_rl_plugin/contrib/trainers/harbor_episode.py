@@ -37,7 +37,7 @@ from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.runs.suites import REPLIES
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.models.engines.preflight import check_answers, check_model_server
+from openhands_rl_plugin.models.engines.server_models import check_answers, check_model_server
 from openhands_rl_plugin.trajectories.exchange import atif
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout

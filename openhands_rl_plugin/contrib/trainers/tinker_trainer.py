@@ -37,16 +37,13 @@ from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
-from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import CONFIG_FILE, WEIGHTS_FILE
 from openhands_rl_plugin.training.data.layout import Layout
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
-from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss
-from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
-from openhands_rl_plugin.training.policies.packed_model import PROBE_TOLERANCE
-from openhands_rl_plugin.training.policies.packing_check import PACKED
+from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss, TrainingSample
+from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE
 from openhands_rl_plugin.training.trainer.metrics import RunningMetrics
-from openhands_rl_plugin.training.trainer.resume import RunCheckpoint
-from openhands_rl_plugin.training.trainer.run_files import fingerprint
+from openhands_rl_plugin.training.trainer.resume import RunCheckpoint, fingerprint
 from openhands_rl_plugin.training.trainer.trainer import WITHOUT_EFFECT, Trainer
 
 ORIGIN = "tinker.json"

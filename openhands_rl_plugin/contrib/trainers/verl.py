@@ -24,12 +24,10 @@ from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.sampling import SampledToken
 from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation
-from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS
-from openhands_rl_plugin.models.server.formatting import Formatter, usage
-from openhands_rl_plugin.models.server.http import json_response
+from openhands_rl_plugin.models.server.http import ERROR_HANDLERS, json_response
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
-from openhands_rl_plugin.models.server.responses import ChatCompletionResponse, new_id
+from openhands_rl_plugin.models.server.responses import ChatCompletionResponse, Formatter, new_id, usage
 
 check_release("verl", "0.9")
 from verl.experimental.agent_loop.agent_loop import (  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -31,7 +31,7 @@ from openhands_rl_plugin.training.data.dataset import (
     build_dataset,
     load_episodes,
 )
-from openhands_rl_plugin.training.loop.lineage import PolicyLineage
+from openhands_rl_plugin.training.loop.plan import PolicyLineage
 from openhands_rl_plugin.training.verifier.card import Calibration, VerifierCard
 
 DIVIDED = "labels contradict each other"

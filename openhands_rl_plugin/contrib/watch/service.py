@@ -97,7 +97,7 @@ def train_candidate(
     memory.
     """
     try:
-        from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+        from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "train") from error
     if not dataset.samples:

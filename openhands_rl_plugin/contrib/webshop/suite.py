@@ -20,7 +20,7 @@ from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions,
 from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.own_suites import OwnSuite, Suite
-from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.session import SessionRunner
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.run import LoopJob

@@ -31,8 +31,8 @@ from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.run_evaluation import grade_with_retries
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
 from openhands_rl_plugin.hosts.local import HostRunner
-from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge
+from openhands_rl_plugin.rollout.session import failed_episode
 
 _CHECKOUT = "instance.checkout"
 

@@ -23,8 +23,8 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind,
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool.connection import MAX_LINE_BYTES, Start, WorkerChannel, WorkerConnection
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.rollout.failed import failed_episode
 from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.rollout.session import failed_episode
 
 # Seconds beyond an episode's time limit, which the worker enforces: to open, close and store the session.
 _TIME_BEYOND_LIMIT = 60.0

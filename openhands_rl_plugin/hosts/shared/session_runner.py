@@ -20,7 +20,7 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, overlay
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
-from openhands_rl_plugin.models.engines.served import ServedEngines
+from openhands_rl_plugin.models.engines.server_models import ServedEngines
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import AgentSession
 

@@ -8,20 +8,158 @@ and the previous version stays in use.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from openhands_rl_plugin.config.rl import ServingSettings
-from openhands_rl_plugin.core.errors import PublishError, StorageError
+from openhands_rl_plugin.core.errors import PublishError, StorageError, describe
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
-from openhands_rl_plugin.models.adapters.compatibility import check_servable
-from openhands_rl_plugin.models.adapters.connection import Connection
-from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, check_served_logprobs
-from openhands_rl_plugin.models.adapters.servers import AdapterServer, Capacity, EmbeddedServer, ServerKind, open_server
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.servers import (
+    AdapterServer,
+    Capacity,
+    Connection,
+    EmbeddedServer,
+    ServerKind,
+    open_server,
+)
+from openhands_rl_plugin.models.adapters.store import CONFIG_FILE, UNSUPPORTED_OPTIONS, AdapterStore
+
+_STANDARD_ERRORS = {False: 3.0, True: 5.0}
+"""How many standard errors nearer to the previous version a server must be to be refused, by whether its logprobs of
+the previous version are known. If they are, a server that ignored the update repeats them, which any bound detects:
+then the bound can exclude false alarms (0 to 3 in 3,000 simulated updates of 0 to 0.15 nats with 0.045 of rounding)."""
+
+_SAME_VERSION = 1e-3
+"""Mean nats: versions that are nearer than this by the trainer's own logprobs cannot be distinguished."""
+
+
+class PreviousVersion(NamedTuple):
+    """The version in use before: its name, and the trainer's and this server's logprobs of the same probe.
+
+    The latter are ``None`` when unknown. Compared with them, the constant difference of the two implementations cancels
+    out.
+    """
+
+    name: str
+    trained: Sequence[float]
+    served: Sequence[float] | None = None
+
+
+def check_served_logprobs(name: str, served: Sequence[float], probe: Probe, previous: PreviousVersion | None) -> float:
+    """The mean absolute difference from the trainer's logprobs, in nats.
+
+    Raises ``PublishError`` when it is above the probe's bound, or when the server still serves ``previous``.
+    """
+    difference = _mean_distance(served, probe.logprobs)
+    if not difference <= probe.max_difference:
+        raise PublishError(
+            f"{name} was refused: the server's logprobs differ from the trainer's by {difference:.4f} nats on average, "
+            f"the bound is {probe.max_difference:.4f}; the version in use stays. Does the server serve the base model "
+            "that was trained?"
+        )
+    if previous is not None and _unchanged(served, probe.logprobs, previous):
+        raise PublishError(
+            f"{name} was refused: the server took it, but still answers as {previous.name} did; the version in use "
+            "stays. Does it cache responses by model name, or fall back to another adapter? If nothing else helps, "
+            "restart it"
+        )
+    return difference
+
+
+def _unchanged(served: Sequence[float], trained: Sequence[float], previous: PreviousVersion) -> bool:
+    """Whether the server moved less than half of the way that the update explains, by more than chance explains."""
+    moved = [new - old for new, old in zip(trained, previous.trained, strict=True)]
+    if _mean_distance(trained, previous.trained) < _SAME_VERSION:
+        return False
+    start = previous.trained if previous.served is None else previous.served
+    seen = [new - old for new, old in zip(served, start, strict=True)]
+    length = math.sqrt(sum(each * each for each in moved))
+    along = sum(a * b for a, b in zip(seen, moved, strict=True)) / length
+    still, apart = sum(each * each for each in seen), sum((a - b) ** 2 for a, b in zip(seen, moved, strict=True))
+    known = previous.served is not None
+    # Trainer and server round independently, so half of the squared difference of their moves is the trainer's.
+    rounding = min(still, apart / 2) if known else 0.0
+    expected = max(0.0, length - rounding / length)
+    return 0.5 * expected - along > _STANDARD_ERRORS[known] * math.sqrt(min(still, apart) / len(seen))
+
+
+def _mean_distance(some: Sequence[float], others: Sequence[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / len(some)
+
+
+# vLLM computes prompt_logprobs without LoRA on these modules, so that no probe could verify them.
+_UNVERIFIABLE = frozenset({"lm_head", "embed_tokens"})
+
+
+class _PeftConfig(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    peft_type: str = ""
+    r: int
+    bias: str = "none"
+    rank_pattern: dict[str, int] | None = None
+    target_modules: list[str] | str | None = None
+
+
+def check_servable(adapter: Adapter, capacity: Capacity | None = None) -> None:
+    """Raise ``PublishError`` unless a server (one of this ``capacity``) can serve ``adapter`` as it was trained."""
+    config = _read(adapter)
+    if config.peft_type != "LORA":
+        raise _publish_error(adapter, f"its {CONFIG_FILE} is not that of a LoRA adapter")
+    if config.bias != "none":
+        raise _publish_error(adapter, f"bias = {config.bias!r} cannot be served; train with bias = 'none'")
+    options = config.model_extra or {}
+    if found := [name for name in UNSUPPORTED_OPTIONS if options.get(name)]:
+        raise _publish_error(adapter, f"{', '.join(found)} cannot be served; train a plain LoRA or rsLoRA adapter")
+    targets = _targets(config)
+    if found := sorted(targets & _UNVERIFIABLE):
+        raise _publish_error(
+            adapter, f"an adapter of {', '.join(found)} cannot be verified; leave it out of target_modules"
+        )
+    if capacity is not None:
+        _check_capacity(adapter, capacity, max([config.r, *(config.rank_pattern or {}).values()]), targets)
+
+
+def _check_capacity(adapter: Adapter, capacity: Capacity, rank: int, targets: frozenset[str]) -> None:
+    if capacity.rank is not None and rank > capacity.rank:
+        raise _publish_error(
+            adapter, f"its rank is {rank} and the server takes {capacity.rank}; start it with --max-lora-rank {rank}"
+        )
+    if capacity.targets is not None and (missing := sorted(targets - capacity.targets)):
+        raise _publish_error(
+            adapter,
+            f"the server has no adapters of {', '.join(missing)}; start it with --lora-target-modules all",
+        )
+
+
+def _read(adapter: Adapter) -> _PeftConfig:
+    path = Path(adapter.path) / CONFIG_FILE
+    if not path.exists() and (Path(adapter.path) / "config.json").exists():
+        raise _publish_error(adapter, f"it is a whole model and no adapter; start a server with {adapter.path}")
+    try:
+        return _PeftConfig.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise _publish_error(adapter, f"{path} cannot be read: {describe(error)}") from error
+
+
+def _targets(config: _PeftConfig) -> frozenset[str]:
+    """The last parts of the modules' names; empty when they are given by a pattern."""
+    if not isinstance(config.target_modules, list):
+        return frozenset()
+    return frozenset(name.rpartition(".")[2] for name in config.target_modules)
+
+
+def _publish_error(adapter: Adapter, cause: str) -> PublishError:
+    return PublishError(f"{adapter.name} was not published: {cause}")
+
 
 log = redacting_logger(__name__)
 
@@ -308,3 +446,86 @@ async def on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -
 
 def _name(adapter: Adapter) -> str:
     return adapter.name.rpartition("-v")[0]
+
+
+class WeightsPublisher(AdapterPublisher):
+    """Publishes versions that are whole models. One is served at a time: the former name is unknown afterwards.
+
+    A version comes into use as an adapter does: after the probe, or else the weights that were served before are served
+    again, under their name. Where that fails too, ``publish`` says both.
+    """
+
+    async def require_servers(self, base: tuple[str, str] | None = None) -> None:
+        """Also raises ``PublishError`` for a server of another kind, and puts the ``base`` weights back in place."""
+
+        async def require(server: AdapterServer) -> None:
+            embedded = _embedded(server)
+            if held := sorted(await embedded.loaded()):
+                raise PublishError(
+                    f"{embedded.url} holds adapters ({', '.join(held[:3])}), which fit its present weights only: "
+                    "unload them, or start a server for this run"
+                )
+            if base is not None and (await embedded.weights())[0] != base[0]:
+                await embedded.replace_weights(*base)
+
+        await on_all(await self._open_servers(), require)
+
+    async def retire(self, name: str) -> None:
+        """Nothing to do: a version is replaced by the next one."""
+
+    async def served_model(self, adapter: Adapter) -> str:
+        """The version's name."""
+        return adapter.name
+
+    def _check(self, adapter: Adapter) -> None:
+        if not (Path(adapter.path) / "config.json").is_file():
+            raise PublishError(f"{adapter.name} was not published: there is no whole model in {adapter.path}")
+
+    async def _prepare(self, server: AdapterServer, adapter: Adapter) -> None:
+        _embedded(server)
+
+    async def _load(self, server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -> None:
+        embedded = _embedded(server)
+        before = await embedded.weights()
+        if before == (adapter.name, adapter.path) and self._store.was_loaded(adapter, server.url):
+            return
+
+        async def put_back(
+            kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            await _put_back(embedded, *before, error)
+
+        undo.push_async_exit(put_back)
+        await embedded.replace_weights(adapter.name, adapter.path)
+        self._store.note_loaded(adapter, server.url)
+
+    async def _retire_older(
+        self, servers: Sequence[AdapterServer], adapter: Adapter
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (), ()
+
+
+def _embedded(server: AdapterServer) -> EmbeddedServer:
+    if isinstance(server, EmbeddedServer):
+        return server
+    raise PublishError(
+        f'{server.url} takes adapters only: [rl.training] method = "full" publishes whole models, which only '
+        '`openhands-rl serve` loads from a directory; serve the model with it, or set method = "lora"'
+    )
+
+
+async def _put_back(server: EmbeddedServer, name: str, path: str, why: BaseException | None) -> None:
+    """Serve the former weights again. Raises ``PublishError`` where that fails after ``why``, another one."""
+    try:
+        await server.replace_weights(name, path)
+    except PublishError as error:
+        with suppress(PublishError):
+            if await server.weights() == (name, path):
+                return  # they were never replaced
+        told = (
+            f"the former weights {name} could not be put back ({error}), so what {server.url} serves now was not "
+            f"accepted: restart it (`openhands-rl serve --model {path}`), then start the same command again"
+        )
+        if isinstance(why, PublishError):
+            raise PublishError(f"{told}. It was not accepted because {why}") from error
+        log.error("%s", told)

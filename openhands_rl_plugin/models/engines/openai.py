@@ -26,8 +26,7 @@ from openhands_rl_plugin.models.engines.extensions import (
     missing_parts,
     sampling_as_sent,
 )
-from openhands_rl_plugin.models.engines.openai_stream import StreamedAnswer
-from openhands_rl_plugin.models.engines.openai_wire import completions_from, request_body
+from openhands_rl_plugin.models.engines.openai_wire import StreamedAnswer, completions_from, request_body
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
 
 _RETRIED = frozenset({408, 409, 425, 429})

@@ -39,7 +39,7 @@ from openhands_rl_plugin.models.generator.sampling import DecodingParams, sample
 from openhands_rl_plugin.models.generator.sequence import Generation, SequenceState
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
-from openhands_rl_plugin.models.server.tool_calls import ParsedText, parse_tool_calls
+from openhands_rl_plugin.models.server.responses import ParsedText, parse_tool_calls
 
 DEFAULT_MAX_TOKENS = 512
 _UNBOUNDED = 2**31

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from openhands_rl_plugin.models.engines.chunks import ChunkAssembler
-from openhands_rl_plugin.models.engines.event_stream import ServerEvent
+from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
-from openhands_rl_plugin.models.engines.openai_stream import DONE
+from openhands_rl_plugin.models.engines.openai_wire import DONE
 from openhands_rl_plugin.models.gateway.protocol import WireProtocol, event, guarded, marked
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, client_request, parsed_body
 from openhands_rl_plugin.models.gateway.responses import (

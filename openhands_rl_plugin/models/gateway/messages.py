@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.models.engines.event_stream import ServerEvent
+from openhands_rl_plugin.models.engines.chunks import ServerEvent
 from openhands_rl_plugin.models.gateway.protocol import (
     STOP_REASONS,
     WireProtocol,

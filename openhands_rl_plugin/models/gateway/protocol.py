@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from openhands_rl_plugin.models.engines.event_stream import ServerEvent
+from openhands_rl_plugin.models.engines.chunks import ServerEvent
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 from openhands_rl_plugin.models.gateway.token_id_text import Json, dump_object

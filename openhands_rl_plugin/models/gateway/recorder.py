@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.servers.bodies import BodyReader
 from openhands_rl_plugin.core.servers.observed import note_failure
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingParams
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
-from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
+from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     SAMPLING,

@@ -12,8 +12,9 @@ from __future__ import annotations
 import queue
 import re
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError, RLError, bounda
 from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers.metrics import Metrics
+from openhands_rl_plugin.core.servers.metrics import Metrics, Samples
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import (
@@ -35,12 +36,49 @@ from openhands_rl_plugin.models.generator.errors import (
     StartError,
 )
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter
-from openhands_rl_plugin.models.generator.measured import GeneratorMetrics
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.scheduler import Scheduler
 from openhands_rl_plugin.models.generator.sequence import DeltaCallback, Generation, RequestHandle, SequenceState
 from openhands_rl_plugin.models.generator.threads import in_passing_thread
+
+
+class GeneratorMetrics:
+    """Counts sequences as they end. ``model``: the name of the served weights."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self.metrics = metrics
+        self._labels = {"model_name": model}
+        self._prompt = metrics.counter("vllm:prompt_tokens_total", "Prompt tokens of ended requests.")
+        self._sampled = metrics.counter("vllm:generation_tokens_total", "Sampled tokens of ended requests.")
+        self._asked = metrics.counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked up.")
+        self._hits = metrics.counter("vllm:prefix_cache_hits_total", "Prompt tokens that were in the prefix cache.")
+        self._ended = metrics.counter("vllm:request_success_total", "Finished requests by reason; abort: they did not.")
+        self._first = metrics.histogram("vllm:time_to_first_token_seconds", "Seconds to the first token.")
+        self._whole = metrics.histogram("vllm:e2e_request_latency_seconds", "Seconds to the last token.")
+        for each in (self._prompt, self._sampled, self._asked, self._hits):
+            each.add(0, **self._labels)
+
+    def read(self, name: str, about: str, value: Callable[[], float]) -> None:
+        """A value that is read when it is asked for; by its name, a gauge or a counter."""
+
+        def samples() -> Samples:
+            return [(self._labels, value())]
+
+        self.metrics.read(name, about, samples, "counter" if name.endswith("_total") else "gauge")
+
+    def ended(self, sequence: SequenceState) -> None:
+        """Count a sequence that left the scheduler: finished, failed or cancelled."""
+        reason = sequence.finish_reason or "abort"
+        self._ended.add(1, finished_reason=reason, **self._labels)
+        self._prompt.add(sequence.prompt_len, **self._labels)
+        self._sampled.add(len(sequence.ids) - sequence.prompt_len, **self._labels)
+        self._asked.add(sequence.prompt_len, **self._labels)
+        self._hits.add(sequence.cached, **self._labels)
+        if sequence.first_token is not None:
+            self._first.observe(sequence.first_token - sequence.submitted, **self._labels)
+        self._whole.observe(time.monotonic() - sequence.submitted, **self._labels)
+
 
 _LOG = redacting_logger(__name__)
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")

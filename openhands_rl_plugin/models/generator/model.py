@@ -23,8 +23,13 @@ from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, StepP
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.kv_cache import KVCache
-from openhands_rl_plugin.models.generator.linear import LoRAMapping, LoRASegment, replace_linears
-from openhands_rl_plugin.models.generator.lora import LoadedAdapter, read_adapter
+from openhands_rl_plugin.models.generator.lora import (
+    LoadedAdapter,
+    LoRAMapping,
+    LoRASegment,
+    read_adapter,
+    replace_linears,
+)
 from openhands_rl_plugin.models.short_windows import short_windows
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.attention import StepRow
 from openhands_rl_plugin.models.generator.errors import GenerationFailed, RequestCancelled
+from openhands_rl_plugin.models.generator.kv_cache import BLOCK_TOKENS, PrefixCache
 from openhands_rl_plugin.models.generator.model import ServedModel
-from openhands_rl_plugin.models.generator.prefix_cache import BLOCK_TOKENS, PrefixCache
 from openhands_rl_plugin.models.generator.sampling import SampledToken, ScoredToken, sample, score_tokens
 from openhands_rl_plugin.models.generator.sequence import SequenceState
 

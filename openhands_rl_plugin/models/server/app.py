@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +17,15 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from openhands_rl_plugin.core.servers.bodies import BodyReader
+from openhands_rl_plugin.core.servers.connections import ConnectionLimits
+from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.sequence import Generation, RequestHandle
-from openhands_rl_plugin.models.server.error_handlers import ERROR_HANDLERS
-from openhands_rl_plugin.models.server.formatting import Formatter, usage
-from openhands_rl_plugin.models.server.http import json_response, unless_disconnected
+from openhands_rl_plugin.models.server.http import ERROR_HANDLERS, json_response, unless_disconnected
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import (
     ChatCompletionRequest,
@@ -38,11 +38,13 @@ from openhands_rl_plugin.models.server.requests import (
 from openhands_rl_plugin.models.server.responses import (
     ChatCompletionResponse,
     CompletionResponse,
+    Formatter,
     ModelCard,
     ModelList,
     TokenizeResponse,
     UpdateWeightsResponse,
     new_id,
+    usage,
 )
 from openhands_rl_plugin.models.server.streaming import DeltaQueue, cancelling, chat_events, text_events
 
@@ -273,3 +275,42 @@ def _cancel(handles: Sequence[RequestHandle]) -> None:
 
 def _stream(events, handles: Sequence[RequestHandle]) -> StreamingResponse:
     return StreamingResponse(cancelling(events, lambda: _cancel(handles)), media_type="text/event-stream")
+
+
+@contextmanager
+def running_server(
+    config: ServerConfig, generator: Generator | None = None, *, limits: ConnectionLimits | None = None
+) -> Iterator[str]:
+    """As ``open_server``; yields the URL alone."""
+    with open_server(config, generator, limits=limits) as (url, _):
+        yield url
+
+
+@contextmanager
+def open_server(
+    config: ServerConfig, generator: Generator | None = None, *, limits: ConnectionLimits | None = None
+) -> Iterator[tuple[str, Generator]]:
+    """A server in a background thread; yields its base URL (``http://127.0.0.1:PORT``) and what it serves.
+
+    With a ``generator`` that one is served and stays open; else one is loaded and closed. Raises ``ConfigError`` when
+    a public host has no key, ``PortUnavailableError`` when the port is taken, ``StartError`` when the model cannot be
+    loaded.
+    """
+    door = config.door()
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening(config.host, config.port))
+        served = generator or stack.enter_context(Generator(config))
+        app = build_app(config, served)
+        url = stack.enter_context(
+            serving(
+                app,
+                listener,
+                door=door,
+                routes=[route.path for route in app.routes if isinstance(route, Route)],
+                max_body_bytes=config.max_body_bytes,
+                limits=limits,
+                metrics=served.metrics.metrics,
+                lifespan="off",
+            )
+        )
+        yield url, served

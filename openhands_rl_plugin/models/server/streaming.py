@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from openhands_rl_plugin.models.generator.errors import RequestCancelled, ServingError
 from openhands_rl_plugin.models.generator.sequence import Delta, DeltaCallback, Generation, RequestHandle
-from openhands_rl_plugin.models.server.error_handlers import error_body
-from openhands_rl_plugin.models.server.formatting import Formatter, tool_call_bodies, usage
-from openhands_rl_plugin.models.server.http import SSE_DONE, sse_event
+from openhands_rl_plugin.models.server.http import SSE_DONE, error_body, sse_event
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest, CompletionRequest
 from openhands_rl_plugin.models.server.responses import (
     ChatCompletionChunk,
@@ -20,10 +18,14 @@ from openhands_rl_plugin.models.server.responses import (
     CompletionResponse,
     DeltaMessage,
     DeltaToolCall,
+    Formatter,
     new_id,
     now,
+    parse_tool_calls,
+    safe_length,
+    tool_call_bodies,
+    usage,
 )
-from openhands_rl_plugin.models.server.tool_calls import parse_tool_calls, safe_length
 
 Event = tuple[int, Delta | Generation | BaseException]
 

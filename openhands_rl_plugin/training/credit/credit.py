@@ -12,18 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.types import Sample, Trajectory
+from openhands_rl_plugin.core.types import TURN, Node, Sample, Trajectory, kind_of
+from openhands_rl_plugin.rollout.strategies.annotations import notes
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.credit.advantages import GroupAdvantages, group_advantages, valid_groups
-from openhands_rl_plugin.training.credit.estimators import whiten
-from openhands_rl_plugin.training.credit.proposals import proposal_advantages
-from openhands_rl_plugin.training.credit.tree_advantages import (
+from openhands_rl_plugin.training.credit.advantages import (
+    EQUAL,
+    GroupAdvantages,
     NodeAdvantages,
+    group_advantages,
     repeated_turns,
+    sampled_tokens,
     sibling_advantages,
+    state_advantages,
     times_sampled,
+    turn_advantages,
+    valid_groups,
 )
-from openhands_rl_plugin.training.credit.turns import sampled_tokens, state_advantages, turn_advantages
+from openhands_rl_plugin.training.credit.estimators import RolloutBatch, dr_grpo, whiten
 from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree, trained_nodes
 
 
@@ -162,3 +167,64 @@ def _whitened(
         {index: {at: next(found) for at in of_nodes} for index, of_nodes in nodes.items()} for nodes in (first, again)
     ]
     return whitened[0], whitened[1]
+
+
+def is_searched(trajectory: Trajectory) -> bool:
+    """Whether an answer that was acted on is one that a search chose from several."""
+    nodes = trajectory.nodes
+    acted = set(trajectory.acted())
+    decided = {nodes[at].parent for at in acted}
+    others = (
+        node for at, node in enumerate(nodes) if node.sampled and node.parent in decided and at not in acted
+    )  # a host keeps malformed answers beside the acted one, but no search has evaluated them
+    return any(node.visits > 0 or node.value is not None or bool(notes(node)) for node in others)
+
+
+def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> NodeAdvantages:
+    """The advantage of every proposal over the others in its state, by the baseline of the algorithm.
+
+    Proposals that nothing is known about (not judged, or dropped) are left out, and so are states with a single
+    proposal or with equal values: they have no signal. Where the algorithm has no groups, the mean is the baseline.
+    """
+    siblings: dict[int | None, list[int]] = {}
+    for at, node in enumerate(trajectory.nodes):
+        if _is_judged(node):
+            siblings.setdefault(node.parent, []).append(at)
+    estimator = algorithm_of(settings).estimator
+    baseline = estimator.baseline if estimator.grouped else dr_grpo
+    times = times_sampled(trajectory)
+    found: NodeAdvantages = {}
+    for members in siblings.values():
+        values = [trajectory.nodes[at].value or 0.0 for at in members]
+        if max(values) - min(values) <= EQUAL:
+            continue
+        sampled = _repeated(values, members, times)
+        advantages = baseline(RolloutBatch(sampled, [0] * len(sampled), [1] * len(sampled)), settings.std_epsilon)
+        first = 0
+        for at in members:
+            found[at] = advantages[first]
+            first += times[at]
+    return found
+
+
+def proposal_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``proposals``: the answers that a search judged, in so many ``states``, of which in ``states_differing`` they are
+    not worth the same; only these teach."""
+    states: dict[tuple[int, int | None], list[float]] = {}
+    count = 0
+    for index, trajectory in enumerate(trajectories):
+        times = times_sampled(trajectory)
+        for at, node in enumerate(trajectory.nodes):
+            if _is_judged(node):
+                count += times[at]
+                states.setdefault((index, node.parent), []).append(node.value or 0.0)
+    differing = sum(max(values) - min(values) > EQUAL for values in states.values())
+    return {"proposals": float(count), "states": float(len(states)), "states_differing": float(differing)}
+
+
+def _repeated(values: Sequence[float], members: Sequence[int], times: dict[int, int]) -> list[float]:
+    return [value for at, value in zip(members, values, strict=True) for _ in range(times[at])]
+
+
+def _is_judged(node: Node) -> bool:
+    return node.sampled and node.value is not None and kind_of(node) == TURN and "dropped" not in notes(node)

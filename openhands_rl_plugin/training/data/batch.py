@@ -6,8 +6,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.types import CONDENSATION, Node, PolicyRef, Sample, Tokens, Trajectory, kind_of
+from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.eligibility import is_sampled_off_policy, temperature_of
 from openhands_rl_plugin.training.data.layout import MIN_SHARED, common_prefix
 
@@ -281,3 +284,28 @@ def _check(trajectory_id: str, index: int, node: Node, need_logprobs: bool) -> N
     # A sum is fast, and finite only if all values are (unless it overflows).
     if not math.isfinite(sum(tokens.logprobs)) and not all(map(math.isfinite, tokens.logprobs)):
         raise TrainingError(f"{where}: a recorded logprob is not finite; drop this trajectory or check the server")
+
+
+def may_be_shortened(settings: TrainingSettings) -> bool:
+    """Whether the algorithm gives each answer the weight of its episode, so that one can be left out of the sum.
+
+    Rewards to go need all later steps, and a preference compares whole episodes.
+    """
+    whole = settings.step_rewards == "episode" and not settings.state_weight
+    return whole and algorithm_of(settings).kind != "preference"
+
+
+def until_secret(trajectory: Trajectory) -> Trajectory:
+    """The episode up to the last answer before the first one whose token ids were dropped with a secret.
+
+    The same object when there is none, when the ids are missing for another reason, and when nothing comes before.
+    """
+    nodes, path = trajectory.nodes, trajectory.path()
+    own = (at for at in path if nodes[at].sampled)
+    cut = next((at for at in own if nodes[at].tokens is None), None)
+    if cut is None or not any(is_redacted(nodes[at].message) for at in path if at <= cut):
+        return trajectory
+    recorded = recorded_nodes(trajectory, need_logprobs=False)
+    before = [at for at in trajectory.acted() if at < cut and at in recorded]
+    # A parent has a smaller index than its children, so that the tree of those before is whole.
+    return trajectory.model_copy(update={"nodes": nodes[:cut], "head": before[-1]}) if before else trajectory

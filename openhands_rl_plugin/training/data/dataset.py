@@ -25,9 +25,14 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, judge_all, known_score
 from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
-from openhands_rl_plugin.training.credit.credit import credited_samples
-from openhands_rl_plugin.training.credit.proposals import is_searched
-from openhands_rl_plugin.training.data.batch import is_recorded, samples_of, trained_nodes
+from openhands_rl_plugin.training.credit.credit import credited_samples, is_searched
+from openhands_rl_plugin.training.data.batch import (
+    is_recorded,
+    may_be_shortened,
+    samples_of,
+    trained_nodes,
+    until_secret,
+)
 from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
 from openhands_rl_plugin.training.data.eligibility import (
     is_interrupted,
@@ -37,7 +42,6 @@ from openhands_rl_plugin.training.data.eligibility import (
     regrouped,
 )
 from openhands_rl_plugin.training.data.imitation import PreferencePair, preference_pairs, select_for_sft
-from openhands_rl_plugin.training.data.shortened import may_be_shortened, until_secret
 
 
 class ExcludedEpisodes(Frozen):

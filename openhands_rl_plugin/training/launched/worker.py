@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import Adapter, JsonObject, Sample
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import Ranks, join_ranks
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 SAMPLES, PAIRS = TypeAdapter(list[Sample]), TypeAdapter(list[PreferencePair])

@@ -26,8 +26,7 @@ from openhands_rl_plugin.core.types import Adapter, Probe, Sample, SamplingParam
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.credit.credit import Credit, credited_samples
-from openhands_rl_plugin.training.credit.proposals import proposal_figures
+from openhands_rl_plugin.training.credit.credit import Credit, credited_samples, proposal_figures
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
 from openhands_rl_plugin.training.data.imitation import imitated
 from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, tell_notes
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
     from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
+
 
 log = redacting_logger(__name__)
 
@@ -353,3 +353,43 @@ class LoopStages:
 def iteration_name(index: int) -> str:
     """``2`` -> ``"iteration-002"``."""
     return f"iteration-{index:03d}"
+
+
+class ClosedLoop(LoopStages):
+    """Runs a plan to its end, one stage after the other."""
+
+    async def run(self) -> LoopState:
+        """Run all stages. Raises ``StorageError``, ``TrainingError`` or ``PublishError`` with the state intact."""
+        if (adapter := self._adapter()) is not None:
+            await self._bring_into_use(adapter)
+        await self._begin()
+        for index in range(self._plan.iterations):
+            await self._stage(iteration_name(index), self._iterate)
+        await self._stage("evaluate-final", self._evaluate)
+        return self._state
+
+    async def _iterate(self, stage: str) -> StageRecord:
+        started = time.time()
+        tasks = self._plan.tasks_of_iteration(int(stage.rsplit("-", 1)[1]))
+        played = await self._roll_out(stage, tasks, self._plan.samples_per_task, self._plan.sampling)
+        rolled_out = time.time()
+        metrics = await self._judge(self._where(stage), played)
+        credit = await self._credit(self._where(stage), played)
+        metrics |= credit.baseline.as_floats() | self._of_proposals(played)
+        metrics["rollout_seconds"] = rolled_out - started
+        return await self._train(stage, started, credit.samples, metrics)
+
+    async def _train(
+        self, stage: str, started: float, samples: Sequence[Sample], metrics: dict[str, float]
+    ) -> StageRecord:
+        """Train on the samples of a stage and publish; where there are none, the weights stay as they are."""
+        if not samples:
+            return self._record(stage, started, metrics)
+        began = time.time()
+        trainer = await self._reinforcement_trainer()
+        learned = await self._learn(stage, self._update(trainer), samples)
+        metrics |= learned.as_floats() | {"training_seconds": time.time() - began}
+        adapter = await self._publish(stage, trainer, learned.steps, metrics)
+        await self._save_trainer(trainer, adapter)
+        trainer.finish()
+        return self._record(stage, started, metrics, adapter)

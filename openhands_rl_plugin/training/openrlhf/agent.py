@@ -14,8 +14,7 @@ from functools import cache
 from typing import Any
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.training.openrlhf.rollouts import Rollout, RolloutConfig, RolloutSource
-from openhands_rl_plugin.training.openrlhf.steps import Step, SteppedEpisode
+from openhands_rl_plugin.training.openrlhf.rollouts import Rollout, RolloutConfig, RolloutSource, Step, SteppedEpisode
 
 try:
     from openrlhf.utils.agent import (  # pyright: ignore[reportMissingImports]  (brings its own vLLM and torch)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.models.adapters.peft_format import CONFIG_FILE
+from openhands_rl_plugin.models.adapters.store import CONFIG_FILE
 
 
 class AdapterShape(BaseModel):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -17,21 +21,259 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.short_windows import short_windows
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
-from openhands_rl_plugin.training.losses.logprobs import token_logprobs
-from openhands_rl_plugin.training.policies.float32_products import keep_positions_exact, use_tensor_cores
-from openhands_rl_plugin.training.policies.output_layer import measure_scale, scaled_token_logprobs
-from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME
-from openhands_rl_plugin.training.policies.packed_rows import PackedRows
-from openhands_rl_plugin.training.policies.packing_check import (
-    PACKED,
-    Packing,
-    drop_nothing,
-    problem_of_logprobs,
-    problem_of_packing,
-    problem_of_positions,
-    sequences_of,
-)
-from openhands_rl_plugin.training.policies.router_loss import RouterLoss
+from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, token_logprobs
+from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME, PackedRows
+
+_PREFIX, _SUFFIX, _OTHER = 24, 28, 41  # tokens; the prefix is long enough to be shared, all are longer than a window
+_LARGEST_ID = 200
+"""Ids above are left out: they may be those of images and other special tokens."""
+
+# (mean, largest) difference in nats. On unlikely text bfloat16 alone moves logprobs by 0.1 nats on average.
+_TOLERANCE = {torch.bfloat16: (0.3, 2.0), torch.float32: (1e-3, 1e-2)}
+_TF32_TOLERANCE = (2e-2, 2e-1)
+"""Of float32 on a GPU, whose products have factors of 10 bits: eight times as fine as those of bfloat16."""
+
+# In nats, when only other sequences of the pack change: then attention models give the same bits. Experts do not, where
+# other tokens are sent to them: sums are then made in other shapes.
+_LEAK_TOLERANCE = {torch.bfloat16: 0.01, torch.float32: 1e-4}
+
+Sequences = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a model computes several sequences. ``reason``: why they are not packed."""
+
+    packed: bool
+    reason: str = ""
+
+
+PACKED = Packing(True)
+
+
+def sequences_of(vocabulary: int, suffixes: Sequence[int] = (1, 2), other: int = 3) -> list[tuple[int, ...]]:
+    """Two with a common prefix, whose suffixes differ from it and from each other, and an unrelated one.
+
+    Other seeds (of the two suffixes and of the third) change the tokens, but neither the lengths nor the order in which
+    the sequences are laid out.
+    """
+    prefix = _ids(0, _PREFIX, vocabulary)
+    first, second = ((at, *_ids(seed, _SUFFIX - 1, vocabulary)) for at, seed in zip((5, 6), suffixes, strict=True))
+    return [prefix + first, prefix + second, (prefix[0] + 1, *_ids(other, _OTHER - 1, vocabulary))]
+
+
+def problem_of_packing(
+    logprobs: Callable[[Sequences], list[Tensor]],
+    plain: Sequence[Tensor],
+    vocabulary: int,
+    dtype: torch.dtype,
+    depends: Callable[[Sequences], bool],
+) -> str:
+    """What is wrong with packed ``logprobs`` of ``sequences_of``, in one clause; empty when they are right.
+
+    ``plain``: those of the unchanged model, one sequence at a time. Besides the comparison with these, other sequences
+    of the pack are changed, which must not change the rest: that shows a leak as small as a rounding error. Where they
+    do change, ``depends`` tells rounding from a leak: whether a gradient reaches tokens of other sequences.
+    """
+    found = logprobs(sequences_of(vocabulary))
+    changed = logprobs(sequences_of(vocabulary, (11, 2), 13))[1], *logprobs(sequences_of(vocabulary, (1, 12)))[::2]
+    same = zip((found[1], found[0], found[2]), changed, strict=True)
+    leak = max((mine - theirs).abs().max().item() for mine, theirs in same)
+    if not leak <= _LEAK_TOLERANCE[dtype] and (
+        not leak <= _tolerance(plain[0], dtype)[1] or depends(sequences_of(vocabulary))
+    ):
+        return f"its layers carry state from one packed sequence to the next ({leak:.2g} nats)"
+    return problem_of_logprobs(found, plain, dtype)
+
+
+def problem_of_logprobs(found: Sequence[Tensor], plain: Sequence[Tensor], dtype: torch.dtype) -> str:
+    """How logprobs differ from those of the unchanged model, in one clause; empty when they do not."""
+    differences = torch.cat([(mine - theirs).abs() for mine, theirs in zip(found, plain, strict=True)])
+    mean, largest = _tolerance(differences, dtype)
+    if differences.mean().item() <= mean and differences.max().item() <= largest:
+        return ""
+    return (
+        f"its logprobs differ from those of the unchanged model by {differences.max().item():.2g} nats, "
+        f"{differences.mean().item():.2g} on average"
+    )
+
+
+def problem_of_positions(model: PreTrainedModel) -> str:
+    """Why the positions of a sequence depend on the others of its pack, in one clause; empty when they do not."""
+    found = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    each = [found, *(value for value in found.values() if isinstance(value, dict))]
+    kinds = {str(one.get("rope_type", "")) for one in each}
+    if kinds & {"dynamic", "longrope"}:
+        return "its rotary positions depend on the longest sequence of a pack"
+    return ""
+
+
+def _tolerance(found: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest accepted mean and maximum of differences on the device of ``found``, in nats."""
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return _TF32_TOLERANCE if dtype == torch.float32 and found.is_cuda and not exact else _TOLERANCE[dtype]
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Set every dropout to zero: some layers read theirs, and gradient checkpointing puts layers into training mode."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _ids(seed: int, count: int, vocabulary: int) -> tuple[int, ...]:
+    source = random.Random(seed)
+    return tuple(source.randrange(7, min(vocabulary, _LARGEST_ID)) for _ in range(count))
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class RouterLoss:
+    """Load balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6), computed by transformers.
+
+    1 where tokens are spread evenly, times the experts a token. Raises ``TrainingError`` for a model whose
+    configuration has no such loss.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, coefficient: float) -> None:
+        config = model.config.get_text_config()
+        found = [getattr(config, name) for name in _EXPERTS if getattr(config, name, None)]
+        recorded: dict[str, Any] = getattr(decoder, "_can_record_outputs", None) or {}
+        if not found or not hasattr(config, "router_aux_loss_coef") or "router_logits" not in recorded:
+            raise TrainingError(
+                f"{config.model_type} has no auxiliary loss of routers: set [rl.training] router_aux_loss_coef = 0"
+            )
+        self._coefficient, self._experts, self._chosen = coefficient, found[0], config.num_experts_per_tok
+        self._values: list[Tensor] = []
+
+    def add(self, router_logits: tuple[Tensor, ...]) -> None:
+        """Note the logits of one forward pass: for each layer [N, experts]."""
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        value = load_balancing_loss_func(router_logits, self._experts, self._chosen)  # pyright: ignore[reportArgumentType]
+        assert isinstance(value, Tensor)
+        self._values.append(value)
+
+    def take(self) -> Tensor | float:
+        """Coefficient times the mean over the passes since the last call, with gradient."""
+        values, self._values = self._values, []
+        return self._coefficient * sum(values) / len(values) if values else 0.0
+
+
+@dataclass(frozen=True)
+class OutputScale:
+    """``logits = cap * tanh(factor * z / cap)`` of the output layer's ``z``; without ``cap``, ``factor * z``.
+
+    Granite, Cohere and Falcon-H1 have a factor, Gemma 2 and Gemma 4 a cap.
+    """
+
+    factor: float = 1.0
+    cap: float | None = None
+
+    def logits(self, hidden: Tensor, head: nn.Linear) -> Tensor:
+        """[K, vocabulary] float32 logits of [K, width] hidden states."""
+        return _scaled(hidden, head.weight, head.bias, self.factor, self.cap)
+
+
+def measure_scale(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> OutputScale:
+    """The scale of a model that gave ``logits`` [T, vocabulary] where its last hidden states are [T, width].
+
+    The factor is measured, because every family has another name for it, and taken from the configuration where one of
+    the known names has the measured value.
+    """
+    config = model.config.get_text_config()
+    if cap := getattr(config, "final_logit_softcapping", None):
+        return OutputScale(cap=float(cap))
+    plain = OutputScale().logits(hidden, model.get_output_embeddings())  # pyright: ignore[reportArgumentType]
+    size = plain.square().sum()
+    measured = ((plain * logits.float()).sum() / size).item() if size > 0 else 1.0
+    known = [1.0, getattr(config, "logit_scale", None), getattr(config, "lm_head_multiplier", None)]
+    if divisor := getattr(config, "logits_scaling", None):
+        known.append(1.0 / divisor)
+    near = [float(each) for each in known if each and abs(float(each) - measured) <= 0.01 * abs(measured)]
+    return OutputScale(near[0] if near else measured)
+
+
+def scaled_token_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    head: nn.Linear,
+    scale: OutputScale,
+    temperatures: Tensor | None = None,
+    *,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """As ``logprobs.token_logprobs``, with a cap, and with gradients for the output layer where it is trained."""
+    parts = [
+        checkpoint(
+            _one_chunk,
+            hidden[start : start + ROWS_AT_A_TIME],
+            targets[start : start + ROWS_AT_A_TIME],
+            head.weight,
+            head.bias,
+            scale,
+            None if temperatures is None else temperatures[start : start + ROWS_AT_A_TIME],
+            entropy_gradient,
+            use_reentrant=False,
+        )
+        for start in range(0, max(1, len(targets)), ROWS_AT_A_TIME)  # of no targets: empty, with a gradient
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _one_chunk(
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: OutputScale,
+    temperatures: Tensor | None,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    logits = _scaled(hidden, weight, bias, scale.factor, scale.cap)
+    distribution = torch.log_softmax(logits if temperatures is None else logits / temperatures[:, None], dim=-1)
+    spread = distribution if entropy_gradient else distribution.detach()
+    return distribution.gather(1, targets[:, None])[:, 0], -torch.linalg.vecdot(spread.exp(), spread)
+
+
+def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: float, cap: float | None) -> Tensor:
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float() * factor
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def use_tensor_cores(device: torch.device) -> None:
+    """Let this process multiply float32 matrices on a GPU with factors of 10 bits (TF32), eight times as fast."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+
+def keep_positions_exact(model: nn.Module) -> None:
+    """Multiply positions by rotary frequencies in full float32: with 10 bits, tokens 2049 and 2050 are at one place."""
+    for module in model.modules():
+        if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
+            _ExactProducts(module)
+
+
+class _ExactProducts:
+    """Full float32 products while ``module`` runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = torch.get_float32_matmul_precision()
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *_: object) -> None:
+        self._before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+
+    def _end(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self._before)
+
 
 _UNBOUNDED = 2**31
 

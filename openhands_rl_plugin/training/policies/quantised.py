@@ -8,8 +8,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
-from openhands_rl_plugin.training.policies.lora_layers import adapter_config
-from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
+from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy, adapter_config
 from openhands_rl_plugin.training.policies.packed_model import load_model
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.training.data.layout import Layout
-from openhands_rl_plugin.training.policies.packing_check import Packing
+from openhands_rl_plugin.training.policies.packed_model import Packing
 
 
 class TrainedPolicy(Protocol):

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import Sample
-from openhands_rl_plugin.training.distributed.ranks import all_reduce_metrics, shard_micro_batches
-from openhands_rl_plugin.training.distributed.sharding import full_tensor, local_shard, shard_like
+from openhands_rl_plugin.core.errors import ConfigError, StorageError, TrainingError, describe
+from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync
+from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, weights_sha256
+from openhands_rl_plugin.training.distributed.ranks import (
+    all_reduce_metrics,
+    full_tensor,
+    is_sharded,
+    local_shard,
+    shard_like,
+    shard_micro_batches,
+)
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
-from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss
-from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
+from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss, TrainingSample
+from openhands_rl_plugin.training.policies.adapter_shape import check_start
+from openhands_rl_plugin.training.policies.full_policy import FullPolicy, ShardedFullPolicy
+from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.preparation import micro_batch_logprobs
-from openhands_rl_plugin.training.trainer.run_files import fingerprint
+from openhands_rl_plugin.training.trainer.resume import fingerprint
 from openhands_rl_plugin.training.trainer.trainer import WITHOUT_EFFECT, Trainer
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -123,3 +135,147 @@ class LocalTrainer(Trainer):
         if self._policy.sharded:
             self._ranks.all_reduce([sums])
         return fingerprint(what, samples, sums.tolist(), self.step)
+
+
+class LoraTrainer(LocalTrainer):
+    """One adapter of one base model and its optimiser.
+
+    ``adapter``: start from its weights instead of fresh ones. With ``method = "qlora"`` the base is quantised. Raises
+    ``TrainingError`` when the model or the adapter cannot be used.
+    """
+
+    ENGINE = "local"
+    """The value of ``[rl.training] engine`` that this trainer is."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        settings: TrainingSettings,
+        *,
+        adapter: Adapter | None = None,
+    ) -> None:
+        if settings.engine != self.ENGINE:
+            raise ConfigError(
+                f'[rl.training] engine = "{settings.engine}": only `train` and `loop` train by it; set "{self.ENGINE}"'
+            )
+        if settings.nproc_per_node > 1:
+            raise ConfigError(
+                f"[rl.training] nproc_per_node = {settings.nproc_per_node}: only `train` of a policy and `loop` start "
+                "processes; set 1"
+            )
+        if adapter is not None:
+            _check_file(adapter)
+            check_start(adapter, settings)
+        self._adapter = self._open(model_path, settings)
+        if adapter is not None:
+            self._adapter.load(Path(adapter.path))
+        if is_sharded(settings.sharding):
+            self._adapter.shard()
+        super().__init__(self._adapter, settings, version=adapter.version if adapter is not None else 0)
+
+    def _open(self, model_path: str | Path, settings: TrainingSettings) -> TrainablePolicy:
+        if settings.method != "qlora":
+            return TrainablePolicy(model_path, settings)
+        from openhands_rl_plugin.training.policies.quantised import QuantisedPolicy  # needs bitsandbytes
+
+        return QuantisedPolicy(model_path, settings)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """As far as the architecture and the adapter's layers say."""
+        return self._adapter.servers
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapter in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._adapter.save(directory)
+
+
+def _check_file(adapter: Adapter) -> None:
+    path = Path(adapter.path) / WEIGHTS_FILE
+    try:
+        digest = file_sha256(path)
+    except OSError as error:
+        raise TrainingError(f"adapter {adapter.name}: cannot read {path}: {error.strerror}") from error
+    if digest != adapter.sha256:
+        raise TrainingError(f"adapter {adapter.name}: {path} was changed since it was made (sha256 differs)")
+
+
+MANIFEST = "trained.json"
+
+
+class TrainedModel(Frozen):
+    """The manifest of a trained model directory; ``sha256``: the digest of every weights file, by name."""
+
+    path: str
+    base_model: str
+    step: int
+    sha256: dict[str, str]
+    metrics: dict[str, float]
+
+
+class FullTrainer(LocalTrainer):
+    """All weights of a model and their optimiser. Raises ``TrainingError`` when the model cannot be trained.
+
+    There is no copy of the model that training began with, so that a KL term is refused; the logprobs that ratios and
+    DPO are relative to are computed before the first step. ``adapter``: a version that is a whole model, whose weights
+    are trained further instead of those in ``model_path``.
+    """
+
+    def __init__(self, model_path: str | Path, settings: TrainingSettings, *, adapter: Adapter | None = None) -> None:
+        if adapter is not None:
+            _check_weights(adapter)
+            check_start(adapter, settings)
+            model_path = adapter.path
+        kind = ShardedFullPolicy if is_sharded(settings.sharding) else FullPolicy
+        policy = kind(model_path, settings)
+        super().__init__(policy, settings, version=adapter.version if adapter is not None else 0)
+        self._model = policy
+        self._optimizer.register_step_post_hook(lambda *_: policy.round())
+
+    def hand_over(self) -> None:
+        """Send this rank's shard of the weights to rank 0; called by all others while rank 0 calls ``save_model``."""
+        if self._model.sharded:
+            for _ in self._model.stored():
+                pass
+
+    def save_model(self, directory: Path, *, base_model: str, metrics: dict[str, float] | None = None) -> TrainedModel:
+        """Write a model directory that any server can load, atomically; an existing one is refused.
+
+        Raises ``StorageError``.
+        """
+        target = directory.expanduser()
+        if target.exists():
+            raise StorageError(f"{target} is there already: a model is never overwritten; choose another directory")
+        try:
+            with draft_folder(target.parent, ".new-") as fresh:
+                self._model.save(fresh)
+                made = TrainedModel(
+                    path=str(target),
+                    base_model=base_model,
+                    step=self.step,
+                    sha256={file.name: file_sha256(file) for file in sorted(fresh.glob("*.safetensors"))},
+                    metrics=metrics or {},
+                )
+                (fresh / MANIFEST).write_text(made.model_dump_json(indent=1), encoding="utf-8")
+                for path in (*fresh.iterdir(), fresh):
+                    sync(path)
+                os.rename(fresh, target)
+        except OSError as error:
+            raise StorageError(f"the model cannot be written to {target}: {describe(error)}") from error
+        return made
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the whole model into ``directory``, in the layout of Hugging Face, as a version of its own."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._model.save(directory)
+
+
+def _check_weights(adapter: Adapter) -> None:
+    path = Path(adapter.path)
+    try:
+        digest = weights_sha256(path)
+    except OSError as error:
+        raise TrainingError(f"{adapter.name}: cannot read the weights in {path}: {error.strerror}") from error
+    if digest != adapter.sha256:
+        raise TrainingError(f"{adapter.name}: the weights in {path} were changed since they were made (sha256 differs)")

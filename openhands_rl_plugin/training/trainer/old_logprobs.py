@@ -13,8 +13,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.training.algorithms import algorithm_of, clip_bounds
 from openhands_rl_plugin.training.distributed.ranks import Ranks
-from openhands_rl_plugin.training.losses.losses import MicroBatchLoss
-from openhands_rl_plugin.training.losses.micro_batches import TrainingSample
+from openhands_rl_plugin.training.losses.losses import MicroBatchLoss, TrainingSample
 from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
 from openhands_rl_plugin.training.trainer.preparation import policy_logprobs, version_of
 

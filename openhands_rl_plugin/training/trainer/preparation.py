@@ -15,7 +15,7 @@ from openhands_rl_plugin.training.credit.estimators import whiten
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.distributed.ranks import Ranks, shard_micro_batches
-from openhands_rl_plugin.training.losses.micro_batches import TrainingSample, temperatures_of
+from openhands_rl_plugin.training.losses.losses import TrainingSample, temperatures_of
 from openhands_rl_plugin.training.losses.objectives import kl_penalty
 from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
 

@@ -8,17 +8,61 @@ replaces the files of a checkpoint one by one, so that a killed process may leav
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shutil
+from array import array
+from collections.abc import Iterable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
+from openhands_rl_plugin.core.files import PRIVATE, replacing
+from openhands_rl_plugin.core.types import Frozen, Sample
 from openhands_rl_plugin.training.distributed.ranks import Checkpoint, Ranks
-from openhands_rl_plugin.training.trainer.checkpoint import STATE_FILE, load_checkpoint, load_counters, save_checkpoint
-from openhands_rl_plugin.training.trainer.run_files import make_directory
+
+STATE_FILE = "trainer_state.safetensors"
+
+
+def save_checkpoint(directory: Path, tensors: dict[str, Tensor], counters: dict[str, str]) -> None:
+    """Write ``directory/STATE_FILE``; at any moment it is either the old or the new one. Raises ``StorageError``."""
+    target = directory / STATE_FILE
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with replacing(target, PRIVATE) as draft:
+            save_file(state, draft, counters)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"cannot write {target}: {describe(error)}; free some space or choose another path"
+        ) from error
+
+
+def load_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and counters that ``save_checkpoint`` wrote. Raises ``TrainingError``."""
+    source = directory / STATE_FILE
+    try:
+        with safe_open(source, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
+
+
+def load_counters(directory: Path) -> dict[str, str]:
+    """What ``load_checkpoint`` gives, without the tensors. Raises ``TrainingError``."""
+    source = directory / STATE_FILE
+    try:
+        with safe_open(source, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
+
 
 SHARDS = "parts"
 """The directory of sharded checkpoints; its name is part of the stored format."""
@@ -166,3 +210,67 @@ def _newest(shards: Path, fingerprint: str) -> _Found:
             if all(_is_of(shard, fingerprint) for shard in each):
                 return _Found(full=False, step=step.name, size=int(size))
     return _Found(full=False)
+
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsFile:
+    """``directory/metrics.jsonl``, readable by the owner only. Raises ``StorageError`` if it cannot be created."""
+
+    def __init__(self, directory: Path) -> None:
+        self._metrics = directory / METRICS_FILE
+        make_directory(directory)
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Append one line to the metrics."""
+        try:
+            with open(self._metrics, "a", encoding="utf-8", opener=_private) as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self._metrics} cannot be written: {describe(error)}; free some space") from error
+
+    def keep_lines(self, done: int) -> None:
+        """Truncate the file to the first ``done`` lines; with 0, move the file of another run aside."""
+        if not done:
+            self._set_aside()
+        try:
+            lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True) if done else []
+        except (OSError, UnicodeDecodeError):
+            lines = []  # the file is lost; training still resumes from the checkpoint
+        with open(self._metrics, "w", encoding="utf-8", opener=_private) as file:
+            file.writelines(lines[:done])
+
+    def _set_aside(self) -> None:
+        if not self._metrics.exists() or not self._metrics.stat().st_size:
+            return
+        names = (self._metrics.with_name(f"metrics-{number:06d}.jsonl") for number in count(1))
+        self._metrics.rename(next(path for path in names if not path.exists()))
+
+
+def make_directory(directory: Path) -> None:
+    """Create a directory, readable by the owner only, unless it exists. Raises ``StorageError``."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(f"{directory} cannot be made ({describe(error)}): choose another directory") from error
+
+
+def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int], step: int) -> str:
+    """A digest of everything that a run's result depends on. ``weights``: a checksum of each initial tensor."""
+    digest = hashlib.sha256(f"{settings}\n{step}\n".encode())
+    for sample in samples:
+        about = (sample.trajectory_id, sample.advantage, sample.temperature, len(sample.input_ids))
+        digest.update(("\n".join(map(str, about)) + "\n").encode())
+        digest.update(array("q", sample.input_ids).tobytes())
+        digest.update(bytes(sample.mask))
+        digest.update(array("d", sample.logprobs).tobytes())
+        digest.update(array("d", (*sample.token_advantages, *sample.token_temperatures)).tobytes())
+        if sample.count != 1:
+            digest.update(f"{sample.count}\n".encode())
+    digest.update(array("q", weights).tobytes())
+    return digest.hexdigest()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -20,17 +20,18 @@ from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import current_ranks
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
-from openhands_rl_plugin.training.losses.losses import Imitation, MicroBatchLoss, Preference, Reinforcement
-from openhands_rl_plugin.training.losses.micro_batches import (
+from openhands_rl_plugin.training.losses.losses import (
+    Imitation,
+    MicroBatchLoss,
+    Preference,
+    Reinforcement,
     TrainingSample,
     batches,
     samples_from_pairs,
     samples_from_rollouts,
 )
 from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
-from openhands_rl_plugin.training.trainer.checkpoint import load_checkpoint, save_checkpoint
-from openhands_rl_plugin.training.trainer.learning_rates import learning_rates
-from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress
+from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress, learning_rates
 from openhands_rl_plugin.training.trainer.old_logprobs import OldLogprobs, saved_logprobs, take_logprobs
 from openhands_rl_plugin.training.trainer.preparation import (
     check_pairs,
@@ -44,11 +45,13 @@ from openhands_rl_plugin.training.trainer.preparation import (
 )
 from openhands_rl_plugin.training.trainer.resume import (
     FullCheckpoint,
+    MetricsFile,
     PendingCheckpoint,
     RunCheckpoint,
     ShardedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
 )
-from openhands_rl_plugin.training.trainer.run_files import MetricsFile
 from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
 
 OnProgress = Callable[[TrainProgress], None]

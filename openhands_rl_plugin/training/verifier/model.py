@@ -14,7 +14,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Sample
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.policies.adapter_shape import read_shape
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy

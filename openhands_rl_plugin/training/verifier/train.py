@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.training.distributed.ranks import Ranks, SingleProcess
 from openhands_rl_plugin.training.learn import tell_notes
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.resume import PendingCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import OnProgress

@@ -38,7 +38,7 @@ from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Score
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.dataset import Episodes, build_dataset_or_sft
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

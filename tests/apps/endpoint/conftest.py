@@ -11,7 +11,7 @@ from caller_model import write_caller
 
 # Before torch, which reads what this says about threads when it is loaded.
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 
 @pytest.fixture(scope="session")

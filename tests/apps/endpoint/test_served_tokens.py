@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.environments.tools.environment import ToolEnvironment, ToolOptions
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
-from openhands_rl_plugin.rollout.in_process import SessionRunner
+from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

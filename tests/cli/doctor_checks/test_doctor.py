@@ -23,11 +23,10 @@ from openhands_rl_plugin.cli.doctor_checks.findings import Finding, Level
 from openhands_rl_plugin.cli.doctor_checks.installation import check_installation
 from openhands_rl_plugin.cli.doctor_checks.services import check_environment_server, check_model_server
 from openhands_rl_plugin.contrib.webshop import WebShop, running_webshop
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

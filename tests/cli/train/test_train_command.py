@@ -31,7 +31,7 @@ from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.gate import TaskLineage, TasksLineage, write_lineage, write_tasks
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract

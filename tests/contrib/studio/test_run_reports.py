@@ -12,8 +12,7 @@ from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.contrib.demo.options import DemoOptions
 from openhands_rl_plugin.contrib.studio.reports import MOST_BYTES, write_run_report
 from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.stages import LoopListener

@@ -12,7 +12,7 @@ from watched import MODEL
 
 from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 
 @pytest.fixture(scope="package")

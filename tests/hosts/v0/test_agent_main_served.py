@@ -12,7 +12,7 @@ from test_agent_main import PATIENCE, Run, start
 
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 SECTIONS = """
 [rl]

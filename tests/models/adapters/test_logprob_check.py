@@ -9,7 +9,7 @@ import pytest
 
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Probe
-from openhands_rl_plugin.models.adapters.logprob_check import PreviousVersion, check_served_logprobs
+from openhands_rl_plugin.models.adapters.publisher import PreviousVersion, check_served_logprobs
 
 pytestmark = pytest.mark.contract
 

@@ -26,14 +26,13 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
 from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.core.types import Adapter, Probe
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import ServerKind
-from openhands_rl_plugin.models.adapters.store import PROBE, PROBED, AdapterStore, ProbedOn
+from openhands_rl_plugin.models.adapters.store import PROBE, PROBED, WEIGHTS_FILE, AdapterStore, ProbedOn
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sampling import DecodingParams
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 pytestmark = pytest.mark.contract
 

@@ -16,12 +16,11 @@ from tiny_model import write_model, write_tokenizer
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
 from openhands_rl_plugin.core.types import Adapter, Sample
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.models.server.app import running_server
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 PROBE = tuple(range(2, 40))
 
@@ -105,7 +104,7 @@ def test_a_failed_write_leaves_nothing_visible(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     program = (
         "import resource, sys; from pathlib import Path;"
-        "from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE;"
+        "from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE;"
         "from openhands_rl_plugin.models.adapters.store import AdapterStore;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY));"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"

@@ -19,12 +19,11 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Sample
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.models.server.app import running_server
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
 

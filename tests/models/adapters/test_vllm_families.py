@@ -12,13 +12,11 @@ from tiny_model import write_model
 
 from evaluation.performance.serving.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.models.adapters.connection import Connection
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.servers import open_server
+from openhands_rl_plugin.models.adapters.servers import Connection, open_server
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.policies.adapter_targets import coverage
-from openhands_rl_plugin.training.policies.experts import BY_NAME
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.policies.adapter_targets import BY_NAME, coverage
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

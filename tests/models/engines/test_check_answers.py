@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.models.engines.preflight import check_answers
+from openhands_rl_plugin.models.engines.server_models import check_answers
 
 
 def test_behind_a_proxy_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
 from openhands_rl_plugin.core.protocols import StreamingEngine
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Tokens, ToolCall, Usage
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.models.engines.openai_stream import StreamedAnswer
+from openhands_rl_plugin.models.engines.openai_wire import StreamedAnswer
 
 ASK = (Message(role="user", content="hi"),)
 

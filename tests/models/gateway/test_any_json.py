@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.messages import to_message
-from openhands_rl_plugin.models.engines.event_stream import EventStreamReader
+from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.gateway.chat_completions import CHAT
 from openhands_rl_plugin.models.gateway.messages import MESSAGES
 from openhands_rl_plugin.models.gateway.protocol import WireProtocol

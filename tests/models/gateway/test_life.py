@@ -25,7 +25,7 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.server import running_gateway
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SECRET = "sk-proj-" + "Ab3" * 14

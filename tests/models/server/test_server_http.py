@@ -19,8 +19,8 @@ from openhands_rl_plugin.core.servers.listening import PortUnavailableError
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.models.server.http import unless_disconnected
-from openhands_rl_plugin.models.server.server import running_server
 
 pytestmark = pytest.mark.contract
 

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Probe
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.adapters.whole import WeightsPublisher
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 pytestmark = pytest.mark.contract
 

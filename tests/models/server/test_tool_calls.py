@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.templates.json_calls import render_tool_call
 from openhands_rl_plugin.core.types import ToolCall
-from openhands_rl_plugin.models.server.tool_calls import parse_tool_calls, safe_length
+from openhands_rl_plugin.models.server.responses import parse_tool_calls, safe_length
 
 
 def call_of(name: str, arguments: str) -> ToolCall:

@@ -13,7 +13,7 @@ from tiny_model import write_adapter
 
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 
 PAIRS = 24
 TOKENS = 48

@@ -25,8 +25,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
-from openhands_rl_plugin.training.losses.losses import batch_weights
-from openhands_rl_plugin.training.losses.micro_batches import samples_from_rollouts
+from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
 from openhands_rl_plugin.trajectories.storages.header import Spine
 
 pytestmark = pytest.mark.contract

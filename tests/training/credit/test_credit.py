@@ -12,14 +12,14 @@ from searched_episode import searched
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.types import Message, Node, StopReason, ToolCall, Trajectory
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
-from openhands_rl_plugin.training.credit.advantages import group_advantages
-from openhands_rl_plugin.training.credit.credit import credited_samples
-from openhands_rl_plugin.training.credit.tree_advantages import (
+from openhands_rl_plugin.training.credit.advantages import (
+    group_advantages,
     repeated_turns,
     search_rewards,
     sibling_advantages,
     times_sampled,
 )
+from openhands_rl_plugin.training.credit.credit import credited_samples
 
 pytestmark = pytest.mark.contract
 

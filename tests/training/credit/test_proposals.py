@@ -30,12 +30,15 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.training.credit.credit import credited_samples
-from openhands_rl_plugin.training.credit.proposals import is_searched, proposal_advantages, proposal_figures
-from openhands_rl_plugin.training.credit.tree_advantages import times_sampled
-from openhands_rl_plugin.training.losses.losses import batch_weights
-from openhands_rl_plugin.training.losses.micro_batches import samples_from_rollouts
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.credit.advantages import times_sampled
+from openhands_rl_plugin.training.credit.credit import (
+    credited_samples,
+    is_searched,
+    proposal_advantages,
+    proposal_figures,
+)
+from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 WAYS = 3
 TASK = Task(id="plan", environment="planning")

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, TrainingError
 from openhands_rl_plugin.core.types import Adapter, PolicyRef
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.engines import make_trainer
 from openhands_rl_plugin.training.launched.trainer import LaunchedTrainer
 from openhands_rl_plugin.training.trainer import old_logprobs
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 GRPO = EXACT.model_copy(update={"algorithm": "grpo", "correction": "truncate", "kl": "k3", "batch_size": 3})
 SFT = EXACT.model_copy(update={"algorithm": "sft"})

@@ -20,12 +20,11 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.loop.asynchronous import AsyncLoop, make_loop
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
-from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
-from openhands_rl_plugin.training.loop.sync import ClosedLoop
+from openhands_rl_plugin.training.loop.stages import ClosedLoop, LoopListener, LoopParts
 
 BEHIND = LoopSettings(kind="async", max_staleness=1)
 ITERATIONS = [f"iteration-{index:03d}" for index in range(3)]

@@ -29,9 +29,8 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.training.loop.lineage import PolicyLineage, Staleness
-from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
-from openhands_rl_plugin.training.loop.rollout_buffer import Group, RolloutBuffer, ThroughputMeter
+from openhands_rl_plugin.training.loop.groups import Group, RolloutBuffer, ThroughputMeter
+from openhands_rl_plugin.training.loop.plan import LoopState, PolicyLineage, StageRecord, Staleness
 from openhands_rl_plugin.training.loop.router import running_router
 from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
 

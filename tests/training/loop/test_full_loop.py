@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.models.adapters.whole import WeightsPublisher
+from openhands_rl_plugin.models.adapters.publisher import WeightsPublisher
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
-from openhands_rl_plugin.training.loop.sync import ClosedLoop
-from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
+from openhands_rl_plugin.training.loop.stages import ClosedLoop, LoopListener, LoopParts
+from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer
 
 pytestmark = pytest.mark.contract
 

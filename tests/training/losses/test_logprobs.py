@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, Diagnostics, diagnose, token_logprobs
 from openhands_rl_plugin.training.losses.objectives import TokenBatch, ppo
-from openhands_rl_plugin.training.policies.full_layers import trained_token_logprobs
+from openhands_rl_plugin.training.policies.full_policy import trained_token_logprobs
 
 pytestmark = pytest.mark.contract
 

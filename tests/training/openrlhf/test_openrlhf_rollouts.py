@@ -15,8 +15,7 @@ from openrlhf_world import GRID, BrokenGrid, ScriptedVllm, VllmParams, write_con
 from tiny_model import write_tokenizer
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError
-from openhands_rl_plugin.training.openrlhf.rollouts import RolloutConfig, RolloutSource
-from openhands_rl_plugin.training.openrlhf.steps import SteppedEpisode
+from openhands_rl_plugin.training.openrlhf.rollouts import RolloutConfig, RolloutSource, SteppedEpisode
 
 pytestmark = pytest.mark.contract
 

@@ -19,21 +19,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError, TrainingError
 from openhands_rl_plugin.core.types import Sample
-from openhands_rl_plugin.models.adapters.compatibility import check_servable
-from openhands_rl_plugin.models.adapters.peft_format import WEIGHTS_FILE
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, check_servable
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.model import ServedModel
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.layout import lay_out
-from openhands_rl_plugin.training.policies.adapter_targets import coverage
-from openhands_rl_plugin.training.policies.experts import BY_NAME
+from openhands_rl_plugin.training.policies.adapter_targets import BY_NAME, coverage
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.policies.packing_check import PACKED, problem_of_packing, sequences_of
-from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.policies.packed_model import PACKED, problem_of_packing, sequences_of
+from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
 
 pytestmark = pytest.mark.contract
 

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.training.policies import packed_attention
-from openhands_rl_plugin.training.policies.float32_products import keep_positions_exact, use_tensor_cores
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.policies.packed_model import keep_positions_exact, use_tensor_cores
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 BFLOAT16 = TrainingSettings(dtype="bfloat16", num_epochs=1, batch_size=2, lora_rank=4)
 

@@ -18,8 +18,7 @@ from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.trainer.full_trainer import FullTrainer
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 FULL = EXACT.model_copy(update={"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "aggregation": "token"})

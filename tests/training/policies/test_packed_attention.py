@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from openhands_rl_plugin.training.data.layout import Layout, lay_out
-from openhands_rl_plugin.training.policies.packed_attention import attend, block_mask
-from openhands_rl_plugin.training.policies.packed_rows import PackedRows
+from openhands_rl_plugin.training.policies.packed_attention import PackedRows, attend, block_mask
 
 CPU = torch.device("cpu")
 

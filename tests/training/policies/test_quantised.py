@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.training.trainer.learning_rates import learning_rates
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
+from openhands_rl_plugin.training.trainer.metrics import learning_rates
 
 DORA = EXACT.model_copy(update={"lora_variant": "dora"})
 

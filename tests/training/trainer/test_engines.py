@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.engines import LOCAL, engine_named
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 TRAINING = Path(__file__).parents[1]
 OTHERS = registry.names("training_engines")

@@ -27,12 +27,12 @@ from openhands_rl_plugin.core.types import Adapter, Sample, SamplingParams, Task
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.server import running_server
+from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.training.engines import make_trainer
 from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.loop.sync import ClosedLoop
+from openhands_rl_plugin.training.loop.stages import ClosedLoop
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

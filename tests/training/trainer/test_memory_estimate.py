@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.training.data.layout import lay_out
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.memory_estimate import check_fits, estimate_memory, model_size
 
 

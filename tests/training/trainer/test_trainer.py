@@ -19,7 +19,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 # Recorded logprobs that are far from the trainer's, as those of ``make_samples``, would be recomputed.

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.types import PolicyRef, Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
 from openhands_rl_plugin.training.credit.estimators import whiten
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.trainer.lora_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 pytestmark = pytest.mark.contract
 
