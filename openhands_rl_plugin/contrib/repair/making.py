@@ -1,4 +1,4 @@
-"""Makes repair tasks: of the plan's packages, and of the functions of a user's repository."""
+"""Makes repair tasks of the functions of a user's repository."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import hashlib
 import json
 import keyword
 import random
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,15 +20,12 @@ from openhands_rl_plugin.contrib.repair.bugs import (
     PackageSlicer,
     SlicedFunction,
     bugs_in,
-    is_told,
-    line_edit,
     patch_of,
     varied,
 )
-from openhands_rl_plugin.contrib.repair.oracle import fixed_text
 from openhands_rl_plugin.contrib.repair.rows import COLUMN, RepairSpec, repository_files, spec_of, statement
-from openhands_rl_plugin.contrib.repair.suites import OtherBug, plain, same
-from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.contrib.repair.suites import plain, same
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256, write_file
 from openhands_rl_plugin.core.messages import counted
 from openhands_rl_plugin.core.records import HELD_OUT
@@ -40,10 +36,8 @@ from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.gate import (
     Check,
     TaskLineage,
-    TasksLineage,
     Validation,
     read_lineage,
-    write_lineage,
     write_tasks,
 )
 from openhands_rl_plugin.evals.tasks.packages import (
@@ -57,7 +51,6 @@ from openhands_rl_plugin.evals.tasks.packages import (
 )
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
-from openhands_rl_plugin.evals.tasks.suite import Progress, SuiteSummary
 from openhands_rl_plugin.evals.tasks.trees import SourceTree, commit_of
 
 RUNS = 3
@@ -65,9 +58,7 @@ RUNS = 3
 SHOWN_FAILING, SHOWN_PASSING, HIDDEN = 2, 3, 8
 LEAST_CALLS = 4
 _MOST_BUGS = 10
-_MOST_OTHERS = 12
 _RECORDING_SECONDS = 240
-_LICENSE = re.compile(r"(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
 _HERE = Path(__file__).parent
 _NOWHERE = SourceTree({})
 
@@ -90,51 +81,6 @@ class _Bug(Frozen):
     kind: str
     text: str
     outcomes: tuple[str | None, ...]
-
-
-def make_repair(plan: RepairPlan, out: Path, cache: Path, progress: Progress) -> SuiteSummary:
-    """Make the tasks of a plan and write them to ``out``, with the file's digest, further bugs of the training
-    functions (``other_bugs``) and the packages' licenses beside it.
-
-    Unusable packages are in ``problems``. A function whose name was seen in a package of the other split is left out.
-    Raises ``ConfigError`` without bubblewrap.
-    """
-    find_bubblewrap()
-    instances: list[Instance] = []
-    problems: list[str] = []
-    taken: dict[str, str] = {}
-    kinds: Counter[str] = Counter()
-    for at, package in enumerate(plan.packages):
-        progress.package(package.label, at, len(plan.packages))
-        try:
-            functions, _ = checked_functions(package, plan, cache)
-        except RLError as error:
-            problems.append(str(error))
-            continue
-        functions = [each for each in functions if taken.setdefault(each.sliced.name, package.split) == package.split]
-        made = list(tasks_of(package, plan, functions, kinds))[: plan.per_package]
-        instances += [instance for instance, _ in made]
-        progress.tried(len(made), plan.per_package, f"{len(functions)} functions")
-    if not instances:
-        raise ConfigError("\n".join(problems) or "no task was made")
-    write_tasks(out, instances, [])
-    # What the quality gate asks for was seen on the way: the fix and the bug in so many runs each, with equal outcomes.
-    write_lineage(out, TasksLineage(sha256=file_sha256(out), checked=True, backend="local"))
-    training = [each for each in instances if each.extra["split"] == "train"]
-    others = [bug.model_dump_json() for bug in other_bugs(training, plan.seed)]
-    write_file(out.with_name(f"{out.stem}.more.jsonl"), "".join(f"{line}\n" for line in others))
-    used = {each.repo for each in instances}
-    texts = [_license_text(package, cache) for package in plan.packages if package.name in used]
-    write_file(out.with_name(f"{out.stem}.licenses.txt"), ("\n" + "=" * 78 + "\n").join(texts))
-    return SuiteSummary(tasks=len(instances), packages=len({each.repo for each in instances}), problems=tuple(problems))
-
-
-def _license_text(package: Package, cache: Path) -> str:
-    """The license files of a package, as they must come with its functions."""
-    _, tree = fetch(package, cache)
-    names = [name for name in sorted(tree.files) if "/" not in name and _LICENSE.match(name)]
-    texts = [tree.text(name) or "" for name in names]
-    return "\n".join([f"{package.label} ({package.license})", "", *texts])
 
 
 class Recorded(Frozen):
@@ -270,43 +216,6 @@ def tasks_of(
                 left[each.sliced.name] = [other for other in bugs if other.kind != bug.kind]
                 kinds[bug.kind] += 1
                 yield _task(package, each, bug, plan.seed)
-
-
-def other_bugs(instances: Sequence[Instance], seed: int) -> list[OtherBug]:
-    """Other bugs in the functions of these tasks that their tests detect in every run, and whose repair can be told
-    from line and head; of a function at most ``_MOST_OTHERS``, the rarest kinds so far first."""
-    bases = {(each.repo, spec_of(each).function): each for each in reversed(instances)}
-    order = random.Random(f"{seed} other bugs")
-    known = {spec.files[spec.path] for spec in map(spec_of, instances)}
-    tried: list[tuple[Instance, CheckedFunction, str, str]] = []
-    for instance in sorted(bases.values(), key=lambda each: each.instance_id):
-        spec, right = spec_of(instance), fixed_text(instance)
-        sliced = SlicedFunction(path=spec.path, name=spec.function, text=right)
-        calls = tuple((positional, dict(keywords)) for positional, keywords in spec.calls)
-        checked = CheckedFunction(sliced=sliced, calls=calls, expected=spec.expected)
-        found = [(kind, text) for kind, text in bugs_in(right, spec.function) if is_told(text, right, spec.function)]
-        order.shuffle(found)
-        tried += [(instance, checked, kind, text) for kind, text in found if text not in known]
-    runs = _outcomes([(each.sliced, text, each.calls) for _, each, _, text in tried], range(RUNS))
-    left: dict[str, list[tuple[Instance, str, str, tuple[int, ...]]]] = {}
-    for (instance, each, kind, text), outcomes in zip(tried, zip(*runs, strict=True), strict=True):
-        wrong = [not same(found, wanted) for found, wanted in zip(outcomes[0], each.expected, strict=True)]
-        failing = tuple(at for at in range(spec_of(instance).shown) if wrong[at])
-        if all(other == outcomes[0] for other in outcomes) and failing and not all(wrong):
-            left.setdefault(instance.instance_id, []).append((instance, kind, text, failing))
-    kinds: Counter[str] = Counter()
-    made: list[OtherBug] = []
-    for _ in range(_MOST_OTHERS):
-        for bugs in left.values():
-            if not bugs:
-                continue
-            instance, kind, text, failing = bugs.pop(min(range(len(bugs)), key=lambda at: (kinds[bugs[at][1]], at)))
-            kinds[kind] += 1
-            spec = spec_of(instance)
-            commit = commit_of({**repository_files(spec), spec.path: text})
-            edit = line_edit(fixed_text(instance), text)
-            made.append(OtherBug(of=instance.instance_id, kind=kind, edit=edit, failing=failing, commit=commit))
-    return made
 
 
 def _detected(each: CheckedFunction, outcomes: Sequence[str | None]) -> bool:

@@ -92,17 +92,17 @@ class TaskPlan(Frozen):
     """The fraction of the tests that a bug has to make fail, at least; one test in any case."""
 
 
-def read_plan[Plan: TaskPlan](path: Path, kind: type[Plan] = TaskPlan) -> Plan:
+def read_plan(path: Path) -> TaskPlan:
     """A plan from a TOML file. Raises ``ConfigError``, a line for each thing that is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
-        return kind.model_validate(tomllib.loads(text))
+        return TaskPlan.model_validate(tomllib.loads(text))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
     except ValidationError as error:
-        lines = (f"{path}: {'.'.join(where) or 'plan'} {what}" for where, what in problems(error, kind))
+        lines = (f"{path}: {'.'.join(where) or 'plan'} {what}" for where, what in problems(error, TaskPlan))
         raise ConfigError("\n".join(lines)) from error
 
 

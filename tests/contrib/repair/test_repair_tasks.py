@@ -6,7 +6,6 @@ import ast
 import os
 import subprocess
 import sys
-import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.contrib.repair.bugs import KINDS, LONGEST_FUNCTION, PackageSlicer, bugs_in
 from openhands_rl_plugin.contrib.repair.calling import apart
-from openhands_rl_plugin.contrib.repair.making import RepairPlan, make_repair
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
 from openhands_rl_plugin.contrib.repair.rows import (
     RUN_TESTS,
@@ -32,7 +30,6 @@ from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.runs.suites import find_suite, instruction_of, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.gate import NO_OP
-from openhands_rl_plugin.evals.tasks.packages import Package
 from openhands_rl_plugin.evals.tasks.trees import commit_of
 
 EVERY_KIND = '''def shorten(text, width=10, mark='...', keep=True):
@@ -47,31 +44,6 @@ EVERY_KIND = '''def shorten(text, width=10, mark='...', keep=True):
     rest = max(width, len(mark))
     return result[:rest - len(mark)] + mark
 '''
-SMALL = '''"""Small things."""
-
-
-def clamp(value, low=0, high=9):
-    """Keep a number between two others.
-
-    >>> [clamp(3), clamp(-4), clamp(12), clamp(5, 6), clamp(7, high=6)]
-    [3, 0, 9, 6, 6]
-    """
-    if value < low:
-        return low
-    if value > high:
-        return high
-    return value
-'''
-
-
-class Shown:
-    """A progress that shows nothing."""
-
-    def package(self, label: str, at: int, of: int) -> None:
-        """Nothing."""
-
-    def tried(self, made: int, wanted: int, reason: str) -> None:
-        """Nothing."""
 
 
 def test_there_is_a_bug_of_every_kind_and_each_changes_the_function():
@@ -251,25 +223,3 @@ def test_the_tests_that_an_agent_runs_see_every_bug_and_pass_with_the_fix(tmp_pa
     with ThreadPoolExecutor(2) as pool:
         seen = [*pool.map(is_seen, instances)]
     assert [each.instance_id for each, good in zip(instances, seen, strict=True) if not good] == []
-
-
-@needs_bubblewrap
-@pytest.mark.slow
-async def test_tasks_are_made_from_a_package_and_the_same_ones_again(tmp_path: Path):
-    (tmp_path / "small-1.0").mkdir()
-    (tmp_path / "small-1.0" / "small.py").write_text(SMALL)
-    (tmp_path / "small-1.0" / "LICENSE").write_text("Do what you like.\n")
-    with tarfile.open(tmp_path / "small-1.0.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "small-1.0", "small-1.0")
-    package = Package(name="small", archive=tmp_path / "small-1.0.tar.gz", split="train", license="MIT")
-    plan = RepairPlan(packages=(package,), requirements=(), per_function=3, per_package=3)
-    for name in ("one", "two"):
-        make_repair(plan, tmp_path / f"{name}.jsonl", tmp_path / "cache", Shown())
-    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
-    assert "Do what you like" in (tmp_path / "one.licenses.txt").read_text()
-    assert (tmp_path / "one.more.jsonl").read_bytes() == (tmp_path / "two.more.jsonl").read_bytes() != b""
-    made = repair_instances(2, "train", tmp_path / "one.jsonl")
-    assert len(made) == 3 and len({spec_of(each).kind for each in made}) == 3
-    for each in made:
-        assert (await graded(each, each.patch, tmp_path)).resolved
-        assert not (await graded(each, NO_OP, tmp_path)).resolved
