@@ -34,7 +34,7 @@ _EXPORTS = {
     "RLSettings": "config.rl",
     "SamplingParams": "core.types",
     "Score": "core.types",
-    "StandardReActStrategy": "rollout.strategies.react",
+    "StandardReActStrategy": "rollout.strategies.base",
     "Task": "core.types",
     "ToTStrategy": "rollout.strategies.tot",
     "ToolBase": "environments.tools.environment",

@@ -40,7 +40,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "strategies": {
         "BestOfN": "openhands_rl_plugin.rollout.strategies.best_of_n:BestOfNStrategy",
         "MCTS": "openhands_rl_plugin.rollout.strategies.mcts:MCTSStrategy",
-        "StandardReAct": "openhands_rl_plugin.rollout.strategies.react:StandardReActStrategy",
+        "StandardReAct": "openhands_rl_plugin.rollout.strategies.base:StandardReActStrategy",
         "ToT": "openhands_rl_plugin.rollout.strategies.tot:ToTStrategy",
     },
     "environments": {

@@ -15,7 +15,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.judgements import opinions, preferences
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, Task, Trajectory
-from openhands_rl_plugin.rollout.verdicts import add_label
+from openhands_rl_plugin.rollout.scoring import add_label
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SESSION = Task(id="session", environment="workspace", instruction="Mend the parser.")

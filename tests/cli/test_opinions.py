@@ -10,7 +10,7 @@ import pytest
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import Score
-from openhands_rl_plugin.rollout.verdicts import give_verdict
+from openhands_rl_plugin.rollout.scoring import give_verdict
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

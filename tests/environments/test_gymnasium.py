@@ -27,8 +27,8 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.environments.gyms import ActionSpace, GymnasiumEnvironment, GymnasiumOptions
 from openhands_rl_plugin.environments.http.client import RefusedActionError
 from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, check_environment
 
 LAKE = "gymnasium/FrozenLake-v1"

@@ -9,7 +9,7 @@ import time
 import torch
 
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.rollout.rescoring import ScoreProgress, rescore
+from openhands_rl_plugin.rollout.scoring import ScoreProgress, rescore
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 

@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Observation
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.rollout.rescoring import AT_ONCE, ScoreProgress, rescore
+from openhands_rl_plugin.rollout.scoring import AT_ONCE, ScoreProgress, rescore
 from openhands_rl_plugin.rollout.strategies.value import VerifierValue
 from openhands_rl_plugin.testing import ScriptedEngine, check_reward
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

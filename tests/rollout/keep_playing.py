@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import Completion, EpisodeRequest, Limits, Message, StrategySpec, Task
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.session import SessionRunner
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -17,9 +17,15 @@ from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.rewards.human import HumanReward
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rewards.recorded import RecordedReward
-from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
-from openhands_rl_plugin.rollout.scoring import ScoreReport
-from openhands_rl_plugin.rollout.verdicts import add_label, give_score, give_verdict, undo
+from openhands_rl_plugin.rollout.scoring import (
+    ScoreReport,
+    add_label,
+    give_score,
+    give_verdict,
+    rescore,
+    stored_rewards,
+    undo,
+)
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

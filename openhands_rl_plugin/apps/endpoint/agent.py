@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolListener, ToolOptions
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 
 DEFAULT_LIMITS = Limits(max_turns=32, max_response_length=2048, timeout=600.0)
 _REACT = StrategySpec(name="StandardReAct")

@@ -83,7 +83,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    from openhands_rl_plugin.rollout.verdicts import comment, give_verdict, labelled, skip, undo
+    from openhands_rl_plugin.rollout.scoring import comment, give_verdict, labelled, skip, undo
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     labelled(storage)
@@ -126,7 +126,7 @@ async def _open_one(
     args: argparse.Namespace, storage: TrajectoryStorage, identity: str, *, again: bool
 ) -> Trajectory | None:
     """The episode, unless it was judged or labelled before. Read one at a time: others may label the same store."""
-    from openhands_rl_plugin.rollout.verdicts import is_done
+    from openhands_rl_plugin.rollout.scoring import is_done
 
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,))):
         if again or (newest_outcome(scores) is None and not await is_done(storage, identity)):
@@ -136,7 +136,7 @@ async def _open_one(
 
 async def _say(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     from openhands_rl_plugin.core.judgements import asked_in_common
-    from openhands_rl_plugin.rollout.verdicts import comment, prefer
+    from openhands_rl_plugin.rollout.scoring import comment, prefer
     from openhands_rl_plugin.trajectories.view.episode import find_episode
 
     one = await find_episode(storage, args.id)
@@ -160,7 +160,7 @@ async def _say(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
 
 
 async def _take_back(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    from openhands_rl_plugin.rollout.verdicts import undo
+    from openhands_rl_plugin.rollout.scoring import undo
 
     label = await undo(storage, author=args.author)
     print(undone(label) if label else f"there is nothing to take back that {args.author or 'you'} said")

@@ -25,7 +25,7 @@ async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
 
     The policy is hidden and the sides are shuffled, so that neither has a say in the answer.
     """
-    from openhands_rl_plugin.rollout.verdicts import labelled, prefer, skip, undo
+    from openhands_rl_plugin.rollout.scoring import labelled, prefer, skip, undo
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     labelled(storage)

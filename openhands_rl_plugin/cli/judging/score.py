@@ -71,7 +71,7 @@ async def run(args: argparse.Namespace) -> int:
         return await _say(args)
     if args.ids or args.note:
         raise ConfigError("--id and --note go with a score by hand: give --value REWARD too, or choose by filters")
-    from openhands_rl_plugin.rollout.rescoring import rescore
+    from openhands_rl_plugin.rollout.scoring import rescore
     from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
 
     reward = _reward(args)
@@ -89,7 +89,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _say(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.rollout.verdicts import give_score
+    from openhands_rl_plugin.rollout.scoring import give_score
     from openhands_rl_plugin.trajectories.view.episode import find_episode
 
     if not args.ids:

@@ -155,7 +155,7 @@ class PolicyTraining(TrainingRun):
 
     async def _read(self) -> tuple[str, TrainingDataset]:
         from openhands_rl_plugin.cli.train.foreign import with_token_ids
-        from openhands_rl_plugin.rollout.rescoring import rescore
+        from openhands_rl_plugin.rollout.scoring import rescore
         from openhands_rl_plugin.training.algorithms import algorithm_of
         from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
 

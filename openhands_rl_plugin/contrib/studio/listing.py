@@ -32,7 +32,7 @@ from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter,
 from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.types import Frozen, JsonObject, StopReason, Trajectory
 from openhands_rl_plugin.evals.report.figures import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
-from openhands_rl_plugin.rollout.verdicts import add_label, labelled, withdraw
+from openhands_rl_plugin.rollout.scoring import add_label, labelled, withdraw
 
 MOST_ROWS = 1000
 _ROWS = 100

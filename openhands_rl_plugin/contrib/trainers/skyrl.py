@@ -15,7 +15,7 @@ from typing import Any
 from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram, check_release
 from openhands_rl_plugin.contrib.trainers.rows import batch_columns
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
-from openhands_rl_plugin.rollout.strategies.together import together
+from openhands_rl_plugin.rollout.strategies.search import together
 
 check_release("skyrl", "0.4")
 # ruff: noqa: E402

@@ -29,7 +29,7 @@ from openhands_rl_plugin.evals.runs.suites import graded_by
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
-from openhands_rl_plugin.rollout.rescoring import rescore, stored_rewards
+from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 
 FLAGGED, STUCK, MALFORMED, SECRETS = "flagged commands", "stuck", "malformed calls", "secrets"
 TROUBLES = (FLAGGED, STUCK, MALFORMED, SECRETS)

@@ -21,8 +21,7 @@ from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, Label, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import Failure, Score, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.rollout.rescoring import rescore
-from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score
+from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score, rescore
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,

@@ -1,1 +1,1 @@
-"""How a turn is decided: ReAct, Tree of Thoughts, MCTS, best of n, next best. Start with ``react``, then ``search``."""
+"""How a turn is decided: ReAct, Tree of Thoughts, MCTS, best of n. Start with ``base``, then ``search``."""

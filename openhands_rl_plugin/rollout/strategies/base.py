@@ -11,11 +11,9 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, info_of
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
-from openhands_rl_plugin.core.types import Failure
-from openhands_rl_plugin.rollout.strategies.annotations import note, notes
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, Spending
-from openhands_rl_plugin.rollout.strategies.search import Search
-from openhands_rl_plugin.rollout.strategies.together import together
+from openhands_rl_plugin.core.types import Failure, Frozen, SamplingParams
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, Spending, note, notes
+from openhands_rl_plugin.rollout.strategies.search import Search, together
 from openhands_rl_plugin.rollout.strategies.value import (
     NoValue,
     RolloutValue,
@@ -174,3 +172,23 @@ def _all_dead(search: Search) -> Failure:
     assert last is not None
     message = f"all {search.log.dropped} branches of the search died; the last: {last.message}"
     return Failure(kind=last.kind, message=message[:500], boundary="search")
+
+
+class ReActOptions(Frozen):
+    """How the completions are sampled."""
+
+    sampling: SamplingParams = SamplingParams()
+
+
+class StandardReActStrategy:
+    """Samples once and commits the answer."""
+
+    Options = ReActOptions
+
+    def __init__(self, options: ReActOptions | None = None) -> None:
+        self.options = options or ReActOptions()
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        """Propose one completion below ``tree.head`` and return its index."""
+        completions = await engine.complete(tree.messages(), tools=tree.tools, sampling=self.options.sampling)
+        return tree.propose(completions[0])

@@ -8,9 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from openhands_rl_plugin.rollout.strategies.annotations import notes, times_merged
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, options_of
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, notes, options_of, times_merged
 from openhands_rl_plugin.rollout.strategies.search import Search, call_seed, episode_seed
 from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 

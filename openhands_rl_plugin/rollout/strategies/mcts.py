@@ -13,11 +13,9 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import Forkable
 from openhands_rl_plugin.core.tree import DraftNode
-from openhands_rl_plugin.rollout.strategies.annotations import ended, note, notes
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, count_return
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, options_of
-from openhands_rl_plugin.rollout.strategies.search import Search
-from openhands_rl_plugin.rollout.strategies.together import together
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, ended, note, notes, options_of
+from openhands_rl_plugin.rollout.strategies.search import Search, together
 from openhands_rl_plugin.rollout.strategies.value import ValueEstimate, ValueFunction, value_after
 
 

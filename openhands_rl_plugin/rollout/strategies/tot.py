@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from openhands_rl_plugin.rollout.strategies.annotations import ended
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, count_return
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, options_of
-from openhands_rl_plugin.rollout.strategies.search import Search
-from openhands_rl_plugin.rollout.strategies.together import together
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, ended, options_of
+from openhands_rl_plugin.rollout.strategies.search import Search, together
 from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 
 

@@ -28,8 +28,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.scoring import workspace_command
-from openhands_rl_plugin.rollout.strategies.annotations import ended, note, notes
-from openhands_rl_plugin.rollout.strategies.options import Least, SpentError, StrictOptions, checked
+from openhands_rl_plugin.rollout.strategies.options import Least, SpentError, StrictOptions, checked, ended, note, notes
 from openhands_rl_plugin.rollout.strategies.search import Search
 
 
@@ -322,6 +321,11 @@ class VerifierValueOptions(StrictOptions):
 
     verifier: str = "verifier"
     scale: float = Field(default=1.0, gt=0)
+
+    @property
+    def verifier_options(self) -> JsonObject:
+        """What the reward is built from; the registry reads it."""
+        return dict(self.model_extra or {})
 
 
 class VerifierValue:

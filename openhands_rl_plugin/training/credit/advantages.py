@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Frozen, Trajectory
-from openhands_rl_plugin.rollout.strategies.annotations import notes, times_merged
+from openhands_rl_plugin.rollout.strategies.options import notes, times_merged
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.estimators import RolloutBatch, dr_grpo
 from openhands_rl_plugin.training.data.batch import trained_nodes

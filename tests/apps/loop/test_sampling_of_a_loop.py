@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from openhands_rl_plugin.apps.loop.checks import check_trainable
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 
 
 def settings(**sections: Any) -> RLSettings:

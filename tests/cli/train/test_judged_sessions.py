@@ -16,7 +16,7 @@ from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.server import running_gateway
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.rollout.verdicts import give_verdict
+from openhands_rl_plugin.rollout.scoring import give_verdict
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 ASKED = {"role": "user", "content": "one two"}

@@ -19,8 +19,7 @@ from openhands_rl_plugin.core.judgements import newest_outcome, opinions, prefer
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, StopReason
 from openhands_rl_plugin.rewards.human import HumanReward
-from openhands_rl_plugin.rollout.rescoring import rescore
-from openhands_rl_plugin.rollout.scoring import ScoreReport
+from openhands_rl_plugin.rollout.scoring import ScoreReport, rescore
 from openhands_rl_plugin.testing.samples import GONE, sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

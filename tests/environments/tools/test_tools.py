@@ -40,7 +40,7 @@ from openhands_rl_plugin.environments.tools.environment import (
     read_arguments,
 )
 from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, check_environment
 
 TASK = Task(id="t", environment="tools", instruction="How many?", data={"label": "3"})

@@ -27,7 +27,7 @@ from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import runtime_path
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 
 pytestmark = pytest.mark.contract
 

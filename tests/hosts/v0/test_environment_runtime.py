@@ -35,7 +35,7 @@ from openhands_rl_plugin.hosts.shared.hosted_environment import HostedEnvironmen
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, task_from_environment_variable
 from openhands_rl_plugin.hosts.v0 import environment_runtime
 from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentRuntime
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Message, Observation, SamplingParams
-from openhands_rl_plugin.rollout.strategies.react import ReActOptions, StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import ReActOptions, StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
 
 

@@ -26,9 +26,9 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory, prompt_ids

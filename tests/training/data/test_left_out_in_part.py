@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import (
     Tokens,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.rescoring import rescore
+from openhands_rl_plugin.rollout.scoring import rescore
 from openhands_rl_plugin.training.credit.advantages import group_advantages
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
