@@ -77,25 +77,6 @@ async def test_it_conforms_and_forks(fork: str):
     await check_environment(lambda: lake(fork=fork), task(), actions=actions)
 
 
-async def test_slippery_ice_follows_the_seed_and_a_copy_slips_as_the_original():
-    async def walk(idx: int) -> list[str]:
-        player = lake(arguments={"is_slippery": True})
-        seen = await play(player, task(idx=idx), ["right", "right"])
-        await player.close()
-        return [text(each) for each in seen]
-
-    walks = [await walk(idx) for idx in range(8)]
-    assert [await walk(idx) for idx in range(8)] == walks
-    assert len({tuple(each) for each in walks}) > 1, "the seed changes nothing"
-    for idx in range(4):
-        player = lake(arguments={"is_slippery": True})
-        await play(player, task(idx=idx), ["up"])
-        twin = await player.fork()
-        assert player.info.fork_steps == 0
-        ahead = [text(await twin.step(said("up"))) for _ in range(2)]
-        assert [text(await player.step(said("up"))) for _ in range(2)] == ahead
-
-
 async def test_a_search_finds_the_goal_in_copies():
     session = AgentSession(
         environment=lake(),

@@ -109,15 +109,6 @@ async def test_without_sessions_one_index_is_one_episode_at_a_time():
         await other.close()
 
 
-async def test_a_client_that_is_dropped_does_not_block_its_index():
-    async with raw_server(CountingServer(sessions=False)) as server:
-        await WebEnvClient(options(server.url)).reset(task(5))
-        successor = WebEnvClient(options(server.url))
-        assert (await successor.reset(task(5))).messages
-        await successor.close()
-        assert server.paths().count("/reset") == 2
-
-
 @pytest.mark.parametrize("indices", [[1] * 20, list(range(20))], ids=["one task", "many tasks"])
 async def test_parallel_rollouts_own_their_episodes(indices: list[int]):
     async with raw_server(CountingServer(sessions=True)) as server:
@@ -132,16 +123,6 @@ async def test_parallel_rollouts_own_their_episodes(indices: list[int]):
         played = await asyncio.gather(*(play(index) for index in indices))
     assert played == [["count 1", "count 2", "count 3"]] * 20
     assert server.paths().count("/close") == 20
-
-
-async def test_of_many_at_once_without_sessions_exactly_one_plays():
-    async with raw_server(CountingServer(sessions=False)) as server:
-        clients = [WebEnvClient(options(server.url)) for _ in range(16)]
-        results = await asyncio.gather(*(client.reset(task(1)) for client in clients), return_exceptions=True)
-        assert server.paths() == ["/reset"]
-        assert sum(isinstance(result, InfrastructureError) for result in results) == 15
-        for client in clients:
-            await client.close()
 
 
 async def test_the_task_and_the_actions_reach_the_model():

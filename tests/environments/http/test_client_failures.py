@@ -93,21 +93,6 @@ async def test_slow_to_answer():
         assert time.monotonic() - started < 5
 
 
-async def test_slow_byte_by_byte():
-    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
-        for _ in range(20):
-            writer.write(b" ")
-            await asyncio.sleep(0.05)
-        writer.close()
-
-    server = await asyncio.start_server(drip, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    await assert_failed(await play(url, timeout=0.3), INFRASTRUCTURE, "did not answer within 0.3 s")
-    server.close()
-    await server.wait_closed()
-
-
 @pytest.mark.parametrize("after", [0, 2])
 async def test_dies_in_mid_episode(after: int):
     async with raw_server(on_step(None, after)) as server:
@@ -116,12 +101,6 @@ async def test_dies_in_mid_episode(after: int):
     assert trajectory.episode_return == 0.25 * after, "what was earned before stays on the nodes"
     assert trajectory.evidence["steps"] == after
     assert server.paths().count("/step") == after + 1, "a step is never repeated"
-
-
-async def test_dies_in_mid_answer():
-    async with raw_server(on_step(b'HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{"state"')) as server:
-        # The rest never comes, because the next read of the connection is what the client waits for.
-        await assert_failed(await play(server.url, timeout=0.3), INFRASTRUCTURE, "did not answer")
 
 
 HUGE = respond({"state": "x" * 5_000_000})
@@ -187,13 +166,6 @@ async def test_a_step_says_what_it_was_worth(answer: dict[str, Any], words: list
         await assert_failed(await play(server.url), ENVIRONMENT, *words)
 
 
-async def test_after_retries_the_first_cause_is_kept_beside_the_last():
-    answers = iter([respond("loading the catalogue", status="503 Busy"), respond("no such task", status=BAD)])
-    async with raw_server(lambda path, body: next(answers)) as server:
-        failed = await play(server.url)
-        await assert_failed(failed, ENVIRONMENT, "no such task", "the first of 2 tries", "loading the catalogue")
-
-
 async def test_comes_back_in_time():
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -224,10 +196,3 @@ async def test_the_time_limit_of_the_episode_ends_a_hanging_request():
     assert (trajectory.stop, trajectory.failure) == (StopReason.TIMEOUT, None)
     with pytest.raises(GraderError, match="no executed action"):
         await ReturnReward()(trajectory)
-
-
-async def test_other_episodes_go_on_when_one_server_dies():
-    async with raw_server(on_step(None)) as dying, raw_server(on_step(respond(GOOD))) as healthy:
-        played = await asyncio.gather(*(play(server.url) for server in (dying, healthy)))
-    assert [trajectory.failure is None for trajectory in played] == [False, True]
-    assert played[1].episode_return == 1.0

@@ -37,7 +37,6 @@ from openhands_rl_plugin.environments.tools.environment import (
     ToolEvent,
     ToolOptions,
     ToolResult,
-    read_arguments,
 )
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
@@ -193,14 +192,6 @@ async def test_arguments_are_checked_against_the_schema(arguments: str, code: st
     assert observation.messages[0].tool_call_id == "id0"
 
 
-@given(st.text() | st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)).map(json.dumps))
-def test_arguments_are_an_object_or_a_reason(words: str) -> None:
-    try:
-        assert isinstance(read_arguments(words), dict)
-    except ValueError as error:
-        assert str(error)
-
-
 @settings(max_examples=40)
 @given(st.text(alphabet='<>/{}":,_ \ntolcahinkfr'))
 async def test_no_text_breaks_the_environment(words: str) -> None:
@@ -211,13 +202,6 @@ async def test_no_text_breaks_the_environment(words: str) -> None:
 
 
 # Defects that tool agents are known for, one test each.
-
-
-async def test_junk_answers_count_as_turns() -> None:
-    session = _session(ToolEnvironment(tools=tools()), ["<tool_call>"] * 10, Limits(max_turns=3))
-    trajectory = await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
-    assert trajectory.stop is StopReason.MAX_TURNS
-    assert trajectory.evidence["steps"] == 3 and trajectory.evidence["errors"] == {"invalid_action_format": 3}
 
 
 async def test_the_last_private_note_is_no_answer_when_the_turns_are_used_up() -> None:
@@ -243,42 +227,10 @@ async def test_notes_are_told_to_nobody() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "answer", ['{"__internal": true, "ok": false}', '{"visible_to_user": false}', "", "null", "None"]
-)
-async def test_an_answer_that_looks_internal_is_delivered(answer: str) -> None:
-    environment = await opened()
-    assert (await environment.step(native(("final", {"answer": answer})))).terminated
-    assert await answer_of(environment) == answer
-
-
-async def test_a_result_that_looks_internal_is_shown() -> None:
-    def odd() -> dict[str, bool]:
-        """Odd."""
-        return {"__internal": True, "visible_to_user": False}
-
-    heard: list[ToolEvent] = []
-    environment = ToolEnvironment(tools=(FunctionTool(odd),), listener=heard.append)
-    await environment.reset(TASK)
-    await environment.step(native(("odd", {})))
-    assert heard[-1] == ToolResult(call_id="id0", name="odd", content='{"__internal": true, "visible_to_user": false}')
-
-
 def test_parameters_are_a_json_schema() -> None:
     for tool in tools():
         function: Any = tool.openai_tool()["function"]
         assert function["parameters"]["type"] == "object" and isinstance(function["parameters"]["properties"], dict)
-
-
-async def test_an_argument_may_have_any_name() -> None:
-    def search(context: str, name: str, arguments: str, call: int) -> str:
-        """Search."""
-        return f"{context} {name} {arguments} {call}"
-
-    environment = await opened(FunctionTool(search))
-    given = {"context": "a", "name": "b", "arguments": "c", "call": 4}
-    observation = await environment.step(native(("search", given)))
-    assert observation.messages[0].content == "a b c 4"
 
 
 async def test_calls_after_the_answer_are_refused_by_name() -> None:
@@ -312,13 +264,6 @@ async def test_results_belong_to_their_calls_in_order_or_in_parallel(parallel: b
         ("id3", "found w 1 times"),
     ]
     assert slow.log[:3] == (["+0", "+1", "+2"] if parallel else ["+0", "-0", "+1"])
-
-
-async def test_parallel_calls_after_the_answer_are_refused_too() -> None:
-    slow = Slow(parallel=True)
-    environment = await opened(*tools(slow))
-    observation = await environment.step(native(("final", {"answer": "x"}), ("slow", {"n": 1}), ("slow", {"n": 2})))
-    assert codes(observation) == ["ignored_after_final"] * 2 and slow.log == []
 
 
 async def test_the_opening_is_the_same_on_every_day_and_has_one_system_message() -> None:
@@ -390,12 +335,6 @@ async def test_thoughts_are_no_part_of_a_spoken_answer(template: str) -> None:
     environment = await opened(FunctionTool(look_up), template=template)
     assert (await environment.step(said(f"<think>{SECRET}</think>\n\nIt is three."))).terminated
     assert await answer_of(environment) == "It is three."
-
-
-@pytest.mark.parametrize("words", [f"<think>{SECRET}", f"<think>{SECRET}</think>", f"{SECRET}</think>  "])
-async def test_a_thought_alone_is_no_answer(words: str) -> None:
-    environment = await opened(FunctionTool(look_up))
-    assert codes(await environment.step(said(words))) == ["no_tool_call"]
 
 
 _WORDS = st.text(alphabet="<think>/ol_ca\nab{}", max_size=20).filter(lambda words: "</think>" not in words)
@@ -479,14 +418,6 @@ class Wrong(ThinkTool):
 def test_wrong_tools_are_refused_at_once(given: tuple[ToolBase, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ToolEnvironment(tools=given)
-
-
-def test_functions_that_cannot_be_tools_are_refused() -> None:
-    def anything(*words: str) -> str:
-        return ""
-
-    with pytest.raises(ConfigError, match="'anything' cannot be a tool"):
-        FunctionTool(anything)
 
 
 async def test_the_registry_builds_it_with_tools_by_name() -> None:
