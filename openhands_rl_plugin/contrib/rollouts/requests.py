@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -183,46 +183,37 @@ def session_result(
     """
     metadata: JsonObject = {**request.public_metadata, **(more or {})}
     if isinstance(outcome, PlayedRollout):
-        trajectory = trajectory_of(outcome, metadata)
+        failure, count = outcome.failure, outcome.turns
+        status = COMPLETED if failure is None else TIMEOUT if failure.boundary == TIMED_OUT else ERROR
+        error = None if failure is None else failure.message
+        usable = failure is None and outcome.reward is not None
+        traces = [_trace(outcome, at) for at in range(len(outcome.segments))] if usable else []
         own = {"trajectory_id", "reward_version", "resolved", "stop", "turns", "usage", "failure"}
         facts = outcome.model_dump(mode="json", include=own)
     else:
-        kind, why = outcome[0], redact_text(outcome[1])
-        head: JsonObject = {"builder": BUILDER, "record_count": 0, "task_metadata": metadata}
-        trajectory = {"status": ERROR, "metadata": head, "traces": [], "error": why}
-        facts = {"failure": {"kind": kind, "message": why}}
+        status, count, error, traces = ERROR, 0, redact_text(outcome[1]), []
+        facts = {"failure": {"kind": outcome[0], "message": error}}
+    head = {"builder": BUILDER, "record_count": count, "task_metadata": metadata}
     body = {
         "session_id": session_id,
         "task_id": request.task_id,
-        "status": trajectory["status"],
-        "trajectory": trajectory,
+        "status": status,
+        "trajectory": {"status": status, "metadata": head, "traces": traces, "error": error},
         "timing": timing,
         "node_id": node,
-        "error": trajectory["error"],
+        "error": error,
         "metadata": {**metadata, "openhands_rl": facts},
     }
-    usable = any(any(trace["loss_mask"]) for trace in trajectory["traces"])  # type: ignore[index,union-attr]
-    return Result(str(trajectory["status"]), json.dumps(body, allow_nan=False, separators=(",", ":")), usable)
+    usable = any(any(trace["loss_mask"]) for trace in traces)
+    return Result(status, json.dumps(body, allow_nan=False, separators=(",", ":")), usable)
 
 
-def trajectory_of(played: PlayedRollout, task_metadata: JsonObject) -> JsonObject:
-    """The trajectory; ``status`` is that of the session, too.
+def _trace(played: PlayedRollout, at: int) -> dict[str, Any]:
+    """The sequence number ``at``, with the messages on the last one.
 
-    Answers that are no samples of the policy (``off_policy``) are masked, because every bridge reinforces what is not.
+    Completions that are no samples of the policy (``off_policy``) are masked, because every bridge reinforces what is
+    not.
     """
-    failure = played.failure
-    status = COMPLETED if failure is None else TIMEOUT if failure.boundary == TIMED_OUT else ERROR
-    usable = failure is None and played.reward is not None
-    return {
-        "status": status,
-        "metadata": {"builder": BUILDER, "record_count": played.turns, "task_metadata": task_metadata},
-        "traces": [_trace(played, at) for at in range(len(played.segments))] if usable else [],
-        "error": None if failure is None else failure.message,
-    }
-
-
-def _trace(played: PlayedRollout, at: int) -> JsonValue:
-    """The sequence number ``at``. What was said stands on the last one."""
     sample, last = played.segments[at], at == len(played.segments) - 1
     known = all(map(math.isfinite, sample.logprobs))
     why = played.off_policy or ("" if known else "a logprob is not finite")
