@@ -16,8 +16,8 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 # What the hosts and torch import stays: to look through it for garbage again and again takes a fifth of the time.
 gc.set_threshold(50_000, 20, 100)
 
-# Shared machines are slow at times; what a test may take is bounded by pytest's timeout.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Every run has the same examples. Shared machines are slow at times; what a test may take is bounded by pytest's timeout.
+settings.register_profile("shared", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
 

@@ -69,7 +69,7 @@ class SessionsInPlaces:
     def __init__(self, storage: TrajectoryStorage, log: Path) -> None:
         self._storage = storage
         self._log = log
-        self._pace = random.Random()
+        self._pace = random.Random(7)
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         assert workspace is not None
