@@ -16,7 +16,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 # What the hosts and torch import stays: to look through it for garbage again and again takes a fifth of the time.
 gc.set_threshold(50_000, 20, 100)
 
-# Every run has the same examples. Shared machines are slow at times; what a test may take is bounded by pytest's timeout.
+# Every run has the same examples. Shared machines are slow at times; pytest's timeout bounds what a test may take.
 settings.register_profile("shared", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of
 from openhands_rl_plugin.cli.options.stores import open_store
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary
+from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.trajectories.drift.causes import Decode
+    from openhands_rl_plugin.trajectories.drift import Decode
 
 EPILOG = """examples:
   openhands-rl doctor
@@ -69,7 +70,7 @@ async def _check(args: argparse.Namespace) -> int:
 
 async def _drift(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.cli.doctor_checks.pages import print_drift
-    from openhands_rl_plugin.trajectories.drift.drift import drift_of
+    from openhands_rl_plugin.trajectories.drift import drift_of
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
     decode = _decoder(args.tokenizer) if args.tokenizer is not None else None
@@ -83,7 +84,13 @@ async def _drift(args: argparse.Namespace) -> int:
 
 
 def _decoder(folder: Path) -> Decode:
-    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
-
-    tokenizer = load_tokenizer(str(folder))
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("tokenizers", "train") from error
+    try:
+        with boundary(FailureKind.MODEL, "tokenizer"):
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except CaughtFailure as error:
+        raise ConfigError(f"--tokenizer: {folder}/tokenizer.json cannot be read: {error.failure.message}") from error
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Store what is new. Raises ``RLError`` for the first bad record, unless those are skipped."""
     from openhands_rl_plugin.trajectories.exchange.transfer import import_source
-    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
+    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
     if args.format is None:
         source, names = recognised_source(args.file)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Print the episode. Raises ``RLError`` when the store or the id is wrong."""
     from openhands_rl_plugin.trajectories.view.episode import find_episode
-    from openhands_rl_plugin.trajectories.view.pages import print_episode, print_tree
+    from openhands_rl_plugin.trajectories.view.tables import print_episode, print_tree
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:

@@ -40,9 +40,14 @@ async def run(args: argparse.Namespace) -> int:
     """Print the statistics. Raises ``RLError`` when the store or a filter is wrong."""
     from openhands_rl_plugin.config.success import success_rule
     from openhands_rl_plugin.config.toml import load_settings
-    from openhands_rl_plugin.trajectories.drift import segments
-    from openhands_rl_plugin.trajectories.view import gaps
-    from openhands_rl_plugin.trajectories.view.figures import GROUPINGS, figures_of, noting_opinions
+    from openhands_rl_plugin.trajectories.drift import BEGINNING, counting_segments
+    from openhands_rl_plugin.trajectories.view.figures import (
+        GROUPINGS,
+        REMEDY,
+        figures_of,
+        gaps_by_episode,
+        noting_opinions,
+    )
     from openhands_rl_plugin.trajectories.view.named_reward import rewarded_by, without_rewards
     from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
@@ -62,7 +67,7 @@ async def run(args: argparse.Namespace) -> int:
             chosen = without_rewards(chosen)
         said: dict[str, dict[str, float]] = {}
         read = noting_opinions(storage.find(chosen), said)
-        lacking = await gaps.gaps_by_episode(segments.counting_segments(read, counted))
+        lacking = await gaps_by_episode(counting_segments(read, counted))
         groups = await figures_of(
             summaries,
             by,
@@ -75,8 +80,8 @@ async def run(args: argparse.Namespace) -> int:
         print_json(groups)
     elif groups:
         console().print(stats_table(groups, by))
-        _print_segments(sum((Counter(group.segments) for group in groups), Counter()), segments.BEGINNING)
-        _print_gaps(sum((Counter(group.gaps) for group in groups), Counter()), gaps.REMEDY)
+        _print_segments(sum((Counter(group.segments) for group in groups), Counter()), BEGINNING)
+        _print_gaps(sum((Counter(group.gaps) for group in groups), Counter()), REMEDY)
     else:
         print("no episodes match")
     return 0

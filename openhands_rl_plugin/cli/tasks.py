@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.evals.tasks.packages import TaskPlan
-    from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
+    from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
 
 EPILOG = """examples:
   openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
@@ -113,7 +113,7 @@ class _Watcher:
 def _make(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.suite import make_suite
-    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
+    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
     plan = _plan(args)
     with progress_bar("making") as bar:
@@ -160,7 +160,7 @@ async def _check(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.gate import QualityGate, check_tasks
     from openhands_rl_plugin.evals.tasks.packages import tasks_file
-    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
+    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
     path, cache = tasks_file(args.file), args.cache or default_cache()
     low, high = args.pass_rate

@@ -34,7 +34,7 @@ from openhands_rl_plugin.training.data.dataset import (
     load_episodes,
 )
 from openhands_rl_plugin.training.learn import learn, tell_notes
-from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
+from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer

@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.stages import LoopListener
-from openhands_rl_plugin.trajectories.view.pages import said_by
+from openhands_rl_plugin.trajectories.view.tables import said_by
 
 
 class ProgressListener(LoopListener):

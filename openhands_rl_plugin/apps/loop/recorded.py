@@ -5,7 +5,7 @@ from __future__ import annotations
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
-from openhands_rl_plugin.trajectories.view.gaps import causes_of
+from openhands_rl_plugin.trajectories.view.figures import causes_of
 
 
 class RecordedRunner:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from openhands_rl_plugin.cli.doctor_checks.findings import Finding, Level
 from openhands_rl_plugin.core.messages import visible
-from openhands_rl_plugin.trajectories.drift.drift import DriftReport
+from openhands_rl_plugin.trajectories.drift import DriftReport
 from openhands_rl_plugin.trajectories.view.terminal import table
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}

@@ -72,7 +72,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.ids or args.note:
         raise ConfigError("--id and --note go with a score by hand: give --value REWARD too, or choose by filters")
     from openhands_rl_plugin.rollout.scoring import rescore
-    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
+    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
     reward = _reward(args)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:

@@ -46,7 +46,7 @@ def show(out: Console, trajectory: Trajectory, actions: int, heading: str) -> No
     """What was done last, and the change, or the last answer."""
     from openhands_rl_plugin.core.messages import one_line
     from openhands_rl_plugin.trajectories.exchange.episodes import patch_of
-    from openhands_rl_plugin.trajectories.view.pages import said_by
+    from openhands_rl_plugin.trajectories.view.tables import said_by
 
     messages = trajectory.messages()
     write(out, f"── {heading} ──", "bold")

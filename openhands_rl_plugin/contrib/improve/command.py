@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.contrib.improve.price import Lengths, Price, PromptChoice, RunCost
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.tasks.packages import OwnRepository
-    from openhands_rl_plugin.trajectories.view.progress_bar import ProgressBar
+    from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
 
 _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
 _GRADING = 300.0
@@ -188,7 +188,7 @@ def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -
     from openhands_rl_plugin.contrib.improve.gym import WantedTasks, make_gym, pinned, resize
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.packages import repository_lines
-    from openhands_rl_plugin.trajectories.view.progress_bar import progress_bar
+    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
     options = checked(
         WantedTasks,

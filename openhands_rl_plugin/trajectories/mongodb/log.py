@@ -16,11 +16,12 @@ from pydantic import TypeAdapter
 from openhands_rl_plugin.core.errors import DamagedError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark
 from openhands_rl_plugin.core.types import Node
-from openhands_rl_plugin.trajectories.storages.documents import parsed_end, parsed_json
 from openhands_rl_plugin.trajectories.storages.header import marked
 from openhands_rl_plugin.trajectories.storages.packing import (
     pack_document,
     pack_in_chunks,
+    parsed_end,
+    parsed_json,
     unpack_document,
     unpack_nodes,
 )

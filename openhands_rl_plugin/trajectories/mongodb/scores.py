@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.records import DamagedRecord, Label
 from openhands_rl_plugin.core.types import Score, pays_rewards
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.mongodb.headers import score_change
-from openhands_rl_plugin.trajectories.storages.documents import note_lost, packed_json, parsed_json
+from openhands_rl_plugin.trajectories.storages.packing import note_lost, packed_json, parsed_json
 
 _AT_ONCE = 1000
 _UPGRADED = {"_id": "judged by the newest outcome"}

@@ -21,8 +21,8 @@ from openhands_rl_plugin.core.records import (
 )
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.trajectories.mongodb.headers import asks_for_reward
-from openhands_rl_plugin.trajectories.storages.documents import note_lost
 from openhands_rl_plugin.trajectories.storages.guard import SecretGuard
+from openhands_rl_plugin.trajectories.storages.packing import note_lost
 
 Found = tuple[Trajectory, tuple[Score, ...]]
 
@@ -50,7 +50,6 @@ class MongoDBTrajectoryStorage:
         durable: bool = True,
     ) -> None:
         try:
-            from openhands_rl_plugin.trajectories.mongodb import changes as mongodb_changes
             from openhands_rl_plugin.trajectories.mongodb import reading as mongodb_reading
             from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
             from openhands_rl_plugin.trajectories.mongodb.scores import ScoreBook
@@ -63,7 +62,6 @@ class MongoDBTrajectoryStorage:
         self._writer = MongoEpisodeWriter(self._database)
         self._scores = ScoreBook(self._database)
         self._reading = mongodb_reading
-        self._changes = mongodb_changes
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
@@ -171,12 +169,12 @@ class MongoDBTrajectoryStorage:
     async def changed_since(self, cursor: str | None) -> StoreChanges:
         """As in ``TellsChanges``. Raises ``StorageError``."""
         async with self._database.explained():
-            return await self._changes.store_changes(self._database, cursor)
+            return await self._reading.store_changes(self._database, cursor)
 
     async def revision(self, trajectory_id: str | None = None) -> str:
         """As in ``TellsChanges``. Raises ``StorageError``."""
         async with self._database.explained():
-            return await self._changes.stored_revision(self._database, trajectory_id)
+            return await self._reading.stored_revision(self._database, trajectory_id)
 
     async def close(self) -> None:
         """Disconnect. The storage can be used again; it then connects again."""

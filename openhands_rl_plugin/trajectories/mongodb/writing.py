@@ -34,8 +34,8 @@ from openhands_rl_plugin.trajectories.mongodb.log import (
     replay,
     start_record,
 )
-from openhands_rl_plugin.trajectories.storages.documents import packed_end, packed_json
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, marked
+from openhands_rl_plugin.trajectories.storages.packing import packed_end, packed_json
 
 _DUPLICATE_KEY = 11000
 # Writers of one episode make way for each other; so many conflicts in a row have another cause.

@@ -25,10 +25,10 @@ from openhands_rl_plugin.core.records import (
 )
 from openhands_rl_plugin.core.redaction import secrets_looked_up_once
 from openhands_rl_plugin.core.types import Score, Trajectory
-from openhands_rl_plugin.trajectories.sqlite.changes import EMPTY, store_changes, stored_revision
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME, connect, explained, make_database, torn
 from openhands_rl_plugin.trajectories.sqlite.group_commit import GroupCommitter, WriteCall
 from openhands_rl_plugin.trajectories.sqlite.reading import (
+    EMPTY,
     Found,
     count,
     damage,
@@ -37,6 +37,8 @@ from openhands_rl_plugin.trajectories.sqlite.reading import (
     load_scores,
     load_summaries,
     row_numbers,
+    store_changes,
+    stored_revision,
 )
 from openhands_rl_plugin.trajectories.sqlite.writing import (
     SqliteEpisodeWriter,
@@ -46,8 +48,8 @@ from openhands_rl_plugin.trajectories.sqlite.writing import (
     packed_start,
     packed_trajectory,
 )
-from openhands_rl_plugin.trajectories.storages.documents import note_lost
 from openhands_rl_plugin.trajectories.storages.guard import SecretGuard
+from openhands_rl_plugin.trajectories.storages.packing import note_lost
 
 # A reader holds so many trajectories, or summaries, in one batch, and one more batch is read ahead.
 _BATCH = 8

@@ -14,6 +14,7 @@ from openhands_rl_plugin.core.judgements import is_opinion
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, Label, NodeMark
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.trajectories.sqlite.conditions import NO_RETURN, UNFINISHED
+from openhands_rl_plugin.trajectories.sqlite.database import JUDGE, judged_columns
 from openhands_rl_plugin.trajectories.sqlite.reading import (
     HEADER_COLUMNS,
     header_from,
@@ -21,10 +22,8 @@ from openhands_rl_plugin.trajectories.sqlite.reading import (
     read_start,
     stored_outcome,
 )
-from openhands_rl_plugin.trajectories.sqlite.upgrade import JUDGE, judged_columns
-from openhands_rl_plugin.trajectories.storages.documents import packed_end, packed_json
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, marked, paid_return
-from openhands_rl_plugin.trajectories.storages.packing import PackedNodes, pack_in_chunks
+from openhands_rl_plugin.trajectories.storages.packing import PackedNodes, pack_in_chunks, packed_end, packed_json
 
 # So many open episodes are remembered, which spares reading their nodes again whenever they grow.
 _REMEMBERED = 256

@@ -29,8 +29,8 @@ from openhands_rl_plugin.core.types import (
     Usage,
     kind_of,
 )
-from openhands_rl_plugin.trajectories.drift.segments import segment_causes
-from openhands_rl_plugin.trajectories.view.gaps import causes_of
+from openhands_rl_plugin.trajectories.drift import segment_causes
+from openhands_rl_plugin.trajectories.view.figures import causes_of
 
 MOST_NAMED = 10
 """How many of the ids that match a prefix are listed."""

@@ -28,7 +28,7 @@ from openhands_rl_plugin.trajectories.mongodb.log import PART_BYTES, generation_
 from openhands_rl_plugin.trajectories.mongodb.log import growth_records as growth
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.storages import packing
-from openhands_rl_plugin.trajectories.storages.documents import packed_json
+from openhands_rl_plugin.trajectories.storages.packing import packed_json
 
 pytestmark = pytest.mark.contract
 

@@ -10,7 +10,7 @@ from mongodb_server import MongoServer
 
 from openhands_rl_plugin.core.records import EpisodeStart, Label, LabelKind
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score
-from openhands_rl_plugin.trajectories.mongodb import changes
+from openhands_rl_plugin.trajectories.mongodb import reading as changes
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 

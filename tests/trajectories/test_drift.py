@@ -27,10 +27,17 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.redaction import redact_trajectory
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Tokens, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.trajectories.drift.breaks import breaks_of, context_of, difference_of
-from openhands_rl_plugin.trajectories.drift.causes import Cause, cause_of
-from openhands_rl_plugin.trajectories.drift.drift import DriftReport, drift_of
-from openhands_rl_plugin.trajectories.drift.segments import BEGINNING, segment_causes
+from openhands_rl_plugin.trajectories.drift import (
+    BEGINNING,
+    Cause,
+    DriftReport,
+    breaks_of,
+    cause_of,
+    context_of,
+    difference_of,
+    drift_of,
+    segment_causes,
+)
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.view.episode import view_of
 

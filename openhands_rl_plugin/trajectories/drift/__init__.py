@@ -1,1 +1,0 @@
-"""Where a turn's tokens are no prefix of the next turn's: ``breaks`` finds, ``causes`` explains, ``drift`` reports."""
