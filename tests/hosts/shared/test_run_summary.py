@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, Task, Trajectory
+from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
 from openhands_rl_plugin.testing import example_trajectory
 
@@ -23,13 +23,6 @@ def test_an_episode_that_nobody_judged_says_how_to() -> None:
     )
 
 
-def test_the_newest_score_is_the_reward_and_else_the_return() -> None:
-    episode = example_trajectory()
-    assert "; reward: 1;" in run_summary(episode, (), RLSettings())
-    scores = tuple(Score(trajectory_id=episode.id, reward=value, reward_version="r") for value in (1.0, 0.25))
-    assert "; reward: 0.25;" in run_summary(episode, scores, RLSettings())
-
-
 def test_missing_token_ids_have_a_cause() -> None:
     episode = changed(example_trajectory(), tokens=None)
     assert "token ids: no (the server did not send them: `openhands-rl serve`" in run_summary(episode, (), RLSettings())
@@ -39,13 +32,6 @@ def test_missing_token_ids_have_a_cause() -> None:
     )
     said = Message(role="assistant", content="the key is [redacted]")
     assert "token ids: no (a secret was taken out" in run_summary(changed(episode, message=said), (), RLSettings())
-
-
-def test_a_store_elsewhere_is_named_as_the_commands_take_it() -> None:
-    mongodb = RLSettings.model_validate({"storage_backend": "mongodb", "storage": {"uri_env": "STORE_URI"}})
-    assert "openhands-rl show env:STORE_URI 0" in run_summary(example_trajectory(), (), mongodb)
-    spaces = RLSettings.model_validate({"storage": {"path": "/a b"}})
-    assert "openhands-rl show '/a b' 0" in run_summary(example_trajectory(), (), spaces)
 
 
 def test_what_a_server_said_does_not_control_the_terminal() -> None:

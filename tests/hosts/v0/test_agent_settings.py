@@ -7,12 +7,12 @@ import logging
 import pytest
 from openhands.core.config import AgentConfig, OpenHandsConfig
 from openhands.core.config.extended_config import ExtendedConfig
-from openhands.core.config.utils import load_from_toml, load_openhands_config
+from openhands.core.config.utils import load_openhands_config
 from openhands.core.logger import openhands_logger
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
-from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, RLSectionFilter, host_settings
+from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings
 
 
 def config_with(extended: dict) -> OpenHandsConfig:
@@ -33,36 +33,6 @@ def test_a_plain_agent_config_gives_the_defaults():
 def test_a_misspelt_key_is_named_with_the_right_one():
     with pytest.raises(ConfigError, match="max_turns"):
         host_settings(RLAgentHostConfig(rl={"max_turn": 3}), OpenHandsConfig())
-
-
-def test_only_the_one_warning_is_held_back(tmp_path):
-    rl_filter = RLSectionFilter()
-
-    def passes(message: str, level: int = logging.WARNING) -> bool:
-        return rl_filter.filter(logging.LogRecord("openhands", level, "file.py", 1, message, None, None))
-
-    assert not passes(f"Unknown section [rl] in {tmp_path}/config.toml")
-    assert rl_filter.file == tmp_path / "config.toml"
-    assert passes("Unknown section [rll] in config.toml")
-    assert passes("Unknown section [rl] in config.toml", logging.ERROR)
-    assert rl_filter.file == tmp_path / "config.toml"
-
-
-def test_openhands_still_warns_in_the_words_that_the_filter_reads(tmp_path, monkeypatch):
-    """Only this warning says which file has an ``[rl]`` section. A release that words it differently fails here;
-    otherwise it would silently play with the default settings."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = tmp_path / "config.toml"
-    file.write_text(f'[core]\nfile_store = "memory"\ncache_dir = "{tmp_path}"\n[rl]\nmax_turns = 3\n')
-    rl_filter = RLSectionFilter()
-    monkeypatch.setattr(openhands_logger, "filters", [rl_filter])  # not the plugin's own, which holds the warning back
-    level = openhands_logger.level  # a runner in another test may have raised it
-    openhands_logger.setLevel(logging.WARNING)
-    try:
-        load_from_toml(OpenHandsConfig(), str(file))
-    finally:
-        openhands_logger.setLevel(level)
-    assert rl_filter.file == file
 
 
 def test_openhands_hands_over_the_agents_own_table(tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
 
-from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError
@@ -117,39 +116,12 @@ def test_the_evidence_of_an_unfinished_episode_is_gathered_at_the_end(runtime: E
     assert failure is None and evidence is not None and evidence["done"] is False and evidence["steps"] == 1
 
 
-def test_a_step_without_text_and_a_second_reset_are_failures_not_exceptions(runtime: EnvironmentRuntime):
-    send(runtime, RESET_TOOL)
-    assert (failure := send(runtime, STEP_TOOL).failure) is not None
-    assert failure.kind is FailureKind.ENVIRONMENT and "content" in failure.message
-    assert (failure := send(runtime, RESET_TOOL).failure) is not None and "one episode" in failure.message
-
-
 def test_other_actions_are_refused_clearly(runtime: EnvironmentRuntime):
     for action in (CmdRunAction("ls"), FileReadAction("/etc/passwd")):
         observation = runtime.run_action(action)
         assert isinstance(observation, ErrorObservation) and STEP_TOOL in observation.content
     other = asyncio.run(runtime.call_tool_mcp(MCPAction(name="other_tool")))
     assert isinstance(other, ErrorObservation) and "other_tool" in other.content
-
-
-def test_a_server_that_is_away_is_an_infrastructure_failure(free_port: int):
-    settings = RLSettings(env_port=free_port)
-    runtime = make_runtime(settings, Task(id="t", environment="webshop", data={"idx": 0}))
-    failure = send(runtime, RESET_TOOL).failure
-    assert (
-        failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and failure.boundary == "environment.reset"
-    )
-    assert runtime.conclude() == (None, failure)
-    runtime.close()
-    runtime.event_stream.close()
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_a_server_that_dies_in_mid_episode():
@@ -190,11 +162,6 @@ def test_the_users_words_reach_the_model_in_a_plain_run(shop: str, monkeypatch: 
     runtime.event_stream.close()
 
 
-def test_settings_reach_the_environment():
-    environment = make_environment(RLSettings(env_server_base="http://shop.example", env_port=81, react_format=False))
-    assert environment.options.base_url == "http://shop.example:81" and not environment.options.react_format  # type: ignore[attr-defined]
-
-
 class Counting:
     """An environment in process that counts how it is used; ``broken`` names a method that raises."""
 
@@ -231,23 +198,3 @@ async def play(environment: Counting, *contents: str) -> tuple[HostedEnvironment
     await play.conclude()
     await play.conclude()
     return play, replies
-
-
-async def test_evidence_once_and_close_once():
-    environment = Counting()
-    played, replies = await play(environment, "go", "end")
-    assert environment.calls == ["reset", "step", "step", "evidence", "close"]
-    assert replies[-1].evidence == played.evidence == {"seen": 3}
-
-
-@pytest.mark.parametrize("broken", ["reset", "step", "evidence"])
-async def test_whatever_raises_becomes_a_failure_and_the_environment_is_closed(broken: str):
-    environment = Counting(broken)
-    played, _ = await play(environment, "end")
-    assert played.failure is not None and f"{broken} broke" in played.failure.message
-    assert played.failure.kind is FailureKind.ENVIRONMENT and environment.calls.count("close") == 1
-
-
-async def test_a_failed_close_spoils_nothing():
-    played, _ = await play(Counting("close"), "end")
-    assert played.failure is None and played.evidence is not None

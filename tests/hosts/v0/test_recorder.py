@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from litellm.exceptions import BadRequestError
 from litellm.types.utils import ModelResponse
 from openhands.core.config import LLMConfig
-from openhands.core.exceptions import LLMNoResponseError
 from openhands.llm.llm import LLM
 from pydantic import SecretStr
-from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve, with_prompt_ids
+from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve
 
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.records import MISSING
-from openhands_rl_plugin.core.types import Tokens
-from openhands_rl_plugin.hosts.shared.litellm_calls import TokenInterceptor
 from openhands_rl_plugin.hosts.v0.recorder import CallLog, RecordedCompletion, record_completions, recording
-from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 
@@ -126,58 +120,12 @@ def test_of_a_prompt_that_goes_on_only_what_is_new_is_kept(server):
     assert not tokens.extends and list(tokens.prompt_ids) == prompt_ids(longer[1:])
 
 
-def test_litellm_gets_the_answer_without_its_arrays():
-    entry = {"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []}
-    choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}
-    sent = {"id": "1", "choices": [{**choice, "logprobs": {"content": [entry]}, "token_ids": [7]}], "object": "o"}
-    interceptor = TokenInterceptor(ContextCache())
-    left = json.loads(interceptor.take(json.dumps({**sent, "prompt_token_ids": [5, 6]}).encode()))
-    assert left == {"id": "1", "choices": [{**choice, "logprobs": None}], "object": "o"}
-    assert interceptor.tokens == Tokens(prompt_ids=(5, 6), sampled_ids=(7,), logprobs=(-0.5,))
-    odd = [{**sent, "prompt_token_ids": ids} for ids in ([1.5], ["a"], [-1], [2**40], None, "12")]
-    for body in (b"<html>", b'{"choices": []}', *(json.dumps(each).encode() for each in odd)):
-        interceptor = TokenInterceptor(ContextCache())
-        assert interceptor.take(body) == body and interceptor.tokens is None
-
-
-def test_outside_a_call_nothing_is_asked_for_or_changed(server):
-    server.script("plain", [says("Hello.")])
-    response = llm_for(server, "plain").completion(messages=MESSAGES)
-    assert "return_token_ids" not in server.requests["plain"][0]
-    assert response.choices[0].message.content == "Hello."
-
-
-def test_installing_twice_records_once(server):
-    server.script("twice", [says("Hello.")])
-    llm = llm_for(server, "twice")
-    record_completions(llm)
-    _, log = ask(llm)
-    assert len(log.attempts) == 1
-    assert isinstance(llm._completion_unwrapped, RecordedCompletion)
-
-
 def test_every_attempt_with_the_temperature_it_really_had(server):
     server.script("silent", [EMPTY, says("At last.")])
     _, log = ask(llm_for(server, "silent", temperature=0.0))
     assert [attempt.error for attempt in log.attempts] == ["the server answered without a choice", None]
     # OpenHands raises the temperature of the retry by itself.
     assert [attempt.parameters["temperature"] for attempt in log.attempts] == [0.0, 1.0]
-
-
-def test_attempts_without_any_answer(server):
-    # The refusal comes twice: with the fields for training, and without them.
-    server.script("gone", [EMPTY, refusal(400, "too long"), refusal(400, "too long")])
-    log = CallLog(session="s", step=0, base_model="base")
-    with pytest.raises(BadRequestError, match="too long"), recording(log):
-        llm_for(server, "gone").completion(messages=MESSAGES)
-    assert [attempt.completion for attempt in log.attempts] == [None, None, None]
-    assert "without a choice" in str(log.attempts[0].error) and "too long" in str(log.attempts[1].error)
-
-
-def test_no_choice_at_all_is_openhands_own_error(server):
-    server.script("mute", [EMPTY])
-    with pytest.raises(LLMNoResponseError):
-        ask(llm_for(server, "mute", num_retries=1))
 
 
 def test_what_the_user_set_himself_is_kept(server):
@@ -201,28 +149,6 @@ def test_vendors_are_not_asked_for_what_they_refuse(server):
     assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
 
 
-def test_a_server_without_such_parameters_is_asked_again_and_its_defaults_are_recorded_as_unknown(server):
-    def plain(body):
-        found = next((name for name in ("top_k", "min_p") if name in body), "")
-        return refusal(400, f"Unrecognized request argument supplied: {found}") if found else says("Hello.")
-
-    server.policies["plain"] = plain
-    _, log = ask(llm_for(server, "plain"))
-    completion = log.attempts[-1].completion
-    assert len(log.attempts) == 2 and completion is not None and completion.tokens is not None
-    assert (completion.sampling.temperature, completion.sampling.top_k) == (0.0, None)
-
-
-def test_what_a_strategy_asks_for_beyond_openais_parameters_is_sent(server):
-    server.script("picky", [says("Hello.")])
-    log = CallLog(session="s", step=0, base_model="base", altering={"top_k": 7})
-    with recording(log):
-        llm_for(server, "picky").completion(messages=MESSAGES)
-    (request,) = server.requests["picky"]
-    assert (request["top_k"], request["min_p"]) == (7, 0.0)
-    assert log.attempts[0].completion is not None and log.attempts[0].completion.sampling.top_k == 7
-
-
 @pytest.mark.parametrize("status", [400, 403, 422])
 def test_a_strict_vendor_gets_the_request_again_without_what_it_refuses(server, status):
     def strict(body):
@@ -242,13 +168,6 @@ def test_a_strict_vendor_gets_the_request_again_without_what_it_refuses(server, 
     _, log = ask(llm_for(server, name))
     assert [attempt.error for attempt in log.attempts] == [None]
     assert ["return_token_ids" in body for body in server.requests[name]] == [True, False, False]
-
-
-@pytest.mark.parametrize("ids", ["12", None, {"a": 1}])
-def test_ids_that_are_no_list_are_not_taken(server, ids):
-    server.script("odd", [with_prompt_ids(says("Hello."), ids)])
-    _, log = ask(llm_for(server, "odd"))
-    assert log.attempts[0].completion is not None and log.attempts[0].completion.tokens is None
 
 
 def test_half_a_surrogate_pair_is_replaced_for_the_host_too():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 from openhands.core.config import OpenHandsConfig
-from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, TaskTrackingAction
+from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction
 from openhands.events.event import FileEditSource
 from openhands.events.observation import CmdOutputObservation
 from openhands.events.stream import EventStream
@@ -25,7 +24,7 @@ from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.environments.workspace.copies import ForkLimits, ForkMethod, Tree, fork_tree, remove_tree
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, ForkMethod, Tree, fork_tree
 from openhands_rl_plugin.hosts.v0.runtime import SubprocessRuntime, WorkspaceRuntime
 
 pytestmark = needs_bubblewrap
@@ -113,13 +112,6 @@ def edit(runtime: WorkspaceRuntime, command: str, **arguments: str) -> str:
     return runtime.run_action(action).content
 
 
-def test_a_fork_goes_on_where_the_session_stands(runtime: WorkspaceRuntime, fork: Fork):
-    run(runtime, "mkdir sub; echo one > sub/file; ln -s file sub/link; chmod 750 sub; cd sub; export X='a b'")
-    run(runtime, 'f() { echo "f $1"; }; echo note > /tmp/note; mkdir ~/kept; touch -d 2020-01-01 file')
-    look = "pwd; stat -c '%n %a %F %y' . file link /tmp/note | sed 's/[.][0-9]*//'; cat link; echo $X; f 3; ls ~"
-    assert run(fork(runtime), look) == run(runtime, look)
-
-
 def test_forks_do_not_meet_each_other_nor_the_session(runtime: WorkspaceRuntime, fork: Fork):
     run(runtime, "echo start > file; mkdir old; echo x > old/file")
     one, other = fork(runtime), fork(runtime)
@@ -146,18 +138,6 @@ def test_the_editor_forgets_nothing_and_mixes_nothing(runtime: WorkspaceRuntime,
     assert run(runtime, "cat code.py") == "a = 1"
 
 
-def test_the_task_list_is_the_forks_own(runtime: WorkspaceRuntime, fork: Fork):
-    def plan(title: str) -> TaskTrackingAction:
-        return TaskTrackingAction(command="plan", task_list=[{"id": "1", "title": title, "status": "todo"}])
-
-    runtime.run_action(plan("first"))
-    twin = fork(runtime)
-    assert "first" in twin.run_action(TaskTrackingAction(command="view")).content
-    twin.run_action(plan("second"))
-    assert "second" in twin.run_action(TaskTrackingAction(command="view")).content
-    assert "first" in runtime.run_action(TaskTrackingAction(command="view")).content
-
-
 def test_a_fork_says_what_differs_from_the_start(make: Make, method: ForkMethod, fork: Fork, tmp_path: Path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "known").write_text("1\n")
@@ -167,17 +147,6 @@ def test_a_fork_says_what_differs_from_the_start(make: Make, method: ForkMethod,
     run(twin, "rm known; echo 3 > new")
     assert twin.changes()["changed_files"] == {"known": "deleted", "new": "added"}
     assert runtime.changes()["changed_files"] == {"known": "modified"}
-
-
-def test_what_is_hidden_stays_hidden_in_a_fork(make: Make, fork: Fork, tmp_path: Path):
-    """The directory that holds the workspace would show it under its name on the host."""
-    home = Path(os.getcwd()) / f".rl-fork-{os.getpid()}"
-    try:
-        runtime = make(workspace_base=str(home / "mine"))
-        run(runtime, "echo secret > file")
-        assert "No such file" in run(fork(runtime), f"cat {home}/mine/file")
-    finally:
-        shutil.rmtree(home)
 
 
 def test_64_forks_side_by_side_do_not_meet(make: Make, tmp_path: Path):
@@ -252,22 +221,6 @@ def test_closing_ends_everything_in_a_fork_and_nothing_else(runtime: WorkspaceRu
 
 def test_without_isolation_there_are_no_forks(make: Make):
     assert not make(kind=SubprocessRuntime).forkable and make().forkable
-
-
-def test_a_name_that_no_mount_takes_is_copied(tmp_path: Path):
-    source, into = tmp_path / "a,b:c", tmp_path / "into"
-    source.mkdir()
-    (source / "file").write_text("x")
-    into.mkdir()
-    tree = fork_tree(Tree(source), into)
-    assert tree.method in ("reflink", "copy") and (tree.directory / "file").read_text() == "x"
-
-
-def test_directories_that_nobody_may_read_are_removed_too(tmp_path: Path):
-    (tmp_path / "tree" / "closed" / "below").mkdir(parents=True)
-    (tmp_path / "tree" / "closed").chmod(0)
-    remove_tree(tmp_path / "tree")
-    assert not (tmp_path / "tree").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")

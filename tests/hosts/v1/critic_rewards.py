@@ -24,17 +24,6 @@ class ShareOfThree:
         return score_of(trajectory, min(1.0, len(calls) / 3), self.version)
 
 
-class AnswersWithIds:
-    """The share of answers that have their token ids."""
-
-    version = "ids-1"
-
-    async def __call__(self, trajectory: Trajectory) -> Score:
-        answers = list(trajectory.sampled())
-        known = sum(node.tokens is not None for node in answers)
-        return score_of(trajectory, known / len(answers), self.version)
-
-
 class Slow:
     """Takes ``seconds``; when it ``blocks``, nothing else on its loop goes on."""
 

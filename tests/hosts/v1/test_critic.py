@@ -75,19 +75,6 @@ async def test_every_action_is_scored_on_its_event_its_node_and_in_the_store(
     assert newest_outcome(scores) is None, "an opinion is no outcome"
 
 
-async def test_only_the_end_is_scored_unless_all_actions_are_asked_for(server: ScriptedModel, workspace: Path) -> None:
-    conversation = played(server, workspace, "end", [think("a"), finish()], RewardCritic(reward=THIRDS))
-    assert scores_on(conversation) == [None, pytest.approx(1 / 3)]
-    episode, scores = await judged(workspace)
-    assert on_nodes(episode) == [None, pytest.approx(1 / 3)] and len(scores) == 1
-
-
-async def test_a_message_is_scored_too(server: ScriptedModel, workspace: Path) -> None:
-    critic = RewardCritic(reward="critic_rewards:AnswersWithIds")
-    conversation = played(server, workspace, "message", [says("I am done.")], critic)
-    assert scores_on(conversation) == [1.0], "the episode is judged as it was sampled, with its token ids"
-
-
 async def test_refinement_goes_on_until_the_score_is_high_enough(server: ScriptedModel, workspace: Path) -> None:
     critic = RewardCritic(
         reward=THIRDS, iterative_refinement=IterativeRefinementConfig(success_threshold=0.9, max_iterations=5)
@@ -158,11 +145,6 @@ async def test_an_error_is_one_line_and_no_score(
     assert scores == () and episode.stop is StopReason.TERMINATED and on_nodes(episode) == [None]
 
 
-def test_rewards_of_another_range_become_scores(server: ScriptedModel, workspace: Path) -> None:
-    critic = RewardCritic(reward="critic_rewards:Broken", options={"reward": -0.5}, reward_range=(-1.0, 1.0))
-    assert scores_on(played(server, workspace, "range", [finish()], critic)) == [0.25]
-
-
 def test_it_is_stored_with_its_agent_and_names_are_checked() -> None:
     critic = RewardCritic(reward=THIRDS, options={"name": "x"}, timeout=3.0, mode="all_actions")
     again = CriticBase.model_validate(critic.model_dump())
@@ -203,21 +185,6 @@ async def test_commands_judge_a_copy_of_the_workspace_after_every_action(
     assert score.reward == 1.0 and score.reward_version.startswith(f"verifier-critic@{reward}-1")
     assert sorted(file.name for file in workspace.iterdir()) == ["calc.py"], "what the command wrote is gone"
     assert list(episode.evidence["changed_files"]) == ["calc.py"]
-
-
-@needs_bubblewrap
-async def test_tests_that_fail_ask_the_agent_to_go_on(server: ScriptedModel, workspace: Path) -> None:
-    critic = RewardCritic(
-        reward="command",
-        options={"command": ADDS},
-        timeout=60.0,
-        iterative_refinement=IterativeRefinementConfig(success_threshold=0.9, max_iterations=5),
-    )
-    answers = [finish("one", "call-1"), edit(("a - b", "a + b"), "call-2"), finish("two", "call-3")]
-    conversation = played(
-        server, workspace, "tested", answers, critic, rl={"workspace": {"isolation": "bubblewrap"}}, tools=(EDITOR,)
-    )
-    assert scores_on(conversation) == [0.0, None, 1.0] and conversation.state.execution_status == Status.FINISHED
 
 
 @pytest.mark.parametrize("said", ["The answer is 42.", "41"])

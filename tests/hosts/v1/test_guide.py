@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -15,18 +14,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from agent_server_process import NO_AGENTS_OF_OTHERS, PLUGIN, takes_agents_of_others
+from agent_server_process import NO_AGENTS_OF_OTHERS, takes_agents_of_others
 from openhands.sdk import LLM, Tool
 from openhands.sdk.llm import Message, TextContent
 from scripted_model import ScriptedModel, says
 from sdk_play import TERMINAL, finish, stored
 
-from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.v1 import RLAgent
 
 GUIDE = (Path(__file__).parents[3] / "docs/openhands-v1.md").read_text(encoding="utf-8")
-BENCHMARKS = os.environ.get("OPENHANDS_RL_BENCHMARKS", "")
 BIN = Path(sys.executable).parent
 URL = "http://127.0.0.1:8100/v1"
 
@@ -113,31 +110,3 @@ def test_the_benchmarks_agent_is_replaced_by_rlagent(monkeypatch: pytest.MonkeyP
     exec(compile(block("python", "run_infer"), "openhands-v1.md", "exec"), {"__name__": "guide"})
     [agent] = made
     assert type(agent) is RLAgent and agent.rl["rollout_strategy"] == "BestOfN"
-
-
-def test_the_images_entry_point_is_the_server_with_the_module() -> None:
-    [entry] = re.findall(r"^ENTRYPOINT (.*)$", block("dockerfile", "ENTRYPOINT"), re.M)
-    python, *words = json.loads(entry)
-    assert words == ["-m", "openhands.agent_server", "--import-modules", PLUGIN]
-    if BENCHMARKS:
-        image = (Path(BENCHMARKS) / "benchmarks/utils/Dockerfile.agent-layer").read_text()
-        assert json.loads(re.findall(r"^ENTRYPOINT (.*)$", image, re.M)[0]) == [python, *words[:2]]
-
-
-@pytest.mark.skipif(not BENCHMARKS, reason="OPENHANDS_RL_BENCHMARKS: no clone of OpenHands/benchmarks")
-def test_the_benchmarks_command_is_one_that_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from benchmarks.utils.args_parser import get_parser  # type: ignore[import-not-found]
-
-    uv, run, program, *words = command("swebench-infer")
-    assert [uv, run, program] == ["uv", "run", "swebench-infer"]
-    parsed: argparse.Namespace = get_parser().parse_args(words)
-    assert (parsed.llm_config_path, parsed.workspace, parsed.max_iterations) == ("llm.json", "docker", 100)
-    assert "OPENHANDS_EVAL_AGENT_SERVER_IMAGE" in (Path(BENCHMARKS) / "benchmarks/utils/constants.py").read_text()
-
-
-@pytest.mark.parametrize("agent", ["stock", "RLAgent"])
-def test_the_evaluations_are_planned(agent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program, *words = command(f"--agent {agent}")
-    assert program == "openhands-rl" and main([*words, "--out", str(tmp_path), "--dry-run"]) == 0
-    assert f"agent: {'RLAgent with BestOfN' if agent == 'RLAgent' else 'Agent'}, " in capsys.readouterr().out

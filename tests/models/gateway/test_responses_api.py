@@ -143,68 +143,6 @@ async def test_a_continued_response_may_branch_and_change_its_instructions(tmp_p
     ]
 
 
-@pytest.mark.parametrize(
-    ("asked", "why"),
-    [
-        ({"previous_response_id": "resp_elsewhere"}, "the earlier response resp_elsewhere was not recorded"),
-        ({"conversation": "conv_1"}, "continues a conversation that the model server holds"),
-        ({"input": [{"type": "item_reference", "id": "i"}, {"role": "user", "content": "one"}]}, "refers to items"),
-    ],
-)
-async def test_what_the_server_alone_knows_is_named(tmp_path: Path, asked: Body, why: str):
-    async with codex(tmp_path) as (gateway, client):
-        await client.responses.create(**{"model": "policy", "input": "one", **asked})
-    trajectory = await gateway.only()
-    assert why in str(trajectory.nodes[-1].metadata["unknown_before"])
-    assert contents(trajectory) == [("user", "one"), ("assistant", "answer 1")]
-
-
-async def test_a_last_event_without_output_and_an_incomplete_response(tmp_path: Path):
-    async with codex(tmp_path / "a", Codex(last_has_output=False)) as (gateway, client):
-        async for _ in await client.responses.create(model="policy", input="one", stream=True):
-            pass
-    assert contents(await gateway.only()) == [("user", "one"), ("assistant", "answer 1")]
-
-    async def cut_short(request: web.Request, body: Body) -> web.Response:
-        limit = {"reason": "max_output_tokens"}
-        return web.json_response(response(text_item("ans"), status="incomplete", incomplete_details=limit))
-
-    async with world(tmp_path / "b", Model(behave=cut_short)) as gateway:
-        await gateway.http.post("/v1/responses", json={"model": "policy", "input": "one"})
-    assert (await gateway.only()).nodes[-1].finish_reason == "length"
-
-
-async def test_other_tools_of_codex(tmp_path: Path):
-    patch = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin Patch"}
-    shell = {"type": "local_shell_call", "call_id": "c2", "status": "completed", "action": {"command": ["ls"]}}
-    search = {"type": "web_search_call", "status": "completed", "action": {"query": "x"}}
-
-    async def behave(request: web.Request, body: Body) -> web.Response:
-        return web.json_response(response(search, patch, shell, number=len(model.bodies)))
-
-    model = Model(behave=behave)
-    tools = [{"type": "custom", "name": "apply_patch"}, {"type": "local_shell"}, {"type": "web_search"}]
-    async with world(tmp_path, model) as gateway:
-        items: list[Body] = [
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "do"}]}
-        ]
-        body = {"model": "policy", "prompt_cache_key": "conversation", "tools": tools}
-        answer = (await gateway.http.post("/v1/responses", json={**body, "input": items})).json()
-        items += answer["output"]
-        items += [{"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}]
-        items += [{"type": "local_shell_call_output", "call_id": "c2", "output": "a.txt"}]
-        assert (await gateway.http.post("/v1/responses", json={**body, "input": items})).status_code == 200
-    trajectory = await gateway.only()
-    assert trajectory.task.id == "conversation" and trajectory.tools == tuple(tools)
-    assert [role for role, _ in contents(trajectory)] == ["system", "assistant", "tool", "tool", "assistant"]
-    first = next(trajectory.sampled())
-    assert [(call.id, call.name, call.arguments) for call in first.message.tool_calls] == [
-        ("c1", "apply_patch", "*** Begin Patch"),
-        ("c2", "local_shell", '{"command": ["ls"]}'),
-    ]
-    assert [item["type"] for item in first.metadata["message"]["items"]] == ["web_search_call"]  # pyright: ignore
-
-
 @pytest.mark.parametrize("status", ["queued", "in_progress", "failed", "cancelled"])
 async def test_a_response_that_is_not_complete_is_counted_and_marked(tmp_path: Path, status: str):
     async def behave(request: web.Request, body: Body) -> web.Response:

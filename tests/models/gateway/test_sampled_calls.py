@@ -9,7 +9,6 @@ from aiohttp import web
 from gateway_world import SYSTEM, TOOL, Body, Model, sampled_ids, user, world
 
 SAMPLED = '{"path": "a.py",  "view_range": "[1, 2]"}'
-REPAIRED = '{"path": "a.py", "view_range": [1, 2]}'
 
 
 class Caller:
@@ -74,27 +73,6 @@ async def test_repaired_calls_are_put_back_and_every_prompt_extends_the_one_befo
     assert arguments_in(sent) == [SAMPLED] * 3
     assert extends == [False, True, True, True]
     assert health["restored_calls"] == 1 + 2 + 3
-
-
-async def test_without_the_option_the_clients_own_text_is_sent(tmp_path: Path):
-    sent, extends, health = await played(tmp_path, Caller(*[SAMPLED] * 3), 3)
-    assert arguments_in(sent) == [REPAIRED] * 2
-    # Each turn breaks the prefix of the one before.
-    assert extends == [False, False, False]
-    assert health["restored_calls"] == 0
-
-
-async def test_arguments_that_are_no_json_stay_repaired(tmp_path: Path):
-    sent, _, health = await played(tmp_path, Caller('{"path": ', SAMPLED, SAMPLED), 3, restore_calls=True)
-    assert arguments_in(sent) == ["{}", SAMPLED]
-    assert health["restored_calls"] == 1
-
-
-async def test_an_id_that_a_server_uses_again_is_that_of_its_place(tmp_path: Path):
-    other = '{"path": "b.py",  "view_range": "[3, 4]"}'
-    sent, extends, _ = await played(tmp_path, Caller(SAMPLED, other, SAMPLED, same_id=True), 3, restore_calls=True)
-    assert arguments_in(sent) == [SAMPLED, other]
-    assert extends == [False, True, True]
 
 
 async def test_after_a_condensation_calls_are_put_back_by_their_ids(tmp_path: Path):
