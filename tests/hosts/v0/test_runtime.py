@@ -82,6 +82,7 @@ def view(runtime: WorkspaceRuntime, path: str, **arguments) -> Observation:
     return runtime.run_action(FileReadAction(path, impl_source=FileReadSource.OH_ACI, **arguments))
 
 
+@pytest.mark.shows("sandboxed workspace")
 @pytest.mark.parametrize("kind", KINDS)
 def test_sixteen_sessions_of_twenty_commands_lose_nothing_and_do_not_meet(make: Make, kind: str):
     sessions = [make(kind, f"session-{number}") for number in range(16)]
