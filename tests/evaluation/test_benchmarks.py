@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import missing_browser
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,24 +15,20 @@ SHORT = {
     "search.overhead": ["--repeats", "1", "--simulations", "20"],
     "hosts.sessions": ["--sessions", "2", "--commands", "2"],
     "training.packing": [],
-    "formats.parsing": ["--repeats", "1"],
+    "formats.imports": ["--episodes", "4"],
     "storage.compare": ["--repeats", "1", "--sessions", "2", "--trajectories", "2000"],
     "hosts.harness": ["--instances", "2", "--workers", "1", "--repeats", "1"],
     "serving.reload": ["--clients", "2", "--reloads", "2"],
     "serving.generation": ["--context", "40", "--batch", "1", "2"],
     "serving.verifier": ["--attempts", "2", "--length", "64", "--repeats", "1"],
-    "formats.conversion": ["--repeats", "1"],
     "search.fork": ["--repeats", "1", "--forks", "2"],
     "loops.asynchronous": ["--repeats", "1", "--iterations", "1"],
-    "studio.pages": ["--episodes", "500", "--repeats", "1"],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
-    if name == "studio.pages" and (missing := missing_browser()):
-        pytest.skip(missing)
     command = [sys.executable, "-m", f"evaluation.performance.{name}", *SHORT[name]]
     if name == "storage.compare":
         command += ["--folder", str(tmp_path)]
