@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "AdapterStore": "models.adapters.store",
-    "AgentRuntime": "apps.endpoint.agent",
+    "AgentRuntime": "apps.chat_endpoint",
     "AgentSession": "rollout.session",
     "BaseEnvClient": "environments.http.client",
     "ConfigError": "core.errors",
@@ -28,7 +28,7 @@ _EXPORTS = {
     "OpenAIEngine": "models.engines.openai",
     "PlayOptions": "config.rollout",
     "PolicyRef": "core.types",
-    "RLAgent": "apps.agent.rl_agent",
+    "RLAgent": "apps.rl_agent",
     "RLAgentConfig": "config.rl:RLSettings",
     "RLError": "core.errors",
     "RLSettings": "config.rl",

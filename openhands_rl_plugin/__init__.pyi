@@ -1,6 +1,6 @@
-from openhands_rl_plugin.apps.agent.rl_agent import RLAgent as RLAgent
+from openhands_rl_plugin.apps.chat_endpoint import AgentRuntime as AgentRuntime
 from openhands_rl_plugin.apps.demo_model import ensure_model
-from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime as AgentRuntime
+from openhands_rl_plugin.apps.rl_agent import RLAgent as RLAgent
 from openhands_rl_plugin.apps.rollout.play import play as play
 from openhands_rl_plugin.config.rl import RLSettings as RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions as PlayOptions

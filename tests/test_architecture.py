@@ -204,7 +204,7 @@ def test_hosts_do_not_know_each_other() -> None:
 
 def test_only_hosts_names_a_host() -> None:
     """Others ask ``hosts.open`` for a runner. The texts of ``doctor`` and of errors may quote a line of config.toml."""
-    quotes = {"cli/doctor_checks/installation.py", "environments/workspace/sandbox.py"}
+    quotes = {"cli/doctor.py", "environments/workspace/sandbox.py"}
     wrong = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in sources()
@@ -257,7 +257,8 @@ def test_nothing_in_the_package_imports_its_users() -> None:
 
 TORCH_ROOMS = (
     *("models/engines/transformers.py", "models/generator/", "models/server/", "models/adapters/", "training/"),
-    *("rewards/verifier/", "apps/agent/", "apps/demo_model.py", "contrib/demo/", "contrib/trainers/tinker_trainer.py"),
+    *("rewards/verifier/", "apps/rl_agent.py", "apps/demo_model.py", "contrib/demo/"),
+    "contrib/trainers/tinker_trainer.py",
 )
 
 

@@ -53,12 +53,7 @@ exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` 
 
 _MODULES = {
     "import": "cli.import_",
-    "label": "cli.judging.label",
     "list": "cli.list_",
-    "rollout": "cli.work.rollout",
-    "run": "cli.work.run",
-    "score": "cli.judging.score",
-    "train": "cli.train.train",
 }
 FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
 

@@ -25,7 +25,7 @@ PATIENCE = 8.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``AgentConfig``."""
-    from openhands_rl_plugin.apps.endpoint.config import AgentConfig
+    from openhands_rl_plugin.apps.chat_endpoint import AgentConfig
 
     add_fields(parser, AgentConfig, lists="words")
     add_access_log(parser)
@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises ``RLError`` when the options, the port or the store cannot be used."""
-    from openhands_rl_plugin.apps.endpoint.config import AgentConfig
-    from openhands_rl_plugin.apps.endpoint.server import running_agent
+    from openhands_rl_plugin.apps.chat_endpoint import AgentConfig, running_agent
 
     config = read_fields(args, AgentConfig)
     log_accesses_if_asked(args)

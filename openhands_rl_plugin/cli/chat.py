@@ -15,9 +15,7 @@ from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import Message
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime
-    from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
-    from openhands_rl_plugin.apps.endpoint.events import AgentEvent, AgentResult
+    from openhands_rl_plugin.apps.chat_endpoint import AgentEvent, AgentResult, AgentRuntime, PolicyConfig
 
 EPILOG = """examples:
   openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model policy-v000007
@@ -34,7 +32,7 @@ _SHOWN = 500
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``PolicyConfig``."""
-    from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
+    from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig
 
     add_fields(parser, PolicyConfig, lists="words")
     parser.set_defaults(run_id="chat")
@@ -45,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``RLError`` when the options or the server cannot be used.
     """
-    from openhands_rl_plugin.apps.endpoint.config import PolicyConfig
+    from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig
     from openhands_rl_plugin.models.engines.server_models import check_answers
 
     with asyncio.Runner() as runner:
@@ -67,7 +65,7 @@ class Chat:
     """A conversation. ``runner`` has the event loop that runs all of it; ``failed``: the last question did."""
 
     def __init__(self, config: PolicyConfig, runner: asyncio.Runner) -> None:
-        from openhands_rl_plugin.apps.endpoint.build import opened_runtime
+        from openhands_rl_plugin.apps.chat_endpoint import opened_runtime
 
         self._opened = opened_runtime(config)
         self._runner = runner
@@ -105,7 +103,7 @@ class Chat:
                     self._messages = (*asked, *result.messages)
 
     async def _answer(self, messages: tuple[Message, ...]) -> AgentResult:
-        from openhands_rl_plugin.apps.endpoint.events import Answer, Stopped
+        from openhands_rl_plugin.apps.chat_endpoint import Answer, Stopped
 
         assert self._runtime is not None
         printer = _Printer()
@@ -125,7 +123,7 @@ class _Printer:
 
     def show(self, event: AgentEvent) -> None:
         """Print an event."""
-        from openhands_rl_plugin.apps.endpoint.events import Answer, Stopped, TextDelta, ToolCallStarted
+        from openhands_rl_plugin.apps.chat_endpoint import Answer, Stopped, TextDelta, ToolCallStarted
 
         match event:
             case TextDelta():

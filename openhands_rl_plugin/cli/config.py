@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import check_plugins
-from openhands_rl_plugin.config.starting import starting_config
-from openhands_rl_plugin.config.toml import has_settings, load_settings, toml_of
+from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config, toml_of
 from openhands_rl_plugin.core.errors import ConfigError
 
 EPILOG = """examples:

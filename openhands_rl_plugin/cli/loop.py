@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.loop.progress import ProgressListener
+    from openhands_rl_plugin.apps.loop.reporting import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource
     from openhands_rl_plugin.core.types import Adapter, JsonObject
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Start or resume a run. Raises ``RLError`` when an option, a task, a server, the store or the disk is unusable."""
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.loop.claim import check_alone, held
+    from openhands_rl_plugin.apps.loop.checks import check_alone, held
 
     check_alone()
     settings = _settings(args)
@@ -122,8 +122,8 @@ def _source(args: argparse.Namespace) -> TaskSource:
 
 
 def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> int:
-    from openhands_rl_plugin.apps.loop.claim import claim, forget
-    from openhands_rl_plugin.apps.loop.progress import ProgressListener
+    from openhands_rl_plugin.apps.loop.checks import claim, forget
+    from openhands_rl_plugin.apps.loop.reporting import ProgressListener
 
     directory = args.run_dir.absolute()
     if args.fresh:
@@ -187,7 +187,7 @@ def _served(
 
 
 def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
-    from openhands_rl_plugin.apps.loop.claim import identity_of
+    from openhands_rl_plugin.apps.loop.checks import identity_of
 
     start = args.start if args.start != BASE else ""
     tasks = _source(args).model_dump(mode="json")
@@ -197,8 +197,7 @@ def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
 def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
     """The output of a dry run."""
     from openhands_rl_plugin.apps.loop.checks import evaluated_by
-    from openhands_rl_plugin.apps.loop.parts import STATE
-    from openhands_rl_plugin.apps.loop.run import objective_of
+    from openhands_rl_plugin.apps.loop.run import STATE, objective_of
     from openhands_rl_plugin.training.loop.plan import LoopState
 
     loop, serving = settings.loop, settings.serving
@@ -222,7 +221,7 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
 
 
 def _report(result: LoopResult, listener: ProgressListener) -> None:
-    from openhands_rl_plugin.apps.loop.progress import final_table
+    from openhands_rl_plugin.apps.loop.reporting import final_table
 
     listener.console.print(final_table(result.state, "tasks"))
     for change in result.changes:

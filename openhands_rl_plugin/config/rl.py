@@ -18,14 +18,155 @@ from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
-from openhands_rl_plugin.config.loop import LoopSettings as LoopSettings
-from openhands_rl_plugin.config.sampling import SamplingSettings as SamplingSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
-from openhands_rl_plugin.config.verifier import VerifierSettings as VerifierSettings
 from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location, instead, problems
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import JsonObject, Limits, SamplingParams
+
+
+class SamplingSettings(Settings):
+    """``[rl.sampling]``: sampling of rollouts. All but the temperature and the seed are neutral by default.
+
+    Reinforcement learning divides the logits by the temperature, and has no gradient for the others: answers sampled
+    with a ``top_p``, ``top_k``, ``min_p`` or a penalty are imitated or preferred, not reinforced.
+    """
+
+    temperature: float = Field(
+        default=1.0, ge=0, le=10, description="sampling temperature of rollouts; 0: greedy, which RL cannot train on"
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling: share of probability; RL needs 1")
+    top_k: int = Field(default=-1, ge=-1, description="sample among so many likeliest tokens; -1: all; RL needs -1")
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="least probability of a token, as a share of the likeliest's; RL needs 0"
+    )
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, le=10, description="divides logits of tokens in prompt and answer so far; RL needs 1"
+    )
+    presence_penalty: float = Field(
+        default=0.0, ge=-2, le=2, description="subtracted from logits of tokens in the answer so far; RL needs 0"
+    )
+    frequency_penalty: float = Field(
+        default=0.0, ge=-2, le=2, description="subtracted for each time a token is in the answer so far; RL needs 0"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the run; every episode derives its own from it")
+
+    def params(self, *, max_tokens: int | None, seed: int | None) -> SamplingParams:
+        """The sampling parameters of one episode."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", *NEUTRAL_PARAMETERS)}
+        return SamplingParams(**own, max_tokens=max_tokens, seed=seed)
+
+
+class VerifierSettings(Settings):
+    """``[rl.verifier]``: labels, data and calibration of `openhands-rl train --verifier`."""
+
+    label: str = Field(
+        default="resolved",
+        min_length=1,
+        description="target: resolved (from the evidence), or a reward's name (its stored scores)",
+    )
+    label_at: float = Field(default=1.0, description="for a reward: a score of at least this is a success")
+    max_length: int = Field(
+        default=10_240,
+        ge=1,
+        description="tokens of an episode and the question about it; longer episodes are cut in the middle",
+    )
+    negatives: float = Field(default=1.0, ge=0, description="failures per success in training; 0: all")
+    held_out: float = Field(
+        default=0.2, gt=0, lt=1, description="fraction of the tasks for evaluation, never trained on"
+    )
+    calibration: Literal["none", "temperature", "platt"] = Field(
+        default="none",
+        description="how predictions are made probabilities, on the held-out tasks: temperature or Platt scaling",
+    )
+
+
+class LoopSettings(Settings):
+    """``[rl.loop]``: synchronous or asynchronous rollouts, the staleness they may have, and the sizes of a run."""
+
+    kind: Literal["sync", "async"] = Field(
+        default="sync",
+        description="sync: rollouts and training in turn; async: rollouts continue while the policy is trained",
+    )
+    max_staleness: int = Field(
+        default=1, ge=0, le=64, description="async: policy versions that an episode may be behind the policy it trains"
+    )
+    partial_rollouts: Literal["finish", "continue"] = Field(
+        default="finish",
+        description="async: after a publication, running episodes finish on their version, or continue on the newest",
+    )
+    patience: float = Field(
+        default=600.0, ge=0, description="async: seconds that the model server may be unreachable before the run ends"
+    )
+    iterations: int = Field(default=5, ge=0, description="how often tasks are rolled out, trained on and published")
+    tasks_per_iteration: int = Field(default=8, ge=1, description="training tasks rolled out per iteration")
+    samples_per_task: int = Field(
+        default=8, ge=1, description="episodes per task: the group size; 1 where none are compared"
+    )
+    training_max_turns: int = Field(
+        default=0, ge=0, description="completions per training episode; 0: max_turns, as of the held-out episodes"
+    )
+    held_out: int = Field(
+        default=50, ge=1, description="tasks to evaluate on before and after training, never trained on"
+    )
+    success_at: float = Field(
+        default=0.999,
+        description="least reward of a success; at 0.999: a threshold of [rl.reward], or the environment's own",
+    )
+    demonstrations: int = Field(
+        default=0,
+        ge=0,
+        description="webshop, repair: scripted episodes to fine-tune the policy on before the iterations; 0: none",
+    )
+    warm_start_epochs: int = Field(default=2, ge=1, description="passes over the demonstrations")
+    warm_start_rate: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="its learning rate, which decays to 0; 0: learning_rate of [rl.training]",
+    )
+    warm_start_batch_size: int = Field(
+        default=0, ge=0, description="episodes per optimiser step of it; 0: batch_size of [rl.training]"
+    )
+    drills: int = Field(
+        default=0,
+        ge=0,
+        description="repair: edits of functions of Python's library that the fine-tuning has beside the demonstrations",
+    )
+    short_drills: int = Field(
+        default=0,
+        ge=0,
+        description="repair: further edits of library functions in a short form, a third of a drill's tokens",
+    )
+    more_tasks: int = Field(
+        default=0,
+        ge=0,
+        description="repair: further training tasks, other bugs in the functions of the training split",
+    )
+    base_held_out: int = Field(
+        default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
+    )
+    evaluation_temperature: float = Field(
+        default=-1.0, ge=-1, le=2, description="of the held-out episodes; 0: greedy, -1: that of [rl.sampling]"
+    )
+    evaluation_strategy: Annotated[str, registry.registered("strategies", besides=("",))] = Field(
+        default="", description="rollout_strategy of the held-out episodes, without options; empty: as in training"
+    )
+    save_total_limit: int = Field(
+        default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'
+    )
+
+    @property
+    def kept_versions(self) -> int:
+        """Versions that a server must keep loaded, so that running episodes can finish on theirs."""
+        return 2 if self.kind == "sync" else self.max_staleness + 1
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of a run: iterations, evaluations, and those of a warm start on demonstrations."""
+        return self.iterations + (5 if self.demonstrations else 2)
+
 
 Locate = Callable[[Location], str]
 """Gives the section that a setting was read from."""

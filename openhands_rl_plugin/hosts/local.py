@@ -16,8 +16,7 @@ from typing import Protocol
 
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.starting import starting_config
-from openhands_rl_plugin.config.toml import read_document, toml_of
+from openhands_rl_plugin.config.toml import read_document, starting_config, toml_of
 from openhands_rl_plugin.config.work import OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.config.starting import example
-from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.config.toml import example, load_settings
 
 ROOT = Path(__file__).parents[2]
 URL = "http://127.0.0.1:8123/v1"

@@ -12,7 +12,7 @@ from hostile import ACTED_UPON, TEXT
 from rich.console import Console
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.apps.loop.progress import ProgressListener
+from openhands_rl_plugin.apps.loop.reporting import ProgressListener
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,

@@ -23,7 +23,7 @@ from shopper_model import SHOP
 from shopping_loop import MODEL, write_talker
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.apps.loop.claim import held
+from openhands_rl_plugin.apps.loop.checks import held
 from openhands_rl_plugin.apps.loop.run import LoopJob, loop_plan
 from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
 from openhands_rl_plugin.config.rl import TrainingSettings
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.contract
 HOLDING = """
 import sys
 from pathlib import Path
-from openhands_rl_plugin.apps.loop.claim import held
+from openhands_rl_plugin.apps.loop.checks import held
 with held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.config.network import LISTS, hosts_of, index_addresses
 from openhands_rl_plugin.config.toml import settings_from_sections
+from openhands_rl_plugin.config.workspace import LISTS, hosts_of, index_addresses
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
 from openhands_rl_plugin.hosts.local import local_runner

@@ -16,8 +16,7 @@ from sybil import Example
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.starting import starting_config
-from openhands_rl_plugin.config.toml import settings_from_sections
+from openhands_rl_plugin.config.toml import settings_from_sections, starting_config
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "evaluation/README.md", *sorted(DOCS.rglob("*.md"))]

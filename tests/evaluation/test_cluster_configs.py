@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.cli import evaluate
-from openhands_rl_plugin.cli.train import train
+from openhands_rl_plugin.cli import evaluate, train
 from openhands_rl_plugin.config.toml import load_settings
 
 CLUSTER = Path(__file__).parents[2] / "evaluation" / "configs" / "cluster"

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 
 from evaluation.performance.loops.repair_habits import habits
-from openhands_rl_plugin.apps.loop.summary import evaluations
+from openhands_rl_plugin.apps.loop.reporting import evaluations
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.types import Frozen

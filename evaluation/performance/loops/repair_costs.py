@@ -19,9 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from openhands_rl_plugin.apps.loop.demonstrations import open_demonstrator
 from openhands_rl_plugin.apps.loop.run import LoopJob
-from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks, open_demonstrator
 from openhands_rl_plugin.config.host import HostName
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, TrainingSettings, WorkspaceSettings
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend

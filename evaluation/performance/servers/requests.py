@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from openhands_rl_plugin.apps.endpoint.protocol import AgentCompletionRequest
+from openhands_rl_plugin.apps.chat_endpoint import AgentCompletionRequest
 from openhands_rl_plugin.contrib.webshop.server import ResetBody, SessionReference, StepBody
 from openhands_rl_plugin.models.gateway.server import EndRequest
 from openhands_rl_plugin.models.server.requests import (

@@ -1,17 +1,195 @@
-"""Keeps the facts and the report of a run up to date while it goes on."""
+"""What a run shows while it goes on and at its end: bars and lines in the terminal, facts and a report in files."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
+from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.training.loop.facts import HeldOut, RunFacts
-from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
+from openhands_rl_plugin.core.statistics import Estimate, wilson
+from openhands_rl_plugin.core.types import FailureKind, Frozen, Trajectory
+from openhands_rl_plugin.training.loop.facts import HeldOut, RunFacts, success_of
+from openhands_rl_plugin.training.loop.facts import evaluations as measured
+from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.stages import LoopListener
+from openhands_rl_plugin.trajectories.view.tables import said_by
+
+SUCCESS = 0.999
+
+
+class StageEvaluation(Frozen):
+    """Held-out results after one stage; ``turns`` is a mean over episodes."""
+
+    stage: str
+    success: Estimate
+    reward: float
+    turns: float
+    seconds: float
+
+
+def evaluations(state: LoopState) -> tuple[StageEvaluation, ...]:
+    """The evaluations of a run in order. ``success.n`` excludes failed and unscored episodes."""
+    return tuple(
+        StageEvaluation(
+            stage=record.name,
+            success=success_of(record) or wilson(0, 0),
+            reward=record.metrics.get("reward", math.nan),
+            turns=record.metrics["turns"],
+            seconds=record.finished - record.started,
+        )
+        for record in measured(state)
+    )
+
+
+COLUMNS = ("stage", "success", "95% interval", "mean reward", "turns")
+
+
+def evaluation_rows(state: LoopState) -> list[tuple[str, ...]]:
+    """The evaluations as text: a cell for each of ``COLUMNS``, and the number of tasks."""
+    return [
+        (
+            one.stage,
+            f"{one.success.mean:.3f}" if one.success.n else "-",
+            f"{one.success.low:.3f} to {one.success.high:.3f}" if one.success.n else "-",
+            f"{one.reward:.3f}" if one.success.n else "-",
+            f"{one.turns:.1f}",
+            str(one.success.n),
+        )
+        for one in evaluations(state)
+    ]
+
+
+class ProgressListener(LoopListener):
+    """Draws bars with their times; use as a context manager around the run."""
+
+    def __init__(self, stages: int, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._progress = Progress(
+            TextColumn("{task.description:<34}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._run = self._progress.add_task("stages", total=stages)
+        self._activity = self._progress.add_task("starting", total=None)
+        self._shown = ""
+        self._exemplified: set[str] = set()
+        self._example: str | None = None
+
+    def __enter__(self) -> ProgressListener:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def stage_started(self, name: str) -> None:
+        """Show the name of the stage."""
+        self._show(f"{name}: starting", 0, None)
+
+    def noted(self, line: str) -> None:
+        """Print it."""
+        self.console.print(f"  {visible(line)}", highlight=False, soft_wrap=True, markup=False)
+
+    def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
+        """Move the lower bar."""
+        self._show(f"{stage}: {activity}", done, total)
+
+    def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
+        """Print one episode of each evaluation: where possible of the same task, so that they can be compared."""
+        known = trajectory.task.id == (self._example or trajectory.task.id)
+        if not stage.startswith("evaluate") or stage in self._exemplified or trajectory.failure or not known:
+            return
+        self._exemplified.add(stage)
+        self._example = trajectory.task.id
+        for line in episode_lines(trajectory):
+            self.console.print(line, style="dim", highlight=False, markup=False, overflow="ellipsis", no_wrap=True)
+
+    def stage_finished(self, record: StageRecord) -> None:
+        """Move the upper bar and print a line."""
+        self._progress.advance(self._run)
+        self.console.print(stage_line(record), highlight=False, soft_wrap=True, markup=False)
+
+    def _show(self, description: str, done: int, total: int | None) -> None:
+        if description != self._shown:
+            self._progress.reset(self._activity, total=total, description=description)
+            self._shown = description
+        self._progress.update(self._activity, completed=done)
+
+
+def stage_line(record: StageRecord) -> str:
+    """One stage in one line: its duration and its metrics."""
+    metrics = record.metrics
+    figures = [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
+    if metrics.get("failed"):
+        figures.append(f"{metrics['failed']:.0f} failed")
+    if metrics.get("unscored"):
+        figures.append(
+            f"{metrics['unscored']:.0f} without a reward (`openhands-rl score STORE --reward NAME` says why)"
+        )
+    if "states" in metrics:
+        figures.append(_of_proposals(metrics))
+    elif metrics.get("episodes_used") == 0:
+        causes = [f"{metrics[key]:.0f} {why}" for key, why in _UNUSED.items() if metrics.get(key)]
+        figures.append(f"nothing learnt: {', '.join(causes) or 'no episode ended'}")
+    return (
+        f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
+        + ", ".join(figures)
+    )
+
+
+def _of_proposals(metrics: Mapping[str, float]) -> str:
+    """In how many states the answers that a search compared are not worth the same."""
+    if not metrics["states"]:
+        return "nothing learnt: no answer of the search was judged (`openhands-rl show STORE ID --tree` says why)"
+    nothing = "" if metrics.get("samples") else ": nothing learnt"
+    return f"answers differ in {metrics['states_differing']:.0f} of {metrics['states']:.0f} states{nothing}"
+
+
+def episode_lines(trajectory: Trajectory) -> list[str]:
+    """An episode in a few lines: its task, policy and return, then each answer in a line."""
+    head = f"for example {trajectory.task.id}, by {trajectory.policy.served_name}: "
+    answers = [trajectory.nodes[at].message for at in trajectory.path() if trajectory.nodes[at].sampled]
+    lines = [f"{turn}. {one_line(said_by(answer), _ANSWER)}" for turn, answer in enumerate(answers, start=1)]
+    return [
+        f"    {one_line(head, _ANSWER)} return {trajectory.episode_return:.2f}",
+        *(f"      {each}" for each in lines),
+    ]
+
+
+_ANSWER = 80
+"""Characters of an answer that are shown."""
+
+_UNUSED = {
+    "episodes_failed": "failed or cut short by a timeout",
+    "episodes_unscored": "without a reward",
+    "episodes_overlong": "overlong",
+    "episodes_flat": "of tasks whose attempts have equal rewards (easier or harder tasks, or more samples_per_task)",
+    "episodes_alone": "without another attempt to compare with",
+}
+_SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
+
+
+def final_table(state: LoopState, tasks: str = "goals") -> Table:
+    """The evaluations as a table; ``tasks``: the word for tasks."""
+    table = Table(title=f"Held-out {tasks}")
+    for heading in (*COLUMNS, tasks):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for row in evaluation_rows(state):
+        table.add_row(*row)
+    return table
+
 
 REPORT = "report.html"
 """The run's page, which the studio writes."""

@@ -1,4 +1,4 @@
-"""One training run over a suite: the plan from the settings, the open parts, the loop, and its results."""
+"""One training run over a suite: its parts, the plan from the settings, the loop, and its results."""
 
 from __future__ import annotations
 
@@ -6,45 +6,168 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by, needs_scaled, refuse_unscaled
-from openhands_rl_plugin.apps.loop.claim import CHECKOUTS, EVALUATION
-from openhands_rl_plugin.apps.loop.demonstrations import demonstrator_of, open_demonstrator
-from openhands_rl_plugin.apps.loop.graded import GradedRunner
-from openhands_rl_plugin.apps.loop.parts import STATE, open_parts, probe_ids
-from openhands_rl_plugin.apps.loop.recorded import RecordedRunner
+from openhands_rl_plugin.apps.loop.checks import (
+    CHECKOUTS,
+    EVALUATION,
+    check_trainable,
+    evaluated_by,
+    needs_scaled,
+    refuse_unscaled,
+)
 from openhands_rl_plugin.apps.loop.reporting import RunReport
-from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, demonstrator_of, open_demonstrator
 from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.machine import free_memory
-from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     Adapter,
+    EpisodeRequest,
     FailureKind,
     Limits,
     SamplingParams,
     Task,
+    Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
+from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
 from openhands_rl_plugin.evals.runs.suites import graded_by
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher, publisher_for
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.server_models import ServedEngines
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import needs_logprobs
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
-from openhands_rl_plugin.training.loop.stages import LoopListener, LoopParts
+from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener, LoopParts
 from openhands_rl_plugin.training.trainer.memory_estimate import check_fits
+from openhands_rl_plugin.trajectories.view.figures import causes_of
+
+STATE = "state.json"
+PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
+"""Ordinary text: trainer and server must give the same logprobs for it before a new adapter is used."""
+
+
+def probe_ids(model: Path) -> tuple[int, ...]:
+    """The token ids of ``PROBE`` for the model in that directory. Raises ``TrainingError``."""
+    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+
+    return tuple(load_tokenizer(str(model))(PROBE).input_ids)
+
+
+@asynccontextmanager
+async def open_parts(
+    settings: RLSettings,
+    *,
+    model: Path,
+    directory: Path,
+    runner: EpisodeRunner,
+    storage: TrajectoryStorage,
+    reward: Reward,
+    objective: Reward,
+    demonstrator: EpisodeRunner | None = None,
+    lessons: Lessons | None = None,
+    evaluator: EpisodeRunner | None = None,
+) -> AsyncIterator[LoopParts]:
+    """The parts of a loop; it publishes to all servers of ``[rl.serving]``.
+
+    ``model`` is the directory of the base model; ``demonstrator``, ``lessons`` and ``evaluator``: see ``LoopParts``.
+    Raises ``ConfigError`` and ``TrainingError``.
+    """
+    from openhands_rl_plugin.training.engines import make_trainer
+    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+
+    serving = settings.serving
+    tokenizer: Any = load_tokenizer(str(model))
+    adapters = AdapterStore(serving.adapters_directory.resolve())
+    whole = settings.training.method == "full"
+    kind = WeightsPublisher if whole else AdapterPublisher
+    publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions, kind=kind)
+    engines = ServedEngines(settings)
+    try:
+        yield LoopParts(
+            runner=runner,
+            demonstrator=demonstrator,
+            storage=storage,
+            reward=reward,
+            objective=objective,
+            adapters=adapters,
+            publisher=publisher,
+            tokenizer=tokenizer,
+            make_trainer=lambda chosen, adapter: make_trainer(model, chosen, settings, serving.model, adapter),
+            state_file=directory / STATE,
+            evaluator=evaluator,
+            **({"lessons": lessons} if lessons is not None else {}),
+        )
+    finally:
+        await publisher.aclose()
+        await engines.close()
+
+
+class GradedRunner:
+    """An ``EpisodeRunner`` over an ``EvalRunner``, which knows the rows of the tasks."""
+
+    def __init__(self, runner: EvalRunner, entries: Sequence[EvalTask]) -> None:
+        self._runner = runner
+        self._entries = {entry.task.id: entry for entry in entries}
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Run, store and grade one episode; a failed one is returned."""
+        return (await self._runner.run(request, self._entries[request.task.id])).trajectory
+
+    async def close(self) -> None:
+        """Does nothing: the caller owns the ``EvalRunner`` and closes it."""
+
+
+class RecordedRunner:
+    """An ``EpisodeRunner`` over another, until one of whose episodes has token ids and logprobs none may lack them.
+
+    Answers that lost theirs with a secret do not count: the server sent them. ``server``: its address, for the message.
+    ``logprobs``: whether they are needed, which imitation does without.
+    """
+
+    def __init__(self, runner: EpisodeRunner, server: str, *, logprobs: bool = True) -> None:
+        self._runner = runner
+        self._server = server
+        self._logprobs = logprobs
+        self._proven = False
+
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """Run one episode. Raises ``ConfigError`` where all of its answers came without what training needs."""
+        trajectory = await self._runner.run(request)
+        if not self._proven:
+            self._look(trajectory)
+        return trajectory
+
+    async def close(self) -> None:
+        """Close the wrapped runner."""
+        await self._runner.close()
+
+    def _look(self, trajectory: Trajectory) -> None:
+        own = [*trajectory.sampled()]
+        if any(node.tokens is not None and (node.tokens.logprobs or not self._logprobs) for node in own):
+            self._proven = True
+            return
+        causes = [[*causes_of(node.metadata)] for node in own]
+        if causes and all(causes):
+            raise ConfigError(
+                f"nothing can be learnt from what {self._server} answers: {'; '.join(causes[0])}; serve the model with "
+                "`openhands-rl serve`, or vLLM 0.10.2 or newer and no proxy in between that drops these fields, then "
+                "start the same command again"
+            )
+
 
 RETURN = "return"
 

@@ -23,7 +23,7 @@ def loop_job(
     args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path, kind: str = "loop"
 ) -> LoopJob:
     """The job with the options that all such commands have: ``--timeout`` and ``--processes``; ``kind``: of its id."""
-    from openhands_rl_plugin.apps.loop.claim import run_id_of
+    from openhands_rl_plugin.apps.loop.checks import run_id_of
     from openhands_rl_plugin.apps.loop.run import LoopJob
     from openhands_rl_plugin.evals.runs.evaluate import process_count
 

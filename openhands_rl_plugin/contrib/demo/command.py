@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     check_extras()
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.loop.claim import check_alone, forget, held
+    from openhands_rl_plugin.apps.loop.checks import check_alone, forget, held
     from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
     check_alone()
@@ -136,7 +136,7 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
 
 
 def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> int:
-    from openhands_rl_plugin.apps.loop.progress import ProgressListener, final_table
+    from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
     from openhands_rl_plugin.contrib.demo.options import DemoOptions
     from openhands_rl_plugin.contrib.demo.repair_story import run_repair_demo
     from openhands_rl_plugin.contrib.demo.story import run_demo

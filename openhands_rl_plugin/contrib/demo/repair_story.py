@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence, Set
 
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
-from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
+from openhands_rl_plugin.apps.loop.checks import OPTIONS, claim
 from openhands_rl_plugin.apps.loop.run import LoopJob, run_loop
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
 from openhands_rl_plugin.cli.options.ending import ENDING

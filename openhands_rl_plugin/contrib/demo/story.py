@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
-from openhands_rl_plugin.apps.loop.claim import claim
-from openhands_rl_plugin.apps.loop.parts import open_parts, probe_ids
+from openhands_rl_plugin.apps.loop.checks import claim
 from openhands_rl_plugin.apps.loop.reporting import RunReport
+from openhands_rl_plugin.apps.loop.run import open_parts, probe_ids
 from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.rl import RLSettings

@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.errors import MissingExtraError
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.loop.progress import ProgressListener
+    from openhands_rl_plugin.apps.loop.reporting import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
     from openhands_rl_plugin.contrib.improve.gym import Gym
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     silence_libraries()
     prepare_threads()
     try:
-        from openhands_rl_plugin.apps.loop.claim import check_alone, held
+        from openhands_rl_plugin.apps.loop.checks import check_alone, held
         from openhands_rl_plugin.apps.loop.run import check_trainable
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "openhands", "openhands") from error
@@ -184,7 +184,7 @@ def _embedded_model() -> Path:
 
 def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> Gym:
     """The tasks, made or found. A run keeps the commit that it began with."""
-    from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim
+    from openhands_rl_plugin.apps.loop.checks import OPTIONS, claim
     from openhands_rl_plugin.contrib.improve.gym import WantedTasks, make_gym, pinned, resize
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.packages import repository_lines
@@ -277,8 +277,8 @@ def _train(
     """The loop, and what it earned. ``settings``: as they were before the server's address was known."""
     from rich.console import Console
 
-    from openhands_rl_plugin.apps.loop.claim import claim, identity_of
-    from openhands_rl_plugin.apps.loop.progress import ProgressListener, final_table
+    from openhands_rl_plugin.apps.loop.checks import claim, identity_of
+    from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     from openhands_rl_plugin.contrib.improve.gym import earned, earned_lines, use_lines
     from openhands_rl_plugin.contrib.improve.price import spent_lines
@@ -338,7 +338,7 @@ def _forget(directory: Path) -> None:
     """Delete the tasks and the state of an earlier run; episodes and adapters stay."""
     import shutil
 
-    from openhands_rl_plugin.apps.loop.claim import forget
+    from openhands_rl_plugin.apps.loop.checks import forget
 
     forget(directory)
     shutil.rmtree(directory / "tasks", ignore_errors=True)

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from itertools import islice, pairwise
 from pathlib import Path
 
-from openhands_rl_plugin.apps.loop.demonstrations import Demonstrator
 from openhands_rl_plugin.apps.loop.run import LoopJob, open_player
+from openhands_rl_plugin.apps.loop.tasks import Demonstrator
 from openhands_rl_plugin.config.host import TOOLS, ToolNames, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.repair.bugs import (

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openhands_rl_plugin.apps.loop.parts import STATE
+from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.contrib.studio.document import single_file
 from openhands_rl_plugin.contrib.studio.episode import bodies_of, header_of, tokens_of
 from openhands_rl_plugin.contrib.studio.listing import episodes_compared, rows_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from openhands_rl_plugin.apps.loop.parts import STATE
+from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary, unknown_name
 from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage

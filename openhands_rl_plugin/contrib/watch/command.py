@@ -122,7 +122,7 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     silence_libraries()
     prepare_threads()
     try:
-        from openhands_rl_plugin.apps.loop.claim import check_alone
+        from openhands_rl_plugin.apps.loop.checks import check_alone
         from openhands_rl_plugin.contrib.watch.gates import suite_tasks
         from openhands_rl_plugin.contrib.watch.gathering import check_calibrated
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from openhands_rl_plugin.apps.loop.demonstrations import Demonstrator
+from openhands_rl_plugin.apps.loop.tasks import Demonstrator
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.webshop.engine import WebShop, oracle_actions
 from openhands_rl_plugin.contrib.webshop.server import running_webshop

@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from openhands_rl_plugin.config.network import IndexAddresses, hosts_of, index_addresses
-from openhands_rl_plugin.config.workspace import WorkspaceSettings
+from openhands_rl_plugin.config.workspace import IndexAddresses, WorkspaceSettings, hosts_of, index_addresses
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.messages import WireMessage, says
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand

@@ -74,7 +74,7 @@ class _ActiveEpisode:
 class RLAgent(CodeActAgent):
     """The agent that OpenHands loads by the name "RLAgent": CodeAct, with a strategy that decides every turn.
 
-    The Python API ``openhands_rl_plugin.RLAgent`` is another class (``apps.agent.rl_agent``), which runs without
+    The Python API ``openhands_rl_plugin.RLAgent`` is another class (``apps.rl_agent``), which runs without
     OpenHands. This one runs the bound episode, or else an episode of its own, which it stores itself.
 
     In workspace mode the model gets CodeAct's prompt and tools. In environment mode it gets only the environment's

@@ -20,7 +20,7 @@ from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, SHOP, write_shopper
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
-from openhands_rl_plugin.apps.agent.rl_agent import EpisodeResult, ExcludedEpisodes
+from openhands_rl_plugin.apps.rl_agent import EpisodeResult, ExcludedEpisodes
 from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (

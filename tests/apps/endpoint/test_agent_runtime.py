@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime
-from openhands_rl_plugin.apps.endpoint.events import Answer, Stopped, TextDelta, ToolCallStarted, ToolResult
+from openhands_rl_plugin.apps.chat_endpoint import AgentRuntime, Answer, Stopped, TextDelta, ToolCallStarted, ToolResult
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import (

@@ -11,9 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime
-from openhands_rl_plugin.apps.endpoint.config import AgentConfig
-from openhands_rl_plugin.apps.endpoint.server import running_agent
+from openhands_rl_plugin.apps.chat_endpoint import AgentConfig, AgentRuntime, running_agent
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.types import Completion, JsonObject, Limits, Message, PolicyRef, SamplingParams
 from openhands_rl_plugin.environments.tools.environment import FinalTool, FunctionTool, ThinkTool, ToolOptions

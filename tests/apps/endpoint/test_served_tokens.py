@@ -11,10 +11,7 @@ import httpx
 import pytest
 from caller_model import ANSWER, NOTES, QUESTION, WIRE, add, tools
 
-from openhands_rl_plugin.apps.endpoint.agent import AgentRuntime
-from openhands_rl_plugin.apps.endpoint.config import AgentConfig
-from openhands_rl_plugin.apps.endpoint.events import Answer, Stopped
-from openhands_rl_plugin.apps.endpoint.server import running_agent
+from openhands_rl_plugin.apps.chat_endpoint import AgentConfig, AgentRuntime, Answer, Stopped, running_agent
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Limits,

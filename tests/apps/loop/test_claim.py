@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.apps.loop.claim import OPTIONS, claim, identity_of
+from openhands_rl_plugin.apps.loop.checks import OPTIONS, claim, identity_of
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject

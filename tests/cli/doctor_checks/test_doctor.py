@@ -17,11 +17,15 @@ from starlette.routing import Route
 from tiny_model import write_model
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.cli.doctor_checks.checks import check_all
-from openhands_rl_plugin.cli.doctor_checks.disk import check_adapters
-from openhands_rl_plugin.cli.doctor_checks.findings import Finding, Level
-from openhands_rl_plugin.cli.doctor_checks.installation import check_installation
-from openhands_rl_plugin.cli.doctor_checks.services import check_environment_server, check_model_server
+from openhands_rl_plugin.cli.doctor import (
+    Finding,
+    Level,
+    check_adapters,
+    check_all,
+    check_environment_server,
+    check_installation,
+    check_model_server,
+)
 from openhands_rl_plugin.contrib.webshop import WebShop, running_webshop
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig

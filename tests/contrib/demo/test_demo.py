@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
-from openhands_rl_plugin.apps.loop.progress import ProgressListener
+from openhands_rl_plugin.apps.loop.reporting import ProgressListener
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.cli.options.running import free_port
 from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions

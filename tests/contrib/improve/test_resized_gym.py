@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.apps.loop.claim import claim
+from openhands_rl_plugin.apps.loop.checks import claim
 from openhands_rl_plugin.contrib.improve.gym import WantedTasks, resize
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject

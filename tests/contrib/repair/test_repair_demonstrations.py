@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.apps.loop.demonstrations import open_demonstrator
 from openhands_rl_plugin.apps.loop.run import LoopJob
-from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks, open_demonstrator
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.contrib.repair.oracle import ORACLE
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend

@@ -26,7 +26,7 @@ from watched import (
 )
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.apps.loop.claim import held
+from openhands_rl_plugin.apps.loop.checks import held
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.watch.journal import WatchStep
 from openhands_rl_plugin.core.records import TrajectoryFilter

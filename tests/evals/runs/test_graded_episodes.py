@@ -8,7 +8,7 @@ from git_backend import GitBackend, make_instances
 from needs import needs_bubblewrap
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin.apps.loop.graded import GradedRunner
+from openhands_rl_plugin.apps.loop.run import GradedRunner
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of, settings_of

@@ -13,7 +13,7 @@ import pytest
 from scripted_model import call, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage, Message, RLSettings, Trajectory
-from openhands_rl_plugin.apps.agent.rl_agent import task_id_of
+from openhands_rl_plugin.apps.rl_agent import task_id_of
 from openhands_rl_plugin.config.rl import SamplingSettings, StorageSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripted_model import ScriptedModel, call, says, serve
 
-from openhands_rl_plugin.apps.agent.rl_agent import RLAgent
+from openhands_rl_plugin.apps.rl_agent import RLAgent
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError

@@ -6,8 +6,7 @@ import json
 import subprocess
 import sys
 
-from openhands_rl_plugin.cli.doctor_checks.findings import Level
-from openhands_rl_plugin.cli.doctor_checks.installation import check_installation
+from openhands_rl_plugin.cli.doctor import Level, check_installation
 from openhands_rl_plugin.config.host import installed_hosts
 
 LOADED = """

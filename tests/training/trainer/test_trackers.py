@@ -14,7 +14,7 @@ import pytest
 import torch
 from made_samples import EXACT, adapter_of, assert_same, make_samples
 
-from openhands_rl_plugin.cli.train.train import training_progress
+from openhands_rl_plugin.cli.train import training_progress
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from openhands_rl_plugin.config.host_paths import checked_path
+from openhands_rl_plugin.config.workspace import checked_path
 from openhands_rl_plugin.core.redaction import REDACTED, redact_text
 
 _OF_HOME = (".config/uv/uv.toml", ".config/pip/pip.conf", ".pip/pip.conf", ".netrc")

@@ -1,11 +1,14 @@
-"""``openhands-rl train STORE``: a new version of an adapter from stored episodes."""
+"""``openhands-rl train``: train an adapter on stored episodes."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, redirect_stdout
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,21 +16,15 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of
+from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of, settings_from
 from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.stored import add_filters, json_object
-from openhands_rl_plugin.cli.options.stores import STORE_HELP
-from openhands_rl_plugin.cli.options.versions import LATEST, publish_servers, starting_point
-from openhands_rl_plugin.cli.train.training import (
-    TrainingRun,
-    config_of,
-    join_processes,
-    memory_line,
-    print_note,
-    training_progress,
-)
+from openhands_rl_plugin.cli.options.stored import add_filters, filter_of, json_object
+from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
+from openhands_rl_plugin.cli.options.versions import LATEST, publish, publish_servers, starting_point
 from openhands_rl_plugin.config.build import make_reward
+from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
+from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, TrainingError
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -36,8 +33,210 @@ from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY as IMPOR
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
     from openhands_rl_plugin.core.types import Adapter, Probe, Sample
-    from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainingDataset
+    from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
+    from openhands_rl_plugin.training.trainer.memory_estimate import MemoryEstimate
+    from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+
+
+def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
+    """The episodes, those without token ids rendered with the chat template of ``model``; prints how many, and why
+    others cannot be. Raises ``TrainingError``."""
+    from openhands_rl_plugin.training.data.demonstrations import is_demonstration, tokenised
+
+    if not any(map(is_demonstration, episodes.trajectories)):
+        return episodes
+    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+
+    tokenizer = load_tokenizer(str(model))
+    if not tokenizer.chat_template:
+        raise TrainingError(f"{model}: its tokenizer has no chat template; put the model's chat_template.jinja there")
+    found = tokenised(episodes.trajectories, tokenizer)
+    if found.made:
+        print(f"{found.made} episodes came without token ids: tokenised here, with the chat template of {model}")
+    for what, number in found.unsaid.most_common():
+        print(f"  its template prints no {what}: left out of {number} answers")
+    for why, count in found.failed.most_common(5):
+        print(f"  {count} cannot be tokenised: {why}")
+    return replace(episodes, trajectories=found.trajectories)
+
+
+_PROCESSES = (2, 4, 8, 16, 32)
+_GPU = 80e9
+
+
+def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
+    """Print what a run would train and the memory it would need; the model's ``config.json`` is enough for that.
+
+    Raises ``ConfigError`` unless it is a dry run, ``TrainingError`` when the model's files cannot be read.
+    """
+    from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory, model_size
+
+    if not args.dry_run:
+        raise ConfigError("STORE: training needs a store of episodes; only --dry-run works without")
+    _refuse_without_episodes(args)
+    settings = settings_from(args, config.training)
+    if args.verifier and settings.method != "lora":
+        raise ConfigError(f"--method {settings.method} trains no verifier; use lora")
+    longest = settings_from(args, config.verifier).max_length if args.verifier else 0
+    size = model_size(args.model, settings)
+    shape = size.shape
+    print(f"{args.model.name}: {size.parameters:,} parameters, {_trained(settings)}: {size.trained:,}")
+    print(
+        f"  {shape.num_hidden_layers} layers of {shape.hidden_size:,}, gated {shape.intermediate_size:,}; "
+        f"{shape.num_attention_heads} heads of {shape.width}, keys {shape.keys:,}; {shape.vocab_size:,} tokens"
+    )
+    rows = max(settings.max_tokens_per_micro_batch, longest)
+    print(f"  a micro-batch: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
+    print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
+    print(memory_line(args.model, settings, longest))
+    if engine_named(settings.engine).here and settings.method != "qlora" and settings.sharding != "none":
+        print("  split among processes (--sharding layers), each a GPU; at start, each holds the whole base model:")
+        for count in _PROCESSES:
+            share = estimate_memory(args.model, settings, longest, count)
+            print(f"    {count:2}: {memory_words(share)}{'' if share.total > _GPU else '; fits 80 GB'}")
+    return 0
+
+
+def _refuse_without_episodes(args: argparse.Namespace) -> None:
+    for name in ("tasks", "reward", "reward_options", "publish"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{option_of(name)} has no effect without a STORE: give one, or leave the option out")
+
+
+def _trained(settings: TrainingSettings) -> str:
+    if settings.method == "full":
+        return "all trained"
+    return f"trained by {settings.method} of rank {settings.lora_rank} ({settings.lora_variant})"
+
+
+VERIFIER_TRAINING = TrainingSettings(
+    algorithm="sft",
+    learning_rate=2e-4,
+    num_epochs=2,
+    lora_rank=64,
+    lora_alpha=64,
+    warmup_steps=15,
+    weight_decay=0.01,
+    schedule="linear",
+)
+"""Those of SWE-Gym's verifier of 32B, which also had batches of 8: the defaults of --verifier without --config."""
+
+
+class TrainingRun:
+    """One ``openhands-rl train``, in one of its processes."""
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks | None, config: RLSettings) -> None:
+        from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+
+        self._args = args
+        self._config = config
+        self._ranks = ranks
+        self._leads = ranks is None or ranks.rank == 0
+        self._training = settings_from(args, config.training)
+        self._name = check_name(args.adapter)
+        self._where = filter_of(args).model_copy(update={"adapter": None})
+        self._adapters = AdapterStore(args.adapters)
+        self._run_directory = self._adapters.root / f"{self._name}.training"
+        self._parent: Adapter | None = None
+
+    @property
+    def _start(self) -> str:
+        return self._parent.name if self._parent else "the base model"
+
+    @asynccontextmanager
+    async def _open_store(self) -> AsyncIterator[TrajectoryStorage]:
+        """The store; ``--tasks`` limits the filter to episodes of its tasks.
+
+        Raises ``ConfigError`` when the tasks did not pass the quality gate, ``TrainingError`` when none has an episode.
+        """
+        async with open_store(self._args.store, skip_damaged=self._args.skip_damaged) as storage:
+            if suite := self._args.tasks:
+                from openhands_rl_plugin.evals.tasks.gate import require_checked
+                from openhands_rl_plugin.evals.tasks.packages import tasks_file
+
+                known = {task.instance_id for task in require_checked(tasks_file(suite))}
+                ids = tuple([each.id async for each in storage.summaries(self._where) if each.task_id in known])
+                if not ids:
+                    raise TrainingError(
+                        f"no stored episode is of a task of {suite}: roll out on it first (openhands-rl evaluate)"
+                    )
+                self._where = self._where.model_copy(update={"ids": ids})
+            yield storage
+
+    def _from_rank_0[T](self, kind: TypeAdapter[T], make: Callable[[], T]) -> T:
+        """The value that rank 0 makes. So all ranks have the same one, even if the store is being written to."""
+        if self._ranks is None:
+            return make()
+        return kind.validate_json(self._ranks.broadcast_text(kind.dump_json(make()).decode() if self._leads else ""))
+
+    def _publish(self, adapter: Adapter, probe: Probe) -> None:
+        if self._args.publish:
+            ENDING.run(publish(self._args.publish, self._adapters, adapter, probe))
+
+
+def config_of(args: argparse.Namespace) -> RLSettings:
+    """The settings of ``--config``, or the defaults. Raises ``ConfigError``."""
+    if args.config:
+        return load_settings(args.config)
+    return RLSettings(training=VERIFIER_TRAINING) if args.verifier else RLSettings()
+
+
+@contextmanager
+def join_processes() -> Iterator[Ranks | None]:
+    """This process among those of ``torchrun`` or ``accelerate launch``; ``None`` if alone. Only rank 0 prints."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    try:
+        from openhands_rl_plugin.models.generator.threads import prepare_threads
+
+        prepare_threads()
+        from openhands_rl_plugin.training.distributed.ranks import join_ranks
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "train") from error
+    with join_ranks() as ranks:
+        if ranks.rank == 0:
+            yield ranks
+            return
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield ranks
+
+
+@contextmanager
+def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
+    """A bar with the step's metrics on stderr, where that is a terminal."""
+    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+
+    with progress_bar("training") as bar:
+
+        def advanced(at: TrainProgress) -> None:
+            metrics = f"loss {at.loss:.4f}, entropy {at.entropy:.3f}, KL {at.approx_kl:.4f}, ratio {at.ratio:.3f}"
+            bar.update(at.done, at.total, what=f"training, {metrics}", note="")
+
+        yield advanced
+
+
+def print_note(line: str) -> None:
+    """One of the lines that say how training will be done."""
+    print(f"  {line}", flush=True)
+
+
+def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: int | None = None) -> str:
+    """The estimated memory of training on sequences of at most ``longest`` tokens, and the ``free`` bytes."""
+    from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
+
+    if not engine_named(settings.engine).here:
+        return "  memory: none here, the Tinker service trains"
+    memory = estimate_memory(model, settings, longest)
+    here = "" if free is None else f"; free: {free / 1e9:.2f} GB" + (", too little" if memory.total > free else "")
+    return f"  memory: {memory_words(memory)}{here}"
+
+
+def memory_words(memory: MemoryEstimate) -> str:
+    """An estimate in words, in GB (1e9 bytes)."""
+    return f"about {memory.total / 1e9:.2f} GB ({memory.weights / 1e9:.2f} of them weights and optimiser)"
+
 
 RESUME = "the same command continues from the last checkpoint"
 EPILOG = """examples:
@@ -99,8 +298,6 @@ def run(args: argparse.Namespace) -> int:
     """Train, or print the plan. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
     config = config_of(args)
     if args.store is None:
-        from openhands_rl_plugin.cli.train.shapes import print_shapes
-
         return print_shapes(args, config)
     args.adapter = args.adapter or (VERIFIER if args.verifier else config.serving.adapter)
     # Absolute paths: a server may have another working directory.
@@ -108,7 +305,7 @@ def run(args: argparse.Namespace) -> int:
     args.publish = publish_servers(config.serving, args.publish) if args.publish else None
     with join_processes() as ranks:
         if args.verifier:
-            from openhands_rl_plugin.cli.train.verifier import VerifierTraining
+            from openhands_rl_plugin.cli.train_verifier import VerifierTraining
 
             return VerifierTraining(args, ranks, config).run()
         if foreign := given_fields(args, VerifierSettings):
@@ -154,7 +351,6 @@ class PolicyTraining(TrainingRun):
         return 0
 
     async def _read(self) -> tuple[str, TrainingDataset]:
-        from openhands_rl_plugin.cli.train.foreign import with_token_ids
         from openhands_rl_plugin.rollout.scoring import rescore
         from openhands_rl_plugin.training.algorithms import algorithm_of
         from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes

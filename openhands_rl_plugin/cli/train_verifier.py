@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import given_fields, settings_from
 from openhands_rl_plugin.cli.options.versions import starting_point
-from openhands_rl_plugin.cli.train.training import TrainingRun, memory_line, print_note, training_progress
+from openhands_rl_plugin.cli.train import TrainingRun, memory_line, print_note, training_progress
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError

@@ -1,0 +1,733 @@
+"""A chat endpoint whose agent executes its tools: settings, requests, agent, streams, server."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, SerializeAsAny, model_validator
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.rl import HttpUrl, VariableName
+from openhands_rl_plugin.core.errors import InfrastructureError, ModelError, RLError, StorageError
+from openhands_rl_plugin.core.messages import to_message, to_wire
+from openhands_rl_plugin.core.protocols import LLMEngine, Strategy, StreamingEngine, TrajectoryStorage
+from openhands_rl_plugin.core.servers.bodies import BodyReader
+from openhands_rl_plugin.core.servers.connections import ConnectionLimits
+from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
+from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    Frozen,
+    JsonObject,
+    Limits,
+    Message,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolListener, ToolOptions
+from openhands_rl_plugin.environments.tools.environment import ToolCallStarted as ToolCallStarted
+from openhands_rl_plugin.environments.tools.environment import ToolResult as ToolResult
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
+from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError, UpstreamFailure
+from openhands_rl_plugin.models.server.http import (
+    ERROR_HANDLERS,
+    SSE_DONE,
+    error_body,
+    json_response,
+    sse_event,
+    unless_disconnected,
+)
+from openhands_rl_plugin.models.server.requests import LARGEST, Messages, ModelName, OpenAIModel, StreamOptions
+from openhands_rl_plugin.models.server.responses import (
+    AssistantMessage,
+    ChatCompletionChoice,
+    ChatCompletionChunk,
+    ChatCompletionChunkChoice,
+    ChatCompletionResponse,
+    DeltaMessage,
+    ModelCard,
+    ModelList,
+    UsageInfo,
+    now,
+)
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+
+
+class TextDelta(Frozen):
+    """New text of the agent, without reasoning and tool calls. ``turn`` counts the model responses from 1."""
+
+    text: str
+    turn: int
+
+
+class AgentResult(Frozen):
+    """Result of a request. Without an ``answer`` it is ``None``; ``stop`` and ``failure`` are the reason."""
+
+    answer: str | None
+    trajectory: Trajectory
+
+    @property
+    def stop(self) -> StopReason:
+        """Why the episode ended."""
+        return self.trajectory.stop
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure of the episode, if any."""
+        return self.trajectory.failure
+
+    @property
+    def cut(self) -> bool:
+        """Whether the last model response was truncated by ``max_tokens``."""
+        last = next(iter([*self.trajectory.sampled()][-1:]), None)
+        return last is not None and last.finish_reason == "length"
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages after those of the request, reasoning included: append them before the next user message."""
+        path = self.trajectory.path()
+        first = next((at for at, index in enumerate(path) if self.trajectory.nodes[index].sampled), len(path))
+        return tuple(self.trajectory.nodes[index].message for index in path[first:])
+
+
+class Answer(Frozen):
+    """The final answer. ``streamed``: its text was already sent as ``TextDelta`` events of the last turn."""
+
+    text: str
+    result: AgentResult
+    streamed: bool = False
+
+
+class Stopped(Frozen):
+    """The episode ended without an answer."""
+
+    reason: StopReason
+    result: AgentResult
+
+
+AgentEvent = TextDelta | ToolCallStarted | ToolResult | Answer | Stopped
+"""The last event of a request, and only the last, is an ``Answer`` or ``Stopped``."""
+
+
+class TextStreamingEngine:
+    """Sends the visible text of each response to ``listener``; all at once when the engine cannot stream.
+
+    ``streamed_text`` is the text of the last response that was sent.
+    """
+
+    def __init__(self, engine: LLMEngine, environment: ToolEnvironment, listener: Callable[[TextDelta], None]) -> None:
+        self.streamed_text = ""
+        self._engine = engine
+        self._environment = environment
+        self._listener = listener
+        self._turn = 0
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` completions; only a single one is streamed. Raises what the engine raises."""
+        if n != 1:
+            return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
+        self._turn += 1
+        self.streamed_text = ""
+        if isinstance(self._engine, StreamingEngine):
+            completion = await self._listen(self._engine.stream(messages, tools=tools, sampling=sampling))
+        else:
+            completion = (await self._engine.complete(messages, tools=tools, sampling=sampling))[0]
+        self._emit(self._environment.read(completion.message).speech)
+        return [completion]
+
+    async def _listen(self, stream: AsyncIterator[str | Completion]) -> Completion:
+        text = ""
+        async with aclosing(stream):  # pyright: ignore[reportArgumentType]  (a generator, where there is something to close)
+            async for piece in stream:
+                if isinstance(piece, Completion):
+                    return piece
+                text += piece
+                self._emit(self._environment.said(text))
+        raise ModelError("the engine's stream ended without a completion")
+
+    def _emit(self, speech: str) -> None:
+        """Send the new part of ``speech``; nothing when it no longer starts with the text that was sent."""
+        if speech.startswith(self.streamed_text) and (fresh := speech[len(self.streamed_text) :]):
+            self.streamed_text = speech
+            self._listener(TextDelta(text=fresh, turn=self._turn))
+
+
+ToolEventName = Literal["started", "result"]
+
+
+class AgentCompletionRequest(OpenAIModel):
+    """POST /v1/chat/completions. ``seed`` applies to the episode, ``max_tokens`` to each model response."""
+
+    messages: Annotated[Messages, Field(min_length=1)]
+    model: ModelName | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=LARGEST)
+    tools: tuple[object, ...] | None = None
+
+    @model_validator(mode="after")
+    def _reject_unsupported(self) -> Self:
+        if self.tools:
+            raise ValueError("tools are the agent's own; remove `tools` from the request")
+        if self.n not in (None, 1):
+            raise ValueError("n must be 1; send one request per answer")
+        unknown = {message.role for message in self.messages} - {"system", "developer", "user", "assistant", "tool"}
+        if unknown:
+            raise ValueError(f"unknown role {sorted(unknown)[0]!r:.100}; use system, user, assistant or tool")
+        return self
+
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages as ``Message`` values. The role ``developer`` becomes ``system``."""
+        return tuple(
+            to_message(
+                message.model_dump(exclude={"content", "role"})
+                | {"content": message.text, "role": "system" if message.role == "developer" else message.role}
+            )
+            for message in self.messages
+        )
+
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of the request."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            seed=self.seed,
+        )
+
+
+class ToolEventDelta(OpenAIModel):
+    """A tool call or its result in a stream."""
+
+    event: ToolEventName
+    id: str
+    name: str
+    arguments: str | None = None
+    content: str | None = None
+    ok: bool | None = None
+
+
+class AgentDelta(DeltaMessage):
+    """The fields that a chunk adds to the message."""
+
+    tool_event: ToolEventDelta | None = None
+
+
+class AgentChunkChoice(ChatCompletionChunkChoice):
+    """The only choice of a chunk. Its ``delta`` is an ``AgentDelta``, serialised with all of its fields."""
+
+    delta: SerializeAsAny[DeltaMessage]
+
+
+class AgentChunk(ChatCompletionChunk):
+    """One chunk of a streamed response."""
+
+    choices: list[AgentChunkChoice]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so never written to)
+
+
+def tool_event_delta(event: ToolCallStarted | ToolResult) -> ToolEventDelta:
+    """A tool event as a field of a chunk."""
+    if isinstance(event, ToolCallStarted):
+        return ToolEventDelta(event="started", id=event.call_id, name=event.name, arguments=event.arguments)
+    return ToolEventDelta(event="result", id=event.call_id, name=event.name, content=event.content, ok=event.ok)
+
+
+def finish_reason(result: AgentResult) -> str:
+    """``stop`` for an answer, ``length`` when a limit truncated it or ended the episode."""
+    return "stop" if result.answer is not None and not result.cut else "length"
+
+
+def stop_reason(result: AgentResult) -> str | None:
+    """The reason why there is no answer; ``None`` with an answer."""
+    return None if result.answer is not None else result.stop.value
+
+
+def usage_of(result: AgentResult) -> UsageInfo:
+    """Token usage of the whole episode."""
+    usage = result.trajectory.usage
+    return UsageInfo(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+def completion_response(identifier: str, model: str, result: AgentResult) -> ChatCompletionResponse:
+    """The body of a response that is not streamed."""
+    choice = ChatCompletionChoice(
+        index=0,
+        message=AssistantMessage(content=result.answer),
+        logprobs=None,
+        finish_reason=finish_reason(result),
+        stop_reason=stop_reason(result),
+        token_ids=None,
+    )
+    return ChatCompletionResponse(id=identifier, model=model, choices=[choice], usage=usage_of(result))
+
+
+DEFAULT_LIMITS = Limits(max_turns=32, max_response_length=2048, timeout=600.0)
+_REACT = StrategySpec(name="StandardReAct")
+
+
+class AgentRuntime:
+    """Answers conversations with a policy and tools.
+
+    Args:
+        engine: the policy.
+        tools: in addition to, or instead of, those of ``options.tools``; ``None``: only the latter. These objects are
+            shared by all conversations, so a tool with state must be named in ``options`` instead.
+        policy: what the engine samples from, for the records.
+        options: of the ``ToolEnvironment``.
+        limits: of one request. ``max_response_length`` is the maximum number of tokens of each model response.
+        sampling: defaults for parameters that a request does not set.
+        make_strategy: makes the strategy of a request, ReAct by default. Only ReAct streams text: other strategies
+            sample candidates that are discarded.
+        strategy_spec: its name and options, for the records.
+        storage: records every conversation under ``run_id``; ``None``: no recording. It is not closed.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        tools: Sequence[ToolBase] | None = None,
+        *,
+        policy: PolicyRef,
+        options: ToolOptions | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        sampling: SamplingParams | None = None,
+        make_strategy: Callable[[], Strategy] | None = None,
+        strategy_spec: StrategySpec = _REACT,
+        storage: TrajectoryStorage | None = None,
+        run_id: str = "agent",
+    ) -> None:
+        self.policy = policy
+        self._engine = engine
+        self._tools = tools
+        self._options = options or ToolOptions()
+        self._limits = limits
+        self._sampling = sampling or SamplingParams()
+        self._make_strategy = make_strategy
+        self._spec = strategy_spec
+        self._storage = storage
+        self._run_id = run_id
+        # Invalid tools raise here, not at the first request.
+        self._environment()
+
+    async def run(
+        self, messages: Sequence[Message], *, sampling: SamplingParams | None = None, name: str = ""
+    ) -> AgentResult:
+        """Answer a conversation. ``sampling``: the parameters of this request; its ``seed`` is that of the episode.
+
+        ``name`` identifies the recorded episode and must be unique; generated by default. Failures are part of the
+        result. Raises ``StorageError``.
+        """
+        return await self._run_episode(messages, sampling, name, self._environment(), self._engine)
+
+    async def stream(
+        self, messages: Sequence[Message], *, sampling: SamplingParams | None = None, name: str = ""
+    ) -> AsyncIterator[AgentEvent]:
+        """Like ``run``, but yields events during the episode. Closing the iterator cancels it."""
+        events: asyncio.Queue[AgentEvent | None] = asyncio.Queue()
+        environment = self._environment(events.put_nowait)
+        text_engine = None
+        if environment.speaks and self._make_strategy is None:
+            text_engine = TextStreamingEngine(self._engine, environment, events.put_nowait)
+        episode = asyncio.create_task(
+            self._run_episode(
+                messages, sampling, name, environment, text_engine if text_engine is not None else self._engine
+            )
+        )
+        episode.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            yield _last(episode.result(), text_engine)
+        finally:
+            episode.cancel()
+            await asyncio.wait({episode})
+
+    def _environment(self, listener: ToolListener | None = None) -> ToolEnvironment:
+        return ToolEnvironment(self._options, tools=self._tools, listener=listener)
+
+    async def _run_episode(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None,
+        name: str,
+        environment: ToolEnvironment,
+        engine: LLMEngine,
+    ) -> AgentResult:
+        name = name or uuid.uuid4().hex
+        wanted = sampling or SamplingParams()
+        session = AgentSession(
+            environment=environment,
+            strategy=self._make_strategy() if self._make_strategy is not None else StandardReActStrategy(),
+            strategy_spec=self._spec,
+            engine=SeededEngine(engine, self._merged(wanted), wanted.seed),
+            policy=self.policy,
+            limits=self._limits,
+            storage=self._storage,
+        )
+        task = Task(id=name, environment="tools", data={"messages": [to_wire(message) for message in messages]})
+        trajectory = await session.run(EpisodeRequest(task=task, run_id=self._run_id, group_id=name, sampling=wanted))
+        answer = trajectory.evidence.get("answer")
+        if not isinstance(answer, str) or trajectory.failure is not None:
+            answer = None
+        return AgentResult(answer=answer, trajectory=trajectory)
+
+    def _merged(self, wanted: SamplingParams) -> SamplingParams:
+        """The request's parameters, with the runtime's defaults; ``max_tokens`` is capped by the limits."""
+        bound = self._limits.max_response_length
+        merged = merge_sampling(wanted, self._sampling)
+        return merged.model_copy(update={"max_tokens": min(merged.max_tokens or bound, bound)})
+
+
+def _last(result: AgentResult, text_engine: TextStreamingEngine | None) -> Answer | Stopped:
+    if result.answer is None:
+        return Stopped(reason=result.stop, result=result)
+    streamed = text_engine is not None and text_engine.streamed_text == result.answer
+    return Answer(text=result.answer, result=result, streamed=streamed)
+
+
+MIB = 1024**2
+
+
+class PolicyConfig(Frozen):
+    """The policy, its tools and its limits."""
+
+    base_url: HttpUrl = Field(min_length=1, description="model server, up to and including /v1")
+    model: str = Field(min_length=1, description="served model name, such as policy-v000007")
+    base_model: str = Field(default="", description="name of the adapter's base model; unset: the model itself")
+    upstream_key_env: VariableName = Field(default="", description="environment variable with the model server's key")
+    tools: tuple[str, ...] = Field(default=(), description="think, final or module:Class; none: a plain conversation")
+    template: str = Field(
+        default="",
+        description="family whose calls stand in the text (qwen3, ...); unset: the server reads them",
+    )
+    opens_thought: bool = Field(
+        default=False,
+        description="true for a model whose prompt ends with <think>, behind a server that leaves thoughts in answers",
+    )
+    system_prompt: str | None = Field(default=None, description="system message in place of the built-in one")
+    max_turns: int = Field(default=32, ge=1, description="model responses per request")
+    max_tokens: int = Field(default=2048, ge=1, description="tokens of one model response")
+    timeout: float = Field(default=600.0, gt=0, description="seconds for one request")
+    temperature: float | None = Field(default=None, ge=0, le=10, description="unset: the server's own")
+    record: str = Field(default="", description="folder of a file store in which every conversation is recorded")
+    run_id: str = Field(default="agent", min_length=1, max_length=200, description="run that the records belong to")
+
+    def options(self) -> ToolOptions:
+        """Of the environment. A conversation without tools has no system message of its own."""
+        return ToolOptions(
+            tools=self.tools,
+            template=self.template,
+            opens_thought=self.opens_thought,
+            system_prompt=self.system_prompt,
+        )
+
+    def limits(self) -> Limits:
+        """Of one request."""
+        return Limits(max_turns=self.max_turns, max_response_length=self.max_tokens, timeout=self.timeout)
+
+    def sampling(self) -> SamplingParams:
+        """Defaults for parameters that a request does not set."""
+        return SamplingParams(temperature=self.temperature)
+
+
+class AgentConfig(PolicyConfig):
+    """The endpoint: its address and its limits."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
+    port: int = Field(default=8300, ge=0, le=65535, description="0 takes a free port")
+    api_key_env: VariableName = Field(
+        default=API_KEY,
+        description="environment variable with the API key that clients must send; unset: no key is required",
+    )
+    max_running: int = Field(default=16, ge=1, le=4096, description="concurrent requests")
+    max_waiting: int = Field(default=64, ge=0, description="requests that may wait; one more gets status 503")
+    max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="maximum size of a request in bytes")
+
+    def door(self) -> Door:
+        """Who is let in. Raises ``ConfigError`` when a network address has no key."""
+        return Door(required_key(self.host, self.api_key_env, protects="the agent and its tools"))
+
+
+@asynccontextmanager
+async def opened_runtime(config: PolicyConfig) -> AsyncIterator[AgentRuntime]:
+    """A runtime for this event loop; its connections and its store are closed on exit.
+
+    Raises ``ConfigError`` for invalid tools, an invalid template or a missing key, and ``StorageError``.
+    """
+    async with AsyncExitStack() as stack:
+        engine = OpenAIEngine(
+            config.model,
+            config.base_url,
+            base_model=config.base_model or None,
+            timeout=config.timeout,
+            api_key_env=config.upstream_key_env or None,
+        )
+        stack.push_async_callback(engine.aclose)
+        storage: TrajectoryStorage | None = None
+        if config.record:
+            opened: TrajectoryStorage = registry.build("storages", "file", {"path": config.record})
+            stack.push_async_callback(opened.close)
+            storage = opened
+        yield AgentRuntime(
+            engine,
+            policy=PolicyRef.from_served_name(engine.base_model, config.model),
+            options=config.options(),
+            limits=config.limits(),
+            sampling=config.sampling(),
+            storage=storage,
+            run_id=config.run_id,
+        )
+
+
+OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
+
+
+def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
+    """The ASGI application; its lifespan opens the runtime."""
+    endpoints = AgentEndpoints(config, open_runtime)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/health", endpoints.health),
+        ],
+        exception_handlers=ERROR_HANDLERS,
+        lifespan=endpoints.lifespan,
+    )
+
+
+class ConcurrencyLimit:
+    """Runs at most ``running`` requests at a time and queues at most ``waiting`` more."""
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self._slots = asyncio.Semaphore(running)
+        self._most = running + waiting
+        self._inside = 0
+
+    def check(self) -> None:
+        """Raise ``Overloaded`` when the queue is full."""
+        if self._inside >= self._most:
+            raise Overloaded(f"{self._inside} requests are running or waiting; retry later.")
+
+    @asynccontextmanager
+    async def passed(self) -> AsyncIterator[None]:
+        """Wait for a slot and hold it. Raises ``Overloaded``."""
+        self.check()
+        self._inside += 1
+        try:
+            async with self._slots:
+                yield
+        finally:
+            self._inside -= 1
+
+
+class AgentEndpoints:
+    """One method per path."""
+
+    def __init__(self, config: AgentConfig, open_runtime: OpenRuntime) -> None:
+        self._config = config
+        self._open_runtime = open_runtime
+        self._bodies = BodyReader()
+        self._runtime: AgentRuntime | None = None
+        self._limit = ConcurrencyLimit(config.max_running, config.max_waiting)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Open the runtime while the application runs."""
+        async with self._open_runtime() as self._runtime:
+            yield
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions.
+
+        A stream also contains the text before each tool call, as separate paragraphs.
+        """
+        body = await self._bodies.read(await request.body(), AgentCompletionRequest.model_validate_json)
+        served = self._config.model
+        if body.model and body.model != served:
+            raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{served}'.", param="model")
+        runtime = self._runtime
+        assert runtime is not None, "the application runs within its lifespan"
+        self._limit.check()
+        name = _new_name()
+        if body.stream:
+            events = _Stream(body, served, name).events(runtime, self._limit)
+            return StreamingResponse(events, media_type="text/event-stream")
+        result = await unless_disconnected(request, self._answer(runtime, body, name))
+        if result.failure is not None:
+            raise _error_of(result.failure)
+        return json_response(completion_response(_identifier(name), served, result))
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models: the agent as the only model."""
+        return json_response(ModelList(data=[ModelCard(id=self._config.model, root=self._config.model)]))
+
+    async def health(self, _: Request) -> Response:
+        """GET /health."""
+        return Response()
+
+    async def _answer(self, runtime: AgentRuntime, body: AgentCompletionRequest, name: str) -> AgentResult:
+        async with self._limit.passed():
+            return await runtime.run(body.conversation(), sampling=body.sampling(), name=name)
+
+
+class _Stream:
+    """One streamed response."""
+
+    def __init__(self, body: AgentCompletionRequest, model: str, name: str) -> None:
+        self._body = body
+        self._model = model
+        self._name = name
+        self._created = now()
+        self._turn = 0
+
+    async def events(self, runtime: AgentRuntime, limit: ConcurrencyLimit) -> AsyncIterator[str]:
+        """All events up to and including ``[DONE]``. The episode is cancelled when the client disconnects."""
+        try:
+            async with limit.passed():
+                yield self._chunk(AgentDelta(role="assistant", content=""))
+                stream = runtime.stream(self._body.conversation(), sampling=self._body.sampling(), name=self._name)
+                async with aclosing(stream):  # pyright: ignore[reportArgumentType]
+                    async for event in stream:
+                        for text in self._sse_events(event):
+                            yield text
+        except ServingError as error:
+            yield sse_event(error_body(error.status, error.message, error.kind))
+        except StorageError as error:
+            yield sse_event(error_body(500, str(error), "InternalServerError"))
+        yield SSE_DONE
+
+    def _sse_events(self, event: AgentEvent) -> list[str]:
+        match event:
+            case TextDelta():
+                return [self._chunk(AgentDelta(content=self._paragraph(event.turn) + event.text))]
+            case ToolCallStarted() | ToolResult():
+                return [self._chunk(AgentDelta(tool_event=tool_event_delta(event)))]
+            case Answer():
+                return self._end(event.result, "" if event.streamed else self._paragraph(0) + event.text)
+            case Stopped():
+                if event.result.failure is not None:
+                    raise _error_of(event.result.failure)
+                return self._end(event.result, "")
+
+    def _paragraph(self, turn: int) -> str:
+        """The separator before the text of ``turn``: a paragraph break after an earlier turn."""
+        before, self._turn = self._turn, turn
+        return "\n\n" if before and before != turn else ""
+
+    def _end(self, result: AgentResult, text: str) -> list[str]:
+        last = AgentChunkChoice(
+            index=0,
+            delta=AgentDelta(content=text or None),
+            finish_reason=finish_reason(result),
+            stop_reason=stop_reason(result),
+        )
+        ending = [self._event([last])]
+        if self._body.stream_options and self._body.stream_options.include_usage:
+            ending.append(self._event([], usage_of(result)))
+        return ending
+
+    def _chunk(self, delta: AgentDelta) -> str:
+        return self._event([AgentChunkChoice(index=0, delta=delta)])
+
+    def _event(self, choices: list[AgentChunkChoice], usage: UsageInfo | None = None) -> str:
+        identifier = _identifier(self._name)
+        return sse_event(
+            AgentChunk(id=identifier, created=self._created, model=self._model, choices=choices, usage=usage)
+        )
+
+
+def _error_of(failure: Failure) -> ServingError:
+    if failure.kind is FailureKind.INFRASTRUCTURE:
+        return Overloaded(failure.message)
+    return UpstreamFailure(failure.message)
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
+
+
+def _identifier(name: str) -> str:
+    """The ``id`` of the response; ``name`` is the task id of the recorded episode."""
+    return f"chatcmpl-{name}"
+
+
+@contextmanager
+def running_agent(
+    config: AgentConfig, open_runtime: OpenRuntime | None = None, *, limits: ConnectionLimits | None = None
+) -> Iterator[str]:
+    """A server in a background thread; yields its URL, without ``/v1``.
+
+    ``open_runtime`` opens the agent; the default uses the configured model server. Raises ``ConfigError`` for invalid
+    options, ``StorageError`` for a store that cannot be opened.
+    """
+    door = config.door()
+    start = _Start(open_runtime or (lambda: opened_runtime(config)))
+    app = build_app(config, start.opened)
+    with listening(config.host, config.port) as listener:
+        try:
+            with serving(
+                app,
+                listener,
+                door=door,
+                routes=[route.path for route in app.routes if isinstance(route, Route)],
+                max_body_bytes=config.max_body_bytes,
+                limits=limits,
+                log_level="critical",
+                lifespan="on",
+            ) as url:
+                yield url
+        except InfrastructureError:
+            if start.error is None:
+                raise
+            raise start.error from None
+
+
+class _Start:
+    """Passes a startup error from the server's thread to the caller."""
+
+    def __init__(self, open_runtime: OpenRuntime) -> None:
+        self._open_runtime = open_runtime
+        self.error: RLError | None = None
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[AgentRuntime]:
+        try:
+            async with self._open_runtime() as runtime:
+                yield runtime
+        except RLError as error:
+            self.error = error
+            raise

@@ -1,0 +1,750 @@
+"""``RLAgent``, the Python API: a policy that rolls out, learns and saves, over any environment and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypedDict, runtime_checkable
+
+from pydantic import JsonValue, ValidationError
+
+from openhands_rl_plugin.config.build import (
+    make_engine,
+    make_environment,
+    make_reward,
+    make_strategy,
+    open_storage,
+    strategy_spec,
+)
+from openhands_rl_plugin.config.rl import AUTO, IN_PROCESS, RLSettings, TrainingSettings
+from openhands_rl_plugin.core.concurrency import LoopThread
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    ConfigError,
+    MissingExtraError,
+    PublishError,
+    StorageError,
+    boundary,
+    describe,
+    problems,
+)
+from openhands_rl_plugin.core.files import draft_folder
+from openhands_rl_plugin.core.messages import transcript_nodes
+from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.types import (
+    Adapter,
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    Limits,
+    PolicyRef,
+    Probe,
+    Score,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.models.adapters.publisher import PreviousVersion, check_served_logprobs, publisher_for
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.models.engines.server_models import local_weights, normalised_url, served_base
+from openhands_rl_plugin.models.generator.config import GeneratorConfig
+from openhands_rl_plugin.models.generator.errors import ServingError
+from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
+from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
+from openhands_rl_plugin.rollout.session import SessionRunner
+from openhands_rl_plugin.training.data.dataset import (
+    ExcludedEpisodes,
+    TrainReport,
+    build_dataset_or_sft,
+    load_episodes,
+)
+from openhands_rl_plugin.training.learn import learn, tell_notes
+from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+
+
+_PREFIX = "base-"
+_DIGEST_LENGTH = 16
+
+
+@runtime_checkable
+class Savable(Protocol):
+    """What Hugging Face models and tokenizers have in common."""
+
+    def save_pretrained(self, save_directory: str, /) -> object:
+        """Write into a directory in Hugging Face's form (models: ``config.json`` and safetensors)."""
+        ...
+
+
+def snapshot(model: Savable, tokenizer: Savable, folder: Path) -> Path:
+    """Write model and tokenizer to ``folder/base-<digest of the files>`` and return that directory.
+
+    Equal weights give the same directory, which is written once. Raises ``ConfigError`` for an object that is not a
+    whole model, ``StorageError`` when there is no room.
+    """
+    try:
+        with draft_folder(folder, f".{_PREFIX}") as partial:
+            model.save_pretrained(str(partial))
+            _check_whole(model, partial)
+            tokenizer.save_pretrained(str(partial))
+            target = folder / f"{_PREFIX}{_digest(partial)[:_DIGEST_LENGTH]}"
+            if not target.exists():
+                partial.rename(target)
+    except OSError as error:
+        raise StorageError(
+            f"the model cannot be written to {folder}: {describe(error)}; free some space or set [rl.serving] "
+            "adapters_path"
+        ) from error
+    return target.resolve()
+
+
+def _check_whole(model: Savable, directory: Path) -> None:
+    if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"{type(model).__name__} does not save itself as a whole model (config.json and *.safetensors): pass a "
+            "transformers model; merge the adapter of a PEFT model first: model.merge_and_unload()"
+        )
+
+
+def _digest(directory: Path) -> str:
+    """sha256 over the names and contents of the files."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+        digest.update(f"{file.relative_to(directory).as_posix()}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+_MAX_BATCH = 256
+_MIN_QUEUE = 512
+
+
+@runtime_checkable
+class ClosableEngine(LLMEngine, Protocol):
+    """An engine with connections to close. A capability of an engine, not a duty."""
+
+    async def aclose(self) -> None:
+        """Release what the engine holds."""
+        ...
+
+
+class Policy(ABC):
+    """A base model and the version of its adapter that is in use.
+
+    ``base_model`` is its name in trajectories and manifests; ``adapter`` is ``None`` while it is sampled as it is.
+    """
+
+    def __init__(self, base_model: str, settings: RLSettings) -> None:
+        self.base_model = base_model
+        # A server may have another working directory, so the paths that are sent to it must be absolute.
+        self.store = AdapterStore(settings.serving.adapters_directory.resolve())
+        self.adapter: Adapter | None = None
+        self.settings = settings
+
+    @property
+    def served_model(self) -> str:
+        """The name of the weights that are sampled from."""
+        return self.base_model if self.adapter is None else self.adapter.name
+
+    @property
+    def kept(self) -> int:
+        """Versions that stay loaded while a new one is checked."""
+        return max(1, self.settings.serving.max_adapters - 1)
+
+    async def resume(self) -> None:
+        """Use the version that the store's pointer names, if it belongs to this base model."""
+        current = self.store.current(self.settings.serving.adapter)
+        if current is not None and current.base_model == self.base_model:
+            await self.adopt(current)
+
+    async def adopt(self, adapter: Adapter, probe: Probe | None = None) -> None:
+        """Sample from ``adapter`` from now on; its logprobs are checked against ``probe`` first.
+
+        Raises ``PublishError``; the previous version then stays in use.
+        """
+        await self.publish(adapter, probe)
+        self.adapter = adapter
+
+    @abstractmethod
+    def engine(self) -> LLMEngine:
+        """Completions from the version in use; the caller closes it, if it is a ``ClosableEngine``."""
+
+    @abstractmethod
+    def training_weights(self) -> str:
+        """The base model's directory or cached name, to train on. Raises ``ConfigError`` when it is not known."""
+
+    @abstractmethod
+    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
+        """Load, probe, move the pointer, unload older versions. Raises ``PublishError``."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release what was started. Idempotent."""
+
+
+class InProcessPolicy(Policy):
+    """A model directory (or cached hub name) in the embedded generation core.
+
+    Raises ``ServingError`` for a model that cannot be served, ``MissingExtraError`` without torch.
+    """
+
+    def __init__(self, model: str, tokenizer: Any, settings: RLSettings) -> None:
+        super().__init__(model, settings)
+        try:
+            from openhands_rl_plugin.models.generator.generator import Generator
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "torch", "train") from error
+        self._tokenizer = tokenizer
+        config = {
+            "model": model,
+            # "auto": a processor without bfloat16 does not have to emulate it for every token.
+            "dtype": "float32" if settings.training.dtype == "float32" else "auto",
+            "max_batch": min(settings.max_workers, _MAX_BATCH),
+            "max_queue": max(settings.max_workers, _MIN_QUEUE),
+            "max_adapters": self.kept + 1,
+        }
+        self._generator = Generator(GeneratorConfig.model_validate(config))
+
+    def engine(self) -> LLMEngine:
+        """An engine on the shared generator, which keeps running when the engine is closed."""
+        from openhands_rl_plugin.models.engines.transformers import TransformersEngine
+
+        adapter = self.adapter.name if self.adapter is not None else None
+        return TransformersEngine(self._generator, self._tokenizer, adapter=adapter, base_model=self.base_model)
+
+    def training_weights(self) -> str:
+        """The directory of the served base model."""
+        return self.base_model
+
+    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
+        """The same steps as ``AdapterPublisher`` on a server: verify, load, probe, move the pointer, unload."""
+        self.store.verify(adapter)
+        if probe is not None:
+            self.store.keep_probe(adapter, probe)
+        await asyncio.to_thread(self._load, adapter, probe or self.store.probe(adapter))
+        self.store.point(adapter)
+        loaded = [held.name for held in self._generator.adapters if held.name != adapter.name]
+        for name in loaded[: max(0, len(loaded) - (self.kept - 1))]:
+            await asyncio.wrap_future(self._generator.unload_adapter(name))
+
+    async def close(self) -> None:
+        """Stop the generator."""
+        await asyncio.to_thread(self._generator.close)
+
+    def _load(self, adapter: Adapter, probe: Probe | None) -> None:
+        try:
+            self._generator.load_adapter(adapter.name, Path(adapter.path))
+            served = self._logprobs(adapter, probe.token_ids) if probe is not None else []
+        except ServingError as error:
+            raise PublishError(str(error)) from error
+        try:
+            if probe is not None:
+                former = self.store.previous_probe(adapter, probe.token_ids)
+                check_served_logprobs(
+                    adapter.name, served, probe, former and PreviousVersion(former[0], former[1].logprobs)
+                )
+        except PublishError:
+            self._generator.unload_adapter(adapter.name).result()
+            raise
+
+    def _logprobs(self, adapter: Adapter, token_ids: Sequence[int]) -> list[float]:
+        """The logprobs of all tokens but the first."""
+        from openhands_rl_plugin.models.generator.sampling import DecodingParams
+
+        params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        prompt = self._generator.generate(token_ids, params, adapter=adapter.name).prompt or ()
+        return [math.nan if seen is None else seen.logprob for seen in prompt[1:]]
+
+
+class EndpointPolicy(Policy):
+    """A server that is already running. ``weights``: its base model's directory, if the server does not report it.
+
+    Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not answer.
+    """
+
+    def __init__(self, url: str, weights: Path | None, settings: RLSettings) -> None:
+        serving = settings.serving
+        self._url = normalised_url(url)
+        self._key = serving.api_key()
+        base = served_base(self._url, serving.model, self._key, serving.request_timeout)
+        super().__init__(base.name, settings)
+        self._weights = weights or base.weights
+        reached = serving.model_copy(update={"base_url": self._url})
+        self._publisher = publisher_for(reached, self.store, keep=self.kept)
+        self._asked = base.name
+
+    def engine(self) -> LLMEngine:
+        """An engine with its own connections: that of ``[rl] engine``."""
+        if self.settings.engine != AUTO:
+            return make_engine(self.settings, model=self.served_model, base_model=self.base_model, base_url=self._url)
+        timeout = self.settings.serving.request_timeout
+        return OpenAIEngine(self.served_model, self._url, self._key, base_model=self.base_model, timeout=timeout)
+
+    def training_weights(self) -> str:
+        """The directory that was given, or the one that the server serves from when that is on this machine."""
+        if self._weights is None:
+            raise ConfigError(
+                f"the weights of {self.base_model!r} are not on this machine (its server names no local directory as "
+                "root): pass the model's directory, RLAgent(model=url, tokenizer='path/to/model')"
+            )
+        return str(self._weights)
+
+    @property
+    def served_model(self) -> str:
+        """The model name to request from this kind of server."""
+        return self.base_model if self.adapter is None else self._asked
+
+    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
+        """Through the server's adapter routes."""
+        await self._publisher.publish(adapter, probe)
+        self._asked = await self._publisher.served_model(adapter)
+
+    async def close(self) -> None:
+        """Close the connections; the server and its adapters stay."""
+        await self._publisher.aclose()
+
+
+class EnginePolicy(Policy):
+    """A ``model`` that only the engine of ``[rl] engine`` can reach: episodes are run, but not trained here."""
+
+    def engine(self) -> LLMEngine:
+        """A new engine of that kind."""
+        return make_engine(self.settings, model=self.base_model, base_model=self.base_model)
+
+    def training_weights(self) -> str:
+        """Raises ``ConfigError``: nothing is known of the weights."""
+        raise ConfigError(
+            f"[rl] engine: no adapter can be given to {self.settings.engine!r}; train its episodes with `openhands-rl "
+            "train`, or pass the URL of a server as the model"
+        )
+
+    async def resume(self) -> None:
+        """There is no adapter to resume with."""
+
+    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
+        """Raises ``PublishError``: there is no server to publish to."""
+        raise PublishError(f"[rl] engine: {adapter.name} cannot be given to {self.settings.engine!r}")
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
+def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Policy:
+    """The policy for ``model``: an endpoint's URL, a directory or hub name, or a model object.
+
+    Raises ``ConfigError`` when model and tokenizer do not go together.
+    """
+    if isinstance(model, str) and model.startswith(("http://", "https://")):
+        if settings.engine == IN_PROCESS:
+            raise ConfigError("[rl] engine: 'transformers' runs a model's directory; for a server's URL use 'openai'")
+        return EndpointPolicy(model, _weights_of_endpoint(tokenizer), settings)
+    if settings.engine == "openai":
+        raise ConfigError("[rl] engine: 'openai' asks a server: pass its URL as the model, or leave the line out")
+    if settings.engine not in (AUTO, IN_PROCESS) and isinstance(model, str | Path):
+        return EnginePolicy(str(model), settings)
+    if isinstance(model, str | Path):
+        name = str(local_weights(model) or model)
+        if isinstance(tokenizer, str | Path):
+            if str(local_weights(tokenizer) or tokenizer) != name:
+                raise ConfigError("the tokenizer belongs to another model: pass a tokenizer object, or leave it out")
+            tokenizer = None
+        return InProcessPolicy(name, _fast(tokenizer), settings)
+    if not isinstance(model, Savable):
+        raise ConfigError(
+            f"model must be a transformers model, a directory or name, or an endpoint's URL, not {type(model).__name__}"
+        )
+    if tokenizer is None or not isinstance(tokenizer, Savable):
+        raise ConfigError("a model object needs its tokenizer object: RLAgent(model, tokenizer, config)")
+    _fast(tokenizer)
+    directory = snapshot(model, tokenizer, settings.serving.adapters_directory)
+    return InProcessPolicy(str(directory), None, settings)
+
+
+def _weights_of_endpoint(tokenizer: object) -> Path | None:
+    if not isinstance(tokenizer, str | Path):
+        return None  # the server has its own tokenizer, so an object is of no use here and does no harm
+    if (weights := local_weights(tokenizer)) is None:
+        raise ConfigError(f"tokenizer: {str(tokenizer)!r:.200} is not a model's directory (it has no config.json)")
+    return weights
+
+
+def _fast(tokenizer: Any) -> Any:
+    if tokenizer is not None and not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"a fast tokenizer is needed (AutoTokenizer.from_pretrained), not {type(tokenizer).__name__}")
+    return tokenizer
+
+
+# The range of an episode's seed: far larger than the number of completions of a call, whose seeds are consecutive.
+_SEEDS = 2**31
+
+ConversationMessage = TypedDict(
+    "ConversationMessage", {"from": Literal["human", "gpt"], "value": str, "loss": bool | None}
+)
+"""A message in AgentGym's form; ``loss`` is true for sampled messages and ``None`` for all others."""
+
+
+class EpisodeResult(TypedDict):
+    """One episode of ``RLAgent.run``.
+
+    ``reward`` is that of ``[rl.reward]`` (default: the return), or ``None`` when there is no valid one; then
+    ``failure`` says why. ``text`` is the whole conversation. ``trajectory_id`` is its id in the storage.
+    """
+
+    conversation: list[ConversationMessage]
+    reward: float | None
+    text: str
+    trajectory_id: str
+    task_id: str
+    stop: str
+    failure: str | None
+
+
+def session_runner(
+    settings: RLSettings,
+    engine: LLMEngine,
+    *,
+    base_model: str,
+    limits: Limits,
+    seed: str,
+    storage: TrajectoryStorage | None = None,
+) -> SessionRunner:
+    """A runner for the episodes of one run over one engine, each with its own environment, strategy and seed.
+
+    With a ``storage``, episodes are stored while they run.
+    """
+
+    def engine_for(request: EpisodeRequest) -> SeededEngine:
+        # Not the request's own seed: that one depends on the run's id, which differs in every run.
+        key = f"{seed}/{request.task.id}/{request.sample}/{request.attempt}"
+        return SeededEngine(engine, settings.sampling_params(), random.Random(key).randrange(_SEEDS))
+
+    return SessionRunner(
+        make_environment=lambda request: make_environment(settings),
+        make_strategy=lambda request: make_strategy(settings),
+        make_engine=engine_for,
+        strategy_spec=strategy_spec(settings),
+        base_model=base_model,
+        limits=limits,
+        storage=storage,
+    )
+
+
+def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult:
+    """An episode and its score in the caller's form."""
+    conversation = [_message(trajectory, index) for index in transcript_nodes(trajectory)]
+    speakers = {"human": "Human", "gpt": "Assistant"}
+    return EpisodeResult(
+        conversation=conversation,
+        reward=outcome.reward if isinstance(outcome, Score) else None,
+        text="".join(f"\n{speakers[message['from']]}: {message['value']}" for message in conversation),
+        trajectory_id=trajectory.id,
+        task_id=trajectory.task.id,
+        stop=trajectory.stop.value,
+        failure=f"{outcome.kind.value}: {outcome.message}" if isinstance(outcome, Failure) else None,
+    )
+
+
+def _message(trajectory: Trajectory, index: int) -> ConversationMessage:
+    node = trajectory.nodes[index]
+    speaker = "gpt" if node.message.role == "assistant" else "human"
+    loss = node.sampled if speaker == "gpt" else None
+    return {"from": speaker, "value": node.message.content or "", "loss": loss}
+
+
+__all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
+
+_LOG = redacting_logger(__name__)
+
+
+class RLAgent:
+    """The Python API: runs episodes and trains on them, without OpenHands. This is ``openhands_rl_plugin.RLAgent``.
+
+    The agent of the same name that OpenHands loads (``agent = "RLAgent"``) is the one of ``hosts/v0/agent.py``.
+
+    Args:
+        model: a transformers model object; a model's directory (or cached hub name); the URL of an OpenAI-compatible
+            endpoint (``"http://127.0.0.1:8100/v1"``); or any name that the engine of ``[rl] engine`` knows. An object
+            is written once below ``[rl.serving] adapters_path``, and served and trained from there: an adapter is
+            bound to exact weights, and an object may change.
+        tokenizer: needed with a model object. With an endpoint: the directory of the model's weights, to train where
+            the server does not report one.
+        config: the ``[rl]`` section of ``config.toml``; default: all defaults.
+        progress: show bars of episodes and of optimiser steps on stderr, if that is a terminal.
+
+    An agent resumes the latest version of ``[rl.serving] adapter`` if that was trained on the same base model.
+    All methods are synchronous and may be called from anywhere, from inside a running event loop too; calls from
+    several threads wait for each other. ``close()``, or the end of a ``with`` block, releases what was started.
+
+    Raises ``ConfigError`` and other ``RLError`` whose first line names the cause and the remedy.
+    """
+
+    def __init__(
+        self, model: object, tokenizer: object = None, config: RLSettings | None = None, *, progress: bool = True
+    ) -> None:
+        self.config = config or RLSettings()
+        make_environment(self.config)
+        make_strategy(self.config)
+        self.config.training.check_servable()
+        self._reward = make_reward(self.config.reward)
+        refuse_without_workspace(self._reward, "RLAgent plays environments, which have none")
+        self._storage = open_storage(self.config)
+        self._policy = open_policy(model, tokenizer, self.config)
+        self._thread = LoopThread("rl-agent")
+        self._one_call = threading.Lock()
+        self._closed = False
+        self._progress = progress
+        self._runs = 0
+        try:
+            self._thread.wait_for(self._policy.resume())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def policy(self) -> PolicyRef:
+        """The weights that the next episode samples from."""
+        return PolicyRef.from_served_name(self._policy.base_model, self._policy.served_model)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter in use; ``None`` while the base model is sampled as it is."""
+        return self._policy.adapter
+
+    def run(
+        self,
+        task_description: str = "",
+        max_rounds: int | None = None,
+        task_indices: Sequence[int] | None = None,
+        parallel: bool = True,
+        batch_size: int = 1,
+        metadata: Mapping[str, JsonValue] | None = None,
+        split: str = "",
+    ) -> list[EpisodeResult]:
+        """Run and store episodes; return one result per episode, in the order of ``task_indices``.
+
+        Args:
+            task_description: the instruction, in the first prompt of every episode.
+            max_rounds: maximum turns of an episode; default: ``config.max_turns``.
+            task_indices: indices of the environment's tasks; default: the first one.
+            parallel: run up to ``config.max_workers`` episodes concurrently, else one after another.
+            batch_size: episodes per task (the group size); training compares them, so use 4 or more.
+            metadata: kept with the stored tasks.
+            split: of the tasks; ``train`` never learns from ``"heldout"``.
+
+        A failed episode is part of the result, with ``failure`` set and ``reward`` ``None``. Raises ``StorageError``
+        when an episode cannot be stored, ``ConfigError`` for invalid arguments.
+        """
+        tasks = self._tasks(task_description, [0] if task_indices is None else task_indices, metadata, split)
+        for name, value in (("batch_size", batch_size), ("max_rounds", 1 if max_rounds is None else max_rounds)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not tasks:
+            return []
+        limits = self.config.limits()
+        if max_rounds is not None:
+            limits = limits.model_copy(update={"max_turns": max_rounds})
+        with self._working():
+            self._runs += 1
+            plan = RolloutPlan(
+                run_id=f"agent-{uuid.uuid4().hex}",
+                tasks=tasks,
+                samples_per_task=batch_size,
+                served_model=self._policy.served_model,
+                concurrency=self.config.max_workers if parallel else 1,
+            )
+            return self._thread.wait_for(self._play(plan, limits))
+
+    def train(
+        self,
+        learning_rate: float | None = None,
+        num_epochs: int | None = None,
+        batch_size: int | None = None,
+        max_grad_norm: float | None = None,
+        env_name: str | None = None,
+        task_id: int | str | None = None,
+    ) -> TrainReport:
+        """Train on this policy's stored episodes, and sample from the new adapter from now on.
+
+        Uses ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline) on the recorded token ids if
+        episodes of one task differ in reward; else supervised fine-tuning on the episodes with a positive reward. The
+        reward is that of ``[rl.reward]`` (default: the return); stored scores of its version are used. Arguments that
+        are left out are taken from ``config.training`` (1e-5, 3 epochs, 8 episodes per step, 1.0).
+
+        Args:
+            learning_rate: AdamW's learning rate.
+            num_epochs: passes over the episodes.
+            batch_size: episodes per optimiser step.
+            max_grad_norm: the norm that gradients are clipped to.
+            env_name: use only this environment's episodes; default: ``config.env_name``.
+            task_id: use only the episodes of this task: its index, or the ``task_id`` of a result.
+
+        Raises ``TrainingError`` when no stored episode can be trained on, ``ConfigError`` when the weights of an
+        endpoint's model are not on this machine, ``PublishError`` when the served adapter's logprobs differ from the
+        trainer's; the previous adapter then stays in use.
+        """
+        given = {
+            "learning_rate": learning_rate,
+            "num_epochs": num_epochs,
+            "batch_size": batch_size,
+            "max_grad_norm": max_grad_norm,
+        }
+        settings = _overridden(
+            self.config.training, {name: value for name, value in given.items() if value is not None}
+        )
+        weights = self._policy.training_weights()
+        environment = env_name or self.config.env_name
+        chosen = task_id_of(environment, task_id) if isinstance(task_id, int) else task_id
+        where = TrajectoryFilter(environment=environment, task_id=chosen)
+        with self._working():
+            collecting = load_episodes(
+                self._storage,
+                where,
+                base_model=self._policy.base_model,
+                adapter=self.config.serving.adapter,
+                reward=self._reward,
+            )
+            episodes = self._thread.wait_for(collecting)
+            dataset = build_dataset_or_sft(episodes, settings)
+            for warning in dataset.warnings():
+                _LOG.warning("%s", warning)
+            trainer = _trainer(weights, settings, self._policy.adapter)
+            with progress_bar("optimiser steps", shown=self._progress) as bar:
+                notes = tell_notes(trainer, bar.print if bar.drawn else _LOG.info)
+                metrics, adapter, probe = learn(
+                    trainer,
+                    dataset,
+                    self._policy.store,
+                    self.config.serving.adapter,
+                    base_model=self._policy.base_model,
+                    parent=self._policy.adapter,
+                    on_progress=lambda at: bar.update(at.done, at.total, note=f"loss {at.loss:.3f}"),
+                )
+            assert adapter is not None  # this is the only process
+            self._thread.wait_for(self._policy.adopt(adapter, probe))
+        used = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics.as_floats()}
+        return TrainReport(algorithm=dataset.algorithm, adapter=adapter, notes=notes, **used)
+
+    def create_prompt(self, task_description: str) -> str:
+        """The first prompt of the environment's first task, as text. Opens and closes an episode for it.
+
+        Raises ``RLError`` when the environment does not answer.
+        """
+        (task,) = self._tasks(task_description, [0], None)
+        with self._working():
+            return self._thread.wait_for(self._opening(task))
+
+    def close(self) -> None:
+        """Release the model, the connections, the storage and the thread. A given server keeps running. Idempotent."""
+        with self._one_call:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._thread.wait_for(self._policy.close())
+                self._thread.wait_for(self._storage.close())
+            finally:
+                self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """One call at a time: the adapter must not change while episodes run."""
+        with self._one_call:
+            if self._closed:
+                raise RuntimeError("the agent is closed")
+            yield
+
+    async def _play(self, plan: RolloutPlan, limits: Limits) -> list[EpisodeResult]:
+        engine = self._policy.engine()
+        seed = f"{self.config.sampling.seed}/{self._runs}"
+        try:
+            base_model, storage = self._policy.base_model, self._storage
+            runner = session_runner(
+                self.config, engine, base_model=base_model, limits=limits, seed=seed, storage=storage
+            )
+            total = len(plan.tasks) * plan.samples_per_task
+            with progress_bar("episodes", total, shown=self._progress) as bar:
+                played = await roll_out(plan, runner, storage, on_finished=lambda _: bar.advance())
+        finally:
+            if isinstance(engine, ClosableEngine):
+                await engine.aclose()
+        outcomes = await judge_all(self._reward, played)
+        await self._storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
+        return [result_of(trajectory, outcome) for trajectory, outcome in zip(played, outcomes, strict=True)]
+
+    async def _opening(self, task: Task) -> str:
+        environment = make_environment(self.config)
+        try:
+            with boundary(FailureKind.ENVIRONMENT, "environment.reset"):
+                opening = await environment.reset(task)
+        finally:
+            # The opening is known already, so a failure of close does not matter.
+            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
+                await environment.close()
+        return "\n\n".join(f"{message.role}: {message.content or ''}" for message in opening.messages)
+
+    def _tasks(
+        self, instruction: str, indices: Sequence[int], metadata: Mapping[str, JsonValue] | None, split: str = ""
+    ) -> tuple[Task, ...]:
+        name = self.config.env_name
+        if len(set(indices)) < len(indices):
+            raise ConfigError("task_indices contains a task twice: repeat a task with batch_size")
+        extra = {"metadata": dict(metadata)} if metadata else {}
+        try:
+            return tuple(
+                Task(
+                    id=task_id_of(name, index),
+                    environment=name,
+                    instruction=instruction,
+                    data={"idx": index, **extra},
+                    split=split,
+                )
+                for index in indices
+            )
+        except ValidationError as error:
+            lines = (f"{'.'.join(at)}: {what}" for at, what in problems(error, Task))
+            raise ConfigError("\n".join(lines)) from error
+
+
+def task_id_of(environment: str, index: int) -> str:
+    """``("webshop", 3)`` -> ``"webshop-3"``."""
+    return f"{environment}-{index}"
+
+
+def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> TrainingSettings:
+    try:
+        return TrainingSettings.model_validate({**settings.model_dump(), **given})
+    except ValidationError as error:
+        raise ConfigError(
+            "\n".join(f"{'.'.join(at)}: {what}" for at, what in problems(error, TrainingSettings))
+        ) from error
+
+
+def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
+    try:
+        from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "train") from error
+    return LoraTrainer(weights, settings, adapter=adapter)

@@ -1,1 +1,0 @@
-"""The checks of ``openhands-rl doctor``. Start with ``checks``."""

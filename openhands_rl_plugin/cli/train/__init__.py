@@ -1,1 +1,0 @@
-"""``openhands-rl train`` and ``watch``. Start with ``train``."""
