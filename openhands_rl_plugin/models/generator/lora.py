@@ -1,9 +1,9 @@
-"""Load a PEFT LoRA adapter, check it against the served model, and convert it for the fused layers."""
+"""The linear layers of a served model, and the LoRA adapters that are added to them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,10 +27,9 @@ PACK_ROWS = 16
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """The weights of one adapter in one fused layer.
+    """The weights of one adapter in one layer.
 
-    ``lora_a``: [rank, in]; ``lora_b``: [out, rank], already multiplied by the adapter's scaling. For fused projections
-    the ranks are concatenated and ``lora_b`` is block-diagonal.
+    ``lora_a``: [rank, in]; ``lora_b``: [out, rank], already multiplied by the adapter's scaling.
     """
 
     lora_a: Tensor
@@ -61,25 +60,18 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Projection(nn.Module):
-    """``y = x W^T + b`` plus the low-rank terms of the adapters in use; replaces one or more ``nn.Linear``.
+    """``y = x W^T + b`` plus the low-rank terms of the adapters in use; replaces the ``nn.Linear`` of that ``name``."""
 
-    ``names`` are the replaced modules' full names, in the order of their rows in the fused output.
-    """
-
-    def __init__(self, names: Sequence[str], linears: Sequence[nn.Linear], lora_mapping: LoRAMapping) -> None:
+    def __init__(self, name: str, linear: nn.Linear, lora_mapping: LoRAMapping) -> None:
         super().__init__()
-        self.names = tuple(names)
-        self.key = names[0]
-        self.in_features = linears[0].in_features
-        self.out_sizes = tuple(linear.out_features for linear in linears)
+        self.name = name
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self._lora_mapping = lora_mapping
-        weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears]
-        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        weight = linear.weight.detach()
+        self._bias = None if linear.bias is None else linear.bias.detach()
         self._packed = can_pack(weight)
-        self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS) if self._packed else weight.detach()
-        )
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self._packed else weight
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in] -> [..., out]; the leading dimensions, flattened, are the token rows of the step."""
@@ -88,7 +80,7 @@ class Projection(nn.Module):
         else:
             y = F.linear(x, self._weight, self._bias)
         for segment in self._lora_mapping.segments:
-            pair = segment.layers.get(self.key)
+            pair = segment.layers.get(self.name)
             if pair is not None:
                 self._add_low_rank(x, y, segment, pair)
         return y
@@ -100,46 +92,6 @@ class Projection(nn.Module):
         y.view(-1, y.shape[-1])[rows].addmm_(hidden, pair.lora_b.t())
 
 
-class SharedProjection:
-    """Computes a fused projection once for the members that are called with the same input tensor."""
-
-    def __init__(self, projection: Projection) -> None:
-        self.projection = projection
-        self._members = len(projection.out_sizes)
-        self._input: Tensor | None = None
-        self._output: Tensor | None = None
-        self._left = 0
-
-    def output(self, x: Tensor) -> Tensor:
-        """The fused output for ``x``; released once its last member has read it."""
-        if self._input is not x or self._output is None:
-            self._input, self._output, self._left = x, self.projection(x), self._members
-        output = self._output
-        assert output is not None
-        self._left -= 1
-        if self._left == 0:
-            self._input = self._output = None
-        return output
-
-
-class ProjectionMember(nn.Module):
-    """One of several sibling projections (query, key, value): a slice of the shared fused output."""
-
-    def __init__(self, shared: SharedProjection, start: int, stop: int) -> None:
-        super().__init__()
-        self._shared = shared
-        self._start = start
-        self._stop = stop
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in] -> [..., this member's out]."""
-        return self._shared.output(x)[..., self._start : self._stop]
-
-
-# Every architecture with these names calls the siblings of a group with the same input.
-FUSED_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
 def replace_linears(model: nn.Module, lora_mapping: LoRAMapping) -> dict[str, Projection]:
     """Replace every ``nn.Linear`` of ``model`` in place; returns replaced module name -> its projection.
 
@@ -147,31 +99,12 @@ def replace_linears(model: nn.Module, lora_mapping: LoRAMapping) -> dict[str, Pr
     """
     projections: dict[str, Projection] = {}
     for parent_name, parent in list(model.named_modules()):
-        linears = {n: child for n, child in parent.named_children() if type(child) is nn.Linear}
         prefix = f"{parent_name}." if parent_name else ""
-        for group in FUSED_SIBLINGS:
-            if all(_fits(linears, n, group[0]) for n in group):
-                projection = Projection([prefix + n for n in group], [linears.pop(n) for n in group], lora_mapping)
-                shared, start = SharedProjection(projection), 0
-                for name, size in zip(group, projection.out_sizes, strict=True):
-                    setattr(parent, name, ProjectionMember(shared, start, start + size))
-                    start += size
-                projections |= dict.fromkeys(projection.names, projection)
-        for name, linear in linears.items():
-            projection = Projection([prefix + name], [linear], lora_mapping)
-            setattr(parent, name, projection)
-            projections[prefix + name] = projection
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear:
+                projections[prefix + name] = projection = Projection(prefix + name, linear, lora_mapping)
+                setattr(parent, name, projection)
     return projections
-
-
-def _fits(linears: dict[str, nn.Linear], name: str, first: str) -> bool:
-    linear, reference = linears.get(name), linears.get(first)
-    return (
-        linear is not None
-        and reference is not None
-        and linear.in_features == reference.in_features
-        and (linear.bias is None) == (reference.bias is None)
-    )
 
 
 _PREFIX = "base_model.model."
@@ -181,7 +114,7 @@ _PREFIX = "base_model.model."
 class LoadedAdapter:
     """One loaded adapter version. Immutable: requests in flight keep the version they started with.
 
-    ``layers``: fused layer name -> its low-rank pair. Compared and hashed by identity.
+    ``layers``: layer name -> its low-rank pair. Compared and hashed by identity.
     """
 
     name: str
@@ -209,12 +142,7 @@ def read_adapter(
             config = _read_config(name, path)
             _check_config(name, config, base_model)
             pairs = _read_pairs(name, path, projections)
-            layers: dict[str, LoRAWeights] = {}
-            for projection in {id(p): p for p in projections.values()}.values():
-                members = {n: pairs[n] for n in projection.names if n in pairs}
-                if members:
-                    scalings = {n: _scaling(config, n) for n in members}
-                    layers[projection.key] = _fuse(projection, members, scalings, dtype, device)
+            layers = {at: _scaled(at, *pair, _scaling(config, at), dtype, device) for at, pair in pairs.items()}
     except CaughtFailure as caught:
         raise _load_error(name, f"it cannot be used: {caught.failure.message}") from caught
     return LoadedAdapter(name, str(path), layers)
@@ -284,7 +212,7 @@ def _read_pairs(name: str, path: Path, projections: Mapping[str, Projection]) ->
 
 
 def _check_shapes(name: str, module: str, a: Tensor, b: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
-    out = projection.out_sizes[projection.names.index(module)]
+    out = projection.out_features
     if a.shape[1] != projection.in_features or b.shape[0] != out or a.shape[0] != b.shape[1]:
         raise _load_error(
             name,
@@ -303,27 +231,11 @@ def _scaling(config: LoraConfig, module: str) -> float:
     return alpha / rank**0.5 if config.use_rslora else alpha / rank
 
 
-def _fuse(
-    projection: Projection,
-    members: Mapping[str, tuple[Tensor, Tensor]],
-    scalings: Mapping[str, float],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LoRAWeights:
-    rank = sum(a.shape[0] for a, _ in members.values())
-    down = torch.cat([members[n][0].float() for n in projection.names if n in members])
-    up = torch.zeros(sum(projection.out_sizes), rank)
-    row = column = 0
-    for member, size in zip(projection.names, projection.out_sizes, strict=True):
-        if member in members:
-            b = members[member][1].float() * scalings[member]
-            up[row : row + size, column : column + b.shape[1]] = b
-            column += b.shape[1]
-        row += size
-    fused = LoRAWeights(down.to(device, dtype), up.to(device, dtype))
-    if not (fused.lora_a.isfinite().all() and fused.lora_b.isfinite().all()):
-        raise ValueError(f"{projection.key} has weights that {dtype} cannot hold")
-    return fused
+def _scaled(module: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype, device: torch.device) -> LoRAWeights:
+    made = LoRAWeights(a.float().to(device, dtype), (b.float() * scaling).to(device, dtype))
+    if not (made.lora_a.isfinite().all() and made.lora_b.isfinite().all()):
+        raise ValueError(f"{module} has weights that {dtype} cannot hold")
+    return made
 
 
 def _load_error(name: str, cause: str) -> ServingError:
