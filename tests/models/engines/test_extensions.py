@@ -114,45 +114,6 @@ def test_models_are_told_apart():
     assert ask(table, refusing(LOGPROBS), "old")[1] == [{TOKEN_IDS}]
 
 
-def test_a_refused_field_is_tried_again_ever_more_rarely():
-    clock = Clock()
-    table, server = ExtensionTable(clock), refusing(LOGPROBS)
-    ask(table, server)
-    pauses = []
-    for _ in range(6):
-        start = clock.now
-        while len(ask(table, server)[1]) == 1:
-            clock.now += 10
-        pauses.append(clock.now - start)
-    assert 220 <= pauses[0] <= 390 and 440 <= pauses[1] <= 770 and 2600 <= pauses[-1] <= 4600
-    clock.now += 5000
-    assert ask(table, refusing())[1] == [{*BOTH}]
-    assert table.refused() == []
-
-
-def test_fields_that_are_refused_together_only_keep_the_first():
-    """No endless series of refused requests, whatever a server combines."""
-    table = ExtensionTable(Clock())
-    requests = [ask(table, lambda fields: (400, "no") if fields == {*BOTH} else (200, ""))[1] for _ in range(12)]
-    assert all(sent == [{TOKEN_IDS}] for sent in requests[-4:])
-
-
-def test_while_one_request_tries_again_the_others_do_not():
-    clock = Clock()
-    table = ExtensionTable(clock)
-    ask(table, refusing(LOGPROBS))
-    clock.now += 1000
-    first, second = table.attempt("m", BOTH), table.attempt("m", BOTH)
-    assert set(first.fields) == {*BOTH} and set(second.fields) == {TOKEN_IDS}
-
-
-def test_the_table_is_bounded():
-    table = ExtensionTable(Clock(), most=3)
-    for number in range(10):
-        ask(table, refusing(LOGPROBS), f"m{number}")
-    assert [each.model for each in table.refused()] == ["m7", "m8", "m9"]
-
-
 def test_a_hosted_api_that_names_one_unknown_parameter_at_a_time_is_asked_twice():
     """OpenAI's knows no ``return_token_ids`` and no ``top_k``, and gives logprobs."""
     words = {TOKEN_IDS: "return_token_ids", SAMPLING: "top_k"}

@@ -13,7 +13,6 @@ from tiny_model import write_adapter, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError, ModelError, RLError
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, Observation, PolicyRef, SamplingParams, Tokens, ToolCall
 from openhands_rl_plugin.models.engines.transformers import TransformersEngine
@@ -80,26 +79,6 @@ async def test_tokens_and_logprobs_are_the_model_s_own(engine: TransformersEngin
     assert completion.usage.completion_tokens == len(tokens.sampled_ids)
 
 
-async def test_a_path_a_core_and_an_object_agree(path: Path, generator: Generator, model: Any, tokenizer: Any):
-    from_path = TransformersEngine(path)
-    engines = [from_path, TransformersEngine(generator), TransformersEngine(model, tokenizer)]
-    answers = [tokens_of((await engine.complete(ASK, sampling=GREEDY))[0]).sampled_ids for engine in engines]
-    await from_path.aclose()
-    assert answers[1] == answers[2]
-    assert len(answers[0]) > 0 and from_path.policy == PolicyRef(base_model=str(path))
-
-
-async def test_n_samples_have_their_own_seeds(engine: TransformersEngine):
-    sampling = SamplingParams(temperature=1.5, max_tokens=10, seed=3)
-    first = await engine.complete(ASK, n=4, sampling=sampling)
-    again = await engine.complete(ASK, n=4, sampling=sampling)
-    second_alone = await engine.complete(ASK, sampling=sampling.model_copy(update={"seed": 4}))
-    ids = [tokens_of(completion).sampled_ids for completion in first]
-    assert len(set(ids)) > 1
-    assert ids == [tokens_of(completion).sampled_ids for completion in again]
-    assert ids[1] == tokens_of(second_alone[0]).sampled_ids
-
-
 async def test_stop_and_length(engine: TransformersEngine):
     whole = (await engine.complete(ASK, sampling=GREEDY))[0]
     text = whole.message.content or ""
@@ -108,16 +87,6 @@ async def test_stop_and_length(engine: TransformersEngine):
     assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
     short = (await engine.complete(ASK, sampling=GREEDY.model_copy(update={"max_tokens": 3})))[0]
     assert (len(tokens_of(short).sampled_ids), short.finish_reason) == (3, "length")
-
-
-async def test_what_a_call_leaves_open_comes_from_the_engine(generator: Generator):
-    engine = TransformersEngine(generator, sampling=SamplingParams(temperature=0.0, max_tokens=2))
-    completion = (await engine.complete(ASK, sampling=SamplingParams(seed=5)))[0]
-    assert len(tokens_of(completion).sampled_ids) == 2
-    asked = SamplingParams(temperature=0.0, max_tokens=2, seed=5)
-    assert completion.sampling == asked.model_copy(update=NEUTRAL_PARAMETERS)
-    with pytest.raises(ModelError, match="repetition_penalty is not supported by this server"):
-        await engine.complete(ASK, sampling=SamplingParams(repetition_penalty=1.1))
 
 
 async def test_an_answer_is_cut_where_the_model_ends(engine: TransformersEngine):
@@ -167,13 +136,6 @@ async def test_tools_and_calls_reach_the_prompt(engine: TransformersEngine):
     prompt = engine.tokenizer.decode(tokens_of(completion).prompt_ids)
     for part in ("Tools: grep", '{"name": "grep", "arguments": {"q": "fox"}}', "found"):
         assert part in prompt
-
-
-async def test_a_model_object_is_left_in_its_mode(model: Any, tokenizer: Any):
-    model.train()
-    await TransformersEngine(model, tokenizer).complete(ASK, sampling=GREEDY)
-    assert model.training
-    model.eval()
 
 
 async def test_turns_extend_in_the_tree(engine: TransformersEngine):

@@ -29,22 +29,18 @@ from openhands_rl_plugin.core.types import (
     PolicyRef,
     StrategySpec,
     Tokens,
-    ToolCall,
 )
 from openhands_rl_plugin.core.types import Message as Said
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.options import SearchBudget, SearchOptions
-from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.tot import ToTOptions, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import (
     ModelValue,
-    ModelValueOptions,
     NoValue,
     RewardValue,
     RolloutValue,
-    ValueEstimate,
 )
 from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
 
@@ -128,23 +124,6 @@ async def test_a_branch_that_dies_is_dropped_and_counted(make: Make):
 
 
 @EVERY
-@pytest.mark.parametrize(
-    ("trouble", "says"), [("garbled", "no JSON"), ("worthless", "answered with the reward nan")], ids=["garbled", "nan"]
-)
-async def test_a_branch_with_malformed_data_is_dropped_and_counted(make: Make, trouble: str, says: str):
-    world = FragileWorld()
-    setattr(world, trouble, frozenset({"1", "2"}))
-    tree = await opened(world)
-    chosen = await make().decide(tree, EveryWayEngine(), world)
-    told = report(tree, chosen)
-    assert isinstance(told["dropped"], int) and told["dropped"] >= 1 and says in str(told["last_failure"])
-    assert tree.nodes[chosen].message.content in ("0", "3")
-    dropped = [node for node in tree.nodes if "dropped" in node.metadata.get("search", {})]
-    assert dropped and all((node.value, node.reward) == (None, None) for node in dropped)
-    assert all(node.value is None or math.isfinite(node.value) for node in tree.nodes)
-
-
-@EVERY
 async def test_a_branch_that_hangs_is_dropped(make: Make):
     world = FragileWorld()
     world.slow = frozenset({"0"})
@@ -219,41 +198,6 @@ async def test_equal_actions_become_one_node_and_are_all_paid_for():
     assert tree.nodes[tree.children(tree.head)[0]].metadata["search"]["merged"] == 2
 
 
-def calling(arguments: str) -> Completion:
-    call = ToolCall(id=str(hash(arguments)), name="click", arguments=arguments)
-    return Completion(message=Said(role="assistant", tool_calls=(call,)))
-
-
-class Caller(ScriptedEngine):
-    """Says tool calls with these arguments."""
-
-    def __init__(self, *arguments: str) -> None:
-        super().__init__([])
-        self._arguments = arguments
-
-    async def complete(self, messages: Sequence[Said], **asked: Any) -> list[Completion]:
-        return [calling(arguments) for arguments in self._arguments]
-
-
-class Same:
-    """Finds everything equally good."""
-
-    name = "same"
-    needs_world = False
-
-    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
-        return ValueEstimate(0.5)
-
-
-async def test_calls_that_differ_in_white_space_and_order_only_are_equal():
-    deep = "[" * 200_000
-    said = ('{"at": 1, "on": [1, 2]}', '{"on":[1,2],"at":1}', '{"on": [2, 1], "at": 1}', "{at", " {at", deep)
-    tree = await opened(planning())
-    await BestOfNStrategy(n=6, value=Same()).decide(tree, Caller(*said), None)
-    kept = [tree.nodes[at].message.tool_calls[0].arguments for at in tree.children(tree.head)]
-    assert kept == [said[0], said[2], said[3], deep]
-
-
 async def test_branches_are_sampled_so_that_they_differ_and_how_is_kept():
     world = planning()
     tree = await opened(world)
@@ -320,12 +264,6 @@ async def test_without_forks_the_model_itself_judges(strategy: Strategy):
     assert tree.usage.calls == 6
 
 
-async def test_tot_without_forks_says_that_it_looked_one_action_ahead():
-    tree = await opened(planning())
-    chosen = await ToTStrategy(num_branches=2, depth=3).decide(tree, SeededEngine(), None)
-    assert report(tree, chosen)["depth"] == 1
-
-
 async def test_a_value_that_needs_forks_is_refused_without():
     tree = await opened(planning())
     with pytest.raises(ConfigError, match="BestOfN with value = 'rollout' needs an environment that can fork"):
@@ -365,12 +303,6 @@ async def test_who_needs_forks_fails_where_they_are_refused(make: Make):
     with pytest.raises(CaughtFailure, match="cannot be forked while processes run") as caught:
         await make().decide(await opened(world), EveryWayEngine(), world)
     assert caught.value.failure.kind is FailureKind.ENVIRONMENT
-
-
-async def test_the_fork_that_was_tried_is_the_first_that_is_stepped():
-    world = UnforkableWorld()
-    await BestOfNStrategy(n=4, value=NoValue()).decide(await opened(world), EveryWayEngine(), world)
-    assert world.forks == 4
 
 
 async def test_tot_finds_what_a_greedy_choice_misses():
@@ -420,13 +352,6 @@ async def test_a_value_may_be_named_and_wrong_options_are_named_too(kind: Callab
         kind(value="reward")
 
 
-@pytest.mark.parametrize(("kind", "options"), [(BestOfNStrategy, BestOfNOptions), (ToTStrategy, ToTOptions)])
-def test_options_beside_options_are_refused(kind: Callable[..., Strategy], options: type[SearchOptions]):
-    with pytest.raises(ConfigError, match=f"^seed, value: has no effect beside {options.__name__}: set it in there"):
-        kind(options(), seed=7, value="none")
-    assert kind(options(), value=NoValue())
-
-
 class OfEpisode(SeededEngine):
     """Says which seed its episode has."""
 
@@ -448,33 +373,8 @@ async def test_episodes_that_share_a_searchs_seed_differ_by_their_own(make: Make
     assert ways[1] == await searched(0, 0)
 
 
-def test_the_probability_of_yes_is_read_from_the_logprob():
-    def answer(word: str, logprob: float) -> Completion:
-        tokens = Tokens(prompt_ids=(1,), sampled_ids=(2,), logprobs=(logprob,))
-        return Completion(message=Said(role="assistant", content=word), tokens=tokens)
-
-    value = ModelValue()
-    assert value._probability(answer("Yes", math.log(0.9))) == pytest.approx(0.9)
-    assert value._probability(answer(" no.", math.log(0.8))) == pytest.approx(0.2)
-    assert value._probability(answer("perhaps", 0.0)) is None
-    shouted = ModelValue(ModelValueOptions(positive="Yes", negative="NO"))
-    assert shouted._probability(answer("yes", math.log(0.9))) == pytest.approx(0.9)
-    assert shouted._probability(answer("No", math.log(0.9))) == pytest.approx(0.1)
-
-
-def test_options_have_one_documented_base():
-    assert all(issubclass(kind, SearchOptions) for kind in (BestOfNOptions, ToTOptions, MCTSOptions))
-
-
 @pytest.mark.parametrize("kind", [BestOfNOptions, ToTOptions, MCTSOptions])
 def test_every_option_is_in_the_example_of_a_configuration(kind: type[SearchOptions]):
     example = (Path(__file__).parents[3] / "config.toml.example").read_text()
     section = example.partition("[rl.strategy]")[2].partition("\n[")[0]
     assert [name for name in kind.model_fields if f"\n# {name} = " not in section] == []
-
-
-@pytest.mark.parametrize("name", ["temperature", "seed"])
-def test_sampling_holds_nothing_that_search_sets_itself(name: str):
-    with pytest.raises(ConfigError, match=f"'ToT': sampling: sampling.{name} has no effect in a search: set {name} it"):
-        registry.build("strategies", "ToT", {"sampling": {name: 1}})
-    assert ToTOptions.model_validate({"sampling": {"top_p": 0.9}}).sampling.top_p == 0.9

@@ -170,16 +170,6 @@ async def test_to_end_is_worse_than_to_go_on_until_all_is_well_and_then_better(m
     assert await decided(make(value), done, Worker("look", "finish")) == "finish"
 
 
-@pytest.mark.parametrize(("unfinished", "spoilt", "fixed"), [(0.0, 0.0, 1.0), (0.2, 0.2, 0.8), (0.5, 0.5, 0.5)])
-async def test_what_is_unfinished_is_worth_something_in_between(unfinished: float, spoilt: float, fixed: float):
-    world = Desk()
-    tree = await opened(world)
-    value = RewardValue(RewardValueOptions(unfinished=unfinished), reward=Rightness())
-    await BestOfNStrategy(n=3, value=value).decide(tree, Worker("finish", "spoil", "fix"), world)
-    worth = {tree.nodes[at].message.content: tree.nodes[at].value for at in tree.children(tree.head)}
-    assert worth == pytest.approx({"finish": 0.0, "spoil": spoilt, "fix": fixed})
-
-
 async def test_what_was_sampled_is_acted_on_as_often_whatever_it_is_worth():
     async def acted(seed: int) -> str | None:
         strategy = BestOfNStrategy(n=4, act="sampled", seed=seed, value=RewardValue(reward=Rightness()))
@@ -188,30 +178,6 @@ async def test_what_was_sampled_is_acted_on_as_often_whatever_it_is_worth():
     first = [await acted(seed) for seed in range(200)]
     assert 120 < first.count("spoil") < 180 and first.count("fix") == 200 - first.count("spoil")
     assert first[:50] == [await acted(seed) for seed in range(50)]
-
-
-async def test_without_a_seed_of_its_own_a_draw_is_that_of_the_episode():
-    class Known(Worker):
-        episode_seed: int | None = None
-
-    async def acted(seed: int | None) -> str | None:
-        engine = Known("spoil", "look", "fix", "peek")
-        engine.episode_seed = seed
-        strategy = BestOfNStrategy(n=4, act="sampled", value=RewardValue(reward=Rightness()))
-        return await decided(strategy, Desk(), engine)
-
-    drawn = [await acted(seed) for seed in range(20)]
-    assert len(set(drawn)) > 1 and drawn == [await acted(seed) for seed in range(20)]
-    assert len({await acted(None) for _ in range(50)}) > 1
-
-
-async def test_to_go_on_is_worth_as_much_less_beside_what_was_paid():
-    world = Shop()
-    tree = await opened(world)
-    value = RewardValue(RewardValueOptions(unfinished=0.2), reward=Rightness())
-    await BestOfNStrategy(n=3, value=value).decide(tree, Worker("finish", "spoil", "fix"), world)
-    worth = {tree.nodes[at].message.content: tree.nodes[at].value for at in tree.children(tree.head)}
-    assert worth == pytest.approx({"finish": 0.0, "spoil": 0.2, "fix": 0.8}), "what was paid is in what is said"
 
 
 async def test_what_cannot_be_tried_is_not_acted_on_though_it_was_sampled():
@@ -236,24 +202,6 @@ async def test_an_end_is_judged_once_however_often_a_search_comes_there():
 
 
 @EVERY
-async def test_what_a_reward_makes_of_an_end_counts_once_with_what_was_paid(make: Make):
-    world, reward = Shop(), Rightness()
-    world.right = True
-    tree = await opened(world)
-    chosen = await make(RewardValue(reward=reward)).decide(tree, Worker("finish"), world)
-    assert tree.nodes[chosen].value == pytest.approx(1.0)
-
-
-@EVERY
-async def test_where_rewards_are_paid_the_model_is_not_asked_about_an_end(make: Make):
-    engine = Worker("finish", liked="finish")
-    world = Shop()
-    tree = await opened(world)
-    chosen = await make(ModelValue()).decide(tree, engine, world)
-    assert tree.nodes[chosen].value == pytest.approx(0.4) and engine.questions == 0
-
-
-@EVERY
 @pytest.mark.parametrize("value", [RolloutValue(), NoValue()], ids=["rollout", "none"])
 async def test_values_that_add_up_rewards_are_refused_where_none_are_paid(make: Make, value: ValueFunction):
     world = Desk()
@@ -269,13 +217,6 @@ def test_tests_are_no_value_because_they_run_after_the_episode():
         RewardValue(reward=TestsReward())
     with pytest.raises(ConfigError, match="graded only after its episode"):
         registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "tests"}})
-
-
-async def test_a_command_is_no_value_where_there_is_no_workspace():
-    value = registry.build("values", "reward", {"reward": "command", "reward_options": {"command": "make check"}})
-    world, engine = Desk(), Worker("look")
-    with pytest.raises(ConfigError, match="`make check` judges a workspace, and this environment has none"):
-        await BestOfNStrategy(value=value).decide(await opened(world), engine, world)
 
 
 @EVERY

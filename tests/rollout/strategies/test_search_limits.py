@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from search_worlds import TASK, EveryWayEngine, SeededEngine, opened, planning, report, ways_of
 
-from evaluation.performance.search.curve import cell
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
@@ -31,7 +30,7 @@ from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
-from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory, prompt_ids
+from openhands_rl_plugin.testing import prompt_ids
 
 Make = Callable[[], Strategy]
 
@@ -177,21 +176,3 @@ async def test_the_controller_tells_how_far_its_episode_goes():
     episode.turns = 2
     await episode.decide(EveryWayEngine(), None)
     assert strategy.seen == (3, 700), "answers that did not parse count as turns"
-
-
-async def test_the_length_of_a_prompt_is_that_of_its_ids_and_an_estimate_of_the_rest():
-    world = planning()
-    tree = await opened(world)
-    said = sum(len(node.message.content or "") for node in tree.nodes)
-    assert tree.prompt_length() == said // 4
-    for way in "01":
-        tree.commit(tree.propose((await ScriptedEngine([way]).complete(tree.messages()))[0]))
-        tree.observe(await world.step(tree.action))
-        asked = len(prompt_ids(tree.messages(tree.path()[-2])[:-1]))
-        newest = len(tree.nodes[-1].message.content or "")
-        assert tree.prompt_length() == asked + 2 + newest // 4
-
-
-def test_the_curve_says_how_many_episodes_it_leaves_out():
-    point = cell("base", "MCTS", 8_000, [example_trajectory(at) for at in range(4)])
-    assert (point.episodes, point.failed, point.successes) == (3, 1, 2)

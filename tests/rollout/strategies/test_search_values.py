@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -13,22 +12,17 @@ from search_worlds import EveryWayEngine, opened, planning, report
 from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.protocols import Strategy
-from openhands_rl_plugin.core.types import Message, Observation, Score, Trajectory
+from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.options import SearchBudget
-from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import (
-    ModelValueOptions,
-    NoValue,
     RewardValue,
-    ValueEstimate,
     ValueFunction,
     VerifierValue,
     VerifierValueOptions,
 )
-from openhands_rl_plugin.testing import ScriptedEngine
 
 Make = Callable[[ValueFunction], Strategy]
 
@@ -95,19 +89,6 @@ async def test_what_cannot_be_judged_has_no_value(make: Make, kind: type[RewardV
     assert told["last_failure"] == "GraderError: the verifier is away"
 
 
-@EVERY
-@pytest.mark.parametrize("odd", [math.nan, math.inf])
-async def test_a_judgement_that_is_no_number_has_no_value(make: Make, odd: float):
-    world = Unpaid()
-    tree = await opened(world)
-    chosen = await make(RewardValue(reward=Liking("2", odd={"0": odd}))).decide(tree, EveryWayEngine(), world)
-    assert tree.nodes[chosen].message.content == "2"
-    assert all(node.value is None or math.isfinite(node.value) for node in tree.nodes)
-    told = report(tree, chosen)
-    assert isinstance(told["unjudged"], int) and told["unjudged"] >= 1
-    assert told["last_failure"] == f"value reward is {odd}, which is not a finite number"
-
-
 @pytest.mark.parametrize("kind", [RewardValue, VerifierValue])
 async def test_a_judgement_is_bounded_by_the_seconds_of_a_budget(kind: type[RewardValue] | type[VerifierValue]):
     slow = Liking("1", seconds=20.0)
@@ -138,15 +119,6 @@ async def test_a_verifier_decides_in_every_search(make: Make):
     assert tree.nodes[chosen].message.content == "1"
 
 
-async def test_a_judgement_for_which_the_budget_does_not_suffice_is_none():
-    tree = await opened(planning())
-    strategy = BestOfNStrategy(n=3, turn_budget=SearchBudget(tokens=1))
-    chosen = await strategy.decide(tree, EveryWayEngine(), None)
-    known = [tree.nodes[at] for at in tree.children(tree.head)]
-    assert [(node.visits, node.value) for node in known] == [(0, None)] * 3 and tree.nodes[chosen] is known[0]
-    assert report(tree, chosen)["unjudged"] == 3 and report(tree, chosen)["cut_by"] == "tokens"
-
-
 async def test_a_rollout_that_is_cut_tells_nothing():
     world = planning()
     tree = await opened(world)
@@ -157,86 +129,9 @@ async def test_a_rollout_that_is_cut_tells_nothing():
     assert sum(tree.nodes[at].visits for at in tree.children(tree.head)) == sum(tree.nodes[at].visits for at in ends)
 
 
-@pytest.mark.parametrize(("paid", "worth"), [(True, [0.25, 0.25]), (False, [0.9, 0.0])], ids=["paid", "unpaid"])
-async def test_an_end_is_worth_what_was_paid_or_else_what_the_verifier_says(paid: bool, worth: list[float]):
-    class Short(PlanningEnvironment):
-        async def step(self, action: Message) -> Observation:
-            return Observation(reward=0.25 if paid else 0.0, terminated=True)
-
-    world = Short()
-    tree = await opened(world)
-    liking = Liking("0")
-    await BestOfNStrategy(n=2, value=VerifierValue(verifier=liking)).decide(tree, EveryWayEngine(), world)
-    assert [tree.nodes[at].value for at in tree.children(tree.head)] == pytest.approx(worth)
-    assert liking.judged == (0 if paid else 2)
-
-
 async def test_a_verifiers_value_is_scaled_and_what_was_paid_counts_once():
     world = planning()
     tree = await opened(world)
     value = VerifierValue(VerifierValueOptions(scale=2.0), verifier=Liking("0"))
     await BestOfNStrategy(n=2, value=value).decide(tree, EveryWayEngine(), world)
     assert [tree.nodes[at].value for at in tree.children(tree.head)] == pytest.approx([1.8, 0.0])
-
-
-class Drawn:
-    """Says one value after the other."""
-
-    name = "drawn"
-    needs_world = False
-
-    def __init__(self, *values: float) -> None:
-        self._values = iter(values)
-
-    async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
-        return ValueEstimate(next(self._values))
-
-
-async def test_looking_again_makes_a_mean():
-    tree = await opened(planning())
-    strategy = BestOfNStrategy(n=1, value=Drawn(1.0, 0.2, 0.0))
-    for _ in range(3):
-        chosen = await strategy.decide(tree, EveryWayEngine(), None)
-    assert (tree.nodes[chosen].visits, tree.nodes[chosen].value) == (3, pytest.approx(0.4))
-
-
-async def test_what_tot_finds_deeper_joins_the_mean_above():
-    world = Unpaid()
-    tree = await opened(world)
-    strategy = ToTStrategy(num_branches=1, depth=3, beam=1, value=Drawn(0.1, 0.5, 0.6))
-    chosen = await strategy.decide(tree, EveryWayEngine(), world)
-    path = [at for at in tree.path(len(tree.nodes) - 1) if tree.nodes[at].sampled]
-    assert path[0] == chosen
-    assert [tree.nodes[at].visits for at in path] == [2, 2, 1]
-    assert [tree.nodes[at].value for at in path] == pytest.approx([0.35, 0.55, 0.6])
-
-
-async def test_a_branch_that_the_budget_does_not_look_beyond_stays_in_the_race():
-    world = Unpaid()
-    tree = await opened(world)
-    # The second level takes three proposals of the better state; none are left for the other.
-    strategy = ToTStrategy(
-        num_branches=3, depth=2, beam=2, value=Drawn(0.8, 0.7, 0.1, 0.2, 0.2, 0.2), turn_budget=SearchBudget(calls=6)
-    )
-    chosen = await strategy.decide(tree, EveryWayEngine(), world)
-    assert tree.nodes[chosen].message.content == "1"
-
-
-async def test_answers_that_are_neither_yes_nor_no_are_counted():
-    tree = await opened(planning())
-    engine = ScriptedEngine(["0", "Thought: yes"])
-    chosen = await BestOfNStrategy(n=1).decide(tree, engine, None)
-    assert report(tree, chosen)["undecided"] == 1 and tree.nodes[chosen].value == 0.5
-
-
-@pytest.mark.parametrize("options", [{"scale": 0.0}, {"scale": -1.0}, {"positive": ""}, {"negative": ""}])
-def test_senseless_judgements_are_refused(options: dict[str, float]):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        ModelValueOptions.model_validate(options)
-
-
-async def test_nothing_is_a_value_too():
-    world = Unpaid()
-    tree = await opened(world)
-    chosen = await BestOfNStrategy(n=2, value=NoValue()).decide(tree, EveryWayEngine(), world)
-    assert (tree.nodes[chosen].visits, tree.nodes[chosen].value) == (1, 0.0)

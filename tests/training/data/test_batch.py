@@ -147,38 +147,6 @@ def test_passes_hold_every_sample_once_and_keep_their_limit(made: list[tuple[int
         assert rows <= limit or len(group) == 1
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=7))
-def test_passes_compute_as_little_twice_as_any_cuts_of_the_order(made: list[tuple[int, int, int]]) -> None:
-    # A prompt of 40 tokens, a first turn of 40, and an end of its own
-    ids = [(*[prompt] * 40, *[10 + turn] * 40, *[100 + at] * end) for at, (prompt, turn, end) in enumerate(made)]
-    ordered = sorted(ids)
-    limit = 220
-
-    def rows(group: list[tuple[int, ...]]) -> int:
-        return len(lay_out(group).ids)
-
-    def fewest(rest: list[tuple[int, ...]]) -> tuple[int, int]:
-        ways = []
-        for count in range(1, len(rest) + 1):
-            if count == 1 or rows(rest[:count]) <= limit - 16 * count:
-                more, groups = fewest(rest[count:]) if rest[count:] else (0, 0)
-                ways.append((rows(rest[:count]) + more, groups + 1))
-        return min(ways)
-
-    found = [
-        rows([sample.input_ids for sample in group])
-        for group in pack([plain(at, i) for at, i in enumerate(ids)], limit)
-    ]
-    # The limit of the brute force leaves room for what the layout may not share, so it is no better than this.
-    assert sum(found) <= fewest(ordered)[0]
-
-
-def test_a_group_that_nearly_fits_is_not_cut_for_a_stranger() -> None:
-    # Three of one prompt, then three of another; four would fit, but the fourth would leave its own prompt alone.
-    samples = [plain(at, (*[at // 3] * 100, *[10 + at] * 60)) for at in range(6)]
-    assert [len(group) for group in pack(samples, 500)] == [3, 3]
-
-
 def test_passes_put_shared_beginnings_together() -> None:
     prompts = [tuple(range(100)), tuple(range(200, 300))]
     samples = [plain(at, (*prompts[at % 2], at)) for at in range(8)]

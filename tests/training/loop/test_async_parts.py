@@ -16,23 +16,19 @@ from raw_server import raw_server, respond
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
 from openhands_rl_plugin.core.types import (
     Adapter,
-    EpisodeRequest,
-    Failure,
-    FailureKind,
     Message,
     Node,
     PolicyRef,
-    Task,
     Tokens,
     Trajectory,
 )
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.training.loop.groups import Group, RolloutBuffer, ThroughputMeter
+from openhands_rl_plugin.training.loop.groups import Group, RolloutBuffer
 from openhands_rl_plugin.training.loop.plan import LoopState, PolicyLineage, StageRecord, Staleness
 from openhands_rl_plugin.training.loop.router import running_router
-from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
+from openhands_rl_plugin.training.loop.server_outage import OutageTolerantServer
 
 
 class Simulation:
@@ -129,17 +125,6 @@ def test_an_error_of_a_group_stops_all() -> None:
     assert isinstance(caught.value.exceptions[0], OSError)
 
 
-async def test_a_meter_knows_how_busy_the_places_were() -> None:
-    meter = ThroughputMeter(2)
-    with meter.episode():
-        await asyncio.sleep(0.2)
-    figures = meter.read()
-    assert 0.45 < figures["rollouts_waiting_share"] < 0.8, "one of two places; a busy machine adds waiting to both"
-    assert figures["rollouts_an_hour"] == pytest.approx(3600 / 0.2, rel=0.2)
-    await asyncio.sleep(0.01)
-    assert meter.read() == pytest.approx({"rollouts_an_hour": 0.0, "rollouts_waiting_share": 1.0})
-
-
 def state(*adapters: str | None) -> LoopState:
     records = (
         StageRecord(name=str(at), adapter=each, metrics={}, started=0, finished=0) for at, each in enumerate(adapters)
@@ -210,44 +195,6 @@ async def test_a_server_that_stays_away_ends_the_waiting_and_one_that_refuses_is
             await OutageTolerantServer(publisher, 30.0, lambda _: None).publish(adapter)
 
 
-class Lost:
-    """A runner whose episodes all fail for want of a server."""
-
-    async def run(self, request: EpisodeRequest) -> Trajectory:
-        failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="nothing answers", boundary="model")
-        return example_trajectory(0).model_copy(update={"failure": failure})
-
-    async def close(self) -> None:
-        pass
-
-
-REQUEST = EpisodeRequest(task=Task(id="t", environment="e"), run_id="r", group_id="g")
-
-
-async def test_a_server_is_waited_for_before_any_version_is_in_use(tmp_path: Path) -> None:
-    refusals, told = 2, list[str]()
-
-    def answer(path: str, body: Any) -> bytes:
-        nonlocal refusals
-        if refusals:
-            refusals -= 1
-            return respond("the model is being loaded", "503 Service Unavailable")
-        return respond({"data": [{"id": "m", "owned_by": "vllm"}]})
-
-    async with raw_server(answer) as upstream, AdapterPublisher(upstream.url, AdapterStore(tmp_path)) as publisher:
-        server = OutageTolerantServer(publisher, 30.0, told.append)
-        await OutageTolerantRunner(Lost(), server).run(REQUEST)
-        assert not refusals and server.outages == 1
-        assert len(told) == 3 and "503" in told[0] and told[-1] == ""
-        assert upstream.paths() == ["/v1/models"] * len(upstream.paths()), "there is nothing to load"
-
-
-async def test_a_server_that_stays_away_ends_a_run_before_any_version_is_in_use(tmp_path: Path) -> None:
-    async with AdapterPublisher("http://127.0.0.1:9", AdapterStore(tmp_path)) as publisher:
-        with pytest.raises(InfrastructureError, match=r"was unavailable for 0 s .*then the same command again"):
-            await OutageTolerantRunner(Lost(), OutageTolerantServer(publisher, 0.0, lambda _: None)).run(REQUEST)
-
-
 def stored(path: Path) -> tuple[AdapterStore, Adapter]:
     """A version that a server may be asked to load."""
 
@@ -284,10 +231,3 @@ async def test_the_router_asks_for_the_version_in_use(tmp_path: Path) -> None:
             assert [await asked(name) for name in others] == others
             assert await asked(first.name, "/v1/load_lora_adapter") == first.name, "only completions are routed"
             assert (await client.post(f"{url}/v1/completions", json=[1])).status_code == 200
-
-
-async def test_a_router_without_a_server_says_so(tmp_path: Path) -> None:
-    with running_router("http://127.0.0.1:9", AdapterStore(tmp_path), "shop") as url:
-        async with httpx.AsyncClient() as client:
-            answer = await client.post(f"{url}/v1/chat/completions", json={"model": "shop-v000001"})
-    assert answer.status_code == 503 and "no model server answers" in answer.json()["error"]["message"]

@@ -203,29 +203,6 @@ def test_zero_advantages_cost_nothing_but_count(model: Path) -> None:
     assert [(each.done, each.total) for each in progress] == [(1, 1)]
 
 
-def test_trajectories_stay_together_and_order_changes_by_epoch(model: Path) -> None:
-    samples = [sample.model_copy(update={"trajectory_id": str(at // 3)}) for at, sample in enumerate(make_samples(12))]
-    trainer = LoraTrainer(model, EXACT.model_copy(update={"batch_size": 3}))
-    progress: list[TrainProgress] = []
-    metrics = trainer.sft(samples, progress.append)
-    assert metrics.steps == 4, "two epochs of four trajectories, three at a time"
-    assert [each.done for each in progress] == [1, 2, 3, 4]
-    assert metrics.tokens == 2 * sum(len(sample.input_ids) for sample in samples)
-    assert metrics.trained_tokens == 2 * sum(sum(sample.mask) for sample in samples)
-
-
-def test_the_learning_rate_warms_up(model: Path, tmp_path: Path) -> None:
-    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 8, "learning_rate": 1e-3})
-    moved = []
-    for steps in (0, 9):
-        trainer = LoraTrainer(model, settings.model_copy(update={"warmup_steps": steps}))
-        start = adapter_of(trainer, tmp_path / f"{steps}-start")
-        trainer.sft(make_samples())
-        end = adapter_of(trainer, tmp_path / f"{steps}-end")
-        moved.append(sum((end[name] - start[name]).abs().sum().item() for name in end))
-    assert moved[1] == pytest.approx(moved[0] / 10, rel=1e-3)
-
-
 def test_the_saved_adapter_is_peft_s_and_bfloat16_is_close(model: Path, tmp_path: Path) -> None:
     for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.2)):
         trainer = LoraTrainer(model, EXACT.model_copy(update={"dtype": dtype, "num_epochs": 4, "seed": 3}))
