@@ -76,7 +76,7 @@ def test_the_core_loads_no_heavy_library(module: str) -> None:
         "trajectories.sqlite.storage",
         "training.credit.advantages",
         "training.data.batch",
-        "training.loop.sync",
+        "training.loop.stages",
     ],
 )
 def test_torch_and_openhands_are_left_alone_by_what_does_not_need_them(module: str) -> None:
