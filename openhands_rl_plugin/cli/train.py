@@ -56,8 +56,8 @@ def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
         print(f"{found.made} episodes came without token ids: tokenised here, with the chat template of {model}")
     for what, number in found.unsaid.most_common():
         print(f"  its template prints no {what}: left out of {number} answers")
-    for why, count in found.failed.most_common(5):
-        print(f"  {count} cannot be tokenised: {why}")
+    for why, times in found.failed.most_common(5):
+        print(f"  {times} cannot be tokenised: {why}")
     return replace(episodes, trajectories=found.trajectories)
 
 
