@@ -35,16 +35,16 @@ class Cache:
         self.root.chmod(0o700)
         return place
 
-    async def made(self, place: Path, make: Callable[[Path], Awaitable[None]]) -> bool:
-        """Have ``make`` fill a folder that becomes ``place``, unless that exists. Returns whether it was made now.
+    async def made(self, place: Path, make: Callable[[Path], Awaitable[None]]) -> None:
+        """Have ``make`` fill a folder that becomes ``place``, unless that exists.
 
         Concurrent callers wait. A failed or killed maker leaves only its own folder, which the next one removes.
         """
         if place.exists():
-            return False
+            return
         async with self.locked(place):
             if place.exists():
-                return False
+                return
             for left in place.parent.glob(f"{place.name}.making-*"):
                 await remove(left)
             making = place.with_name(f"{place.name}.making-{uuid.uuid4().hex[:8]}")
@@ -55,7 +55,6 @@ class Cache:
             except BaseException:
                 await remove(making)
                 raise
-        return True
 
     @asynccontextmanager
     async def locked(self, place: Path) -> AsyncIterator[None]:
