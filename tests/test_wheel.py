@@ -72,5 +72,5 @@ def test_the_wheel_has_the_module_that_verifiers_looks_for(wheel: zipfile.ZipFil
 def test_the_studios_pages_are_in_the_wheel_with_the_licences_of_what_others_made(wheel: zipfile.ZipFile) -> None:
     static = ROOT / "openhands_rl_plugin" / "contrib" / "studio" / "static"
     wanted = {file.relative_to(ROOT).as_posix() for file in static.rglob("*") if file.is_file()}
-    assert len(wanted) > 30 and wanted <= set(wheel.namelist())
+    assert len(wanted) > 20 and wanted <= set(wheel.namelist())
     assert not [name for name in wheel.namelist() if "axe-core" in name or name.startswith("tests/")]
