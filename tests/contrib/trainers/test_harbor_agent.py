@@ -124,7 +124,7 @@ async def test_trials_have_rewards_details_and_documents_or_a_reason(model: Scri
         (
             "brief",
             "EpisodeFailedError",
-            r"environment: the episode was not over after 10 s: raise agent\.kwargs\.timeout$",
+            r"environment: the episode was not over after 10 s: raise --timeout$",
         ),
         ("away", "EpisodeInfrastructureError", "infrastructure: .*127.0.0.1:9.*"),
         ("late", "AgentTimeoutError", "Agent execution timed out after 30.0 seconds"),
