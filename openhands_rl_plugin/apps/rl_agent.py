@@ -264,7 +264,7 @@ class InProcessPolicy(Policy):
 
     def _logprobs(self, adapter: Adapter, token_ids: Sequence[int]) -> list[float]:
         """The logprobs of all tokens but the first."""
-        from openhands_rl_plugin.models.generator.sampling import DecodingParams
+        from openhands_rl_plugin.models.generator.sequence import DecodingParams
 
         params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         prompt = self._generator.generate(token_ids, params, adapter=adapter.name).prompt or ()

@@ -35,7 +35,7 @@ from openhands_rl_plugin.evals.runs.suites import local_rows
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.training.data.eligibility import off_policy_sampling
+from openhands_rl_plugin.training.data.batch import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

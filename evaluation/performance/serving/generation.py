@@ -20,7 +20,7 @@ from rich.table import Table
 from evaluation.performance.serving.random_weights import AdapterWriter, tiny_model
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import DecodingParams
 
 WRITTEN = 48
 

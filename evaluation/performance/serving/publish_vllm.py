@@ -37,7 +37,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import DecodingParams
 from openhands_rl_plugin.training.policies.packed_model import PROBE_TOLERANCE
 
 PROMPT_TOKENS = 48

@@ -53,8 +53,13 @@ from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.engines.server_models import check_answers, check_model_server, listed_models
 from openhands_rl_plugin.rollout.scoring import judge, refuse_labels, refuse_without_workspace
-from openhands_rl_plugin.training.data.batch import samples_of, until_secret
-from openhands_rl_plugin.training.data.eligibility import is_cut_short, is_interrupted, off_policy_sampling
+from openhands_rl_plugin.training.data.batch import (
+    is_cut_short,
+    is_interrupted,
+    off_policy_sampling,
+    samples_of,
+    until_secret,
+)
 from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 
 _SCRATCH = "openhands-rl-rollout-"

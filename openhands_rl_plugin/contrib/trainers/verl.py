@@ -22,8 +22,7 @@ from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.servers.listening import listening, serving
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError
-from openhands_rl_plugin.models.generator.sampling import SampledToken
-from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation
+from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, SampledToken
 from openhands_rl_plugin.models.server.http import ERROR_HANDLERS, json_response
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest

@@ -35,8 +35,7 @@ from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import Overloaded, RequestCancelled, ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.model import eos_ids
-from openhands_rl_plugin.models.generator.sampling import DecodingParams, sample
-from openhands_rl_plugin.models.generator.sequence import Generation, SequenceState
+from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, SequenceState, sample
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
 from openhands_rl_plugin.models.server.responses import ParsedText, parse_tool_calls

@@ -37,9 +37,14 @@ from openhands_rl_plugin.models.generator.errors import (
 )
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter
 from openhands_rl_plugin.models.generator.model import ServedModel
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
 from openhands_rl_plugin.models.generator.scheduler import Scheduler
-from openhands_rl_plugin.models.generator.sequence import DeltaCallback, Generation, RequestHandle, SequenceState
+from openhands_rl_plugin.models.generator.sequence import (
+    DecodingParams,
+    DeltaCallback,
+    Generation,
+    RequestHandle,
+    SequenceState,
+)
 from openhands_rl_plugin.models.generator.threads import in_passing_thread
 
 

@@ -19,10 +19,9 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, StepPlan, StepRow
+from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, KVCache, StepPlan, StepRow
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
-from openhands_rl_plugin.models.generator.kv_cache import KVCache
 from openhands_rl_plugin.models.generator.lora import (
     LoadedAdapter,
     LoRAMapping,

@@ -13,12 +13,10 @@ from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.models.generator.attention import StepRow
+from openhands_rl_plugin.models.generator.attention import BLOCK_TOKENS, PrefixCache, StepRow
 from openhands_rl_plugin.models.generator.errors import GenerationFailed, RequestCancelled
-from openhands_rl_plugin.models.generator.kv_cache import BLOCK_TOKENS, PrefixCache
 from openhands_rl_plugin.models.generator.model import ServedModel
-from openhands_rl_plugin.models.generator.sampling import SampledToken, ScoredToken, sample, score_tokens
-from openhands_rl_plugin.models.generator.sequence import SequenceState
+from openhands_rl_plugin.models.generator.sequence import SampledToken, ScoredToken, SequenceState, sample, score_tokens
 
 # Rows of float32 logits per step for prompt logprobs: 64 rows of a vocabulary of 150,000 take 38 MB.
 _OBSERVED_ROWS = 64

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.templates.json_calls import render_tool_call
 from openhands_rl_plugin.core.types import FailureKind, ToolCall
 from openhands_rl_plugin.models.generator.errors import ServingError, StartError
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import DecodingParams
 from openhands_rl_plugin.models.server.requests import (
     ChatCompletionRequest,
     ChatMessage,

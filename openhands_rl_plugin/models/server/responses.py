@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.templates.json_calls import OPEN, parse_tool_call_json
 from openhands_rl_plugin.core.types import ToolCall
-from openhands_rl_plugin.models.generator.sampling import SampledToken, ScoredToken
-from openhands_rl_plugin.models.generator.sequence import Generation
+from openhands_rl_plugin.models.generator.sequence import Generation, SampledToken, ScoredToken
 from openhands_rl_plugin.models.server.requests import CompletionRequest, FunctionCall, MessageToolCall, OpenAIModel
 
 

@@ -19,8 +19,8 @@ from openhands_rl_plugin.rewards.verifier.served import ServedVerifier
 from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.verifier.model import VerifierModel
     from openhands_rl_plugin.training.verifier.prompt import VerifierPrompt, VerifierPrompts
+    from openhands_rl_plugin.training.verifier.train import VerifierModel
 
 
 class VerifierOptions(Frozen):
@@ -206,7 +206,7 @@ class _Here:
     @cached_property
     def _model(self) -> VerifierModel:
         try:
-            from openhands_rl_plugin.training.verifier.model import VerifierModel
+            from openhands_rl_plugin.training.verifier.train import VerifierModel
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
         return VerifierModel(self._directory, model=self._base, tokens_per_pass=self._tokens_per_pass)

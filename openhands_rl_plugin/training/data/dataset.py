@@ -27,20 +27,18 @@ from openhands_rl_plugin.rollout.scoring import JudgesLabels, judge_all, known_s
 from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import credited_samples, is_searched
 from openhands_rl_plugin.training.data.batch import (
+    is_interrupted,
+    is_overlong,
     is_recorded,
     may_be_shortened,
+    mixed_prompts,
+    off_policy_sampling,
+    regrouped,
     samples_of,
     trained_nodes,
     until_secret,
 )
 from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
-from openhands_rl_plugin.training.data.eligibility import (
-    is_interrupted,
-    is_overlong,
-    mixed_prompts,
-    off_policy_sampling,
-    regrouped,
-)
 from openhands_rl_plugin.training.data.imitation import PreferencePair, preference_pairs, select_for_sft
 
 

@@ -23,9 +23,14 @@ from openhands_rl_plugin.config.rl import LoopSettings
 from openhands_rl_plugin.core.errors import InfrastructureError, StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Trajectory
-from openhands_rl_plugin.training.loop.groups import Group, GroupRunner, RolloutBuffer
+from openhands_rl_plugin.training.loop.groups import (
+    Group,
+    GroupRunner,
+    OutageTolerantRunner,
+    OutageTolerantServer,
+    RolloutBuffer,
+)
 from openhands_rl_plugin.training.loop.plan import ChosenBatch, LoopPlan, LoopState, PolicyLineage, StageRecord
-from openhands_rl_plugin.training.loop.server_outage import OutageTolerantRunner, OutageTolerantServer
 from openhands_rl_plugin.training.loop.stages import ClosedLoop, LoopListener, LoopParts, LoopStages, iteration_name
 
 if TYPE_CHECKING:

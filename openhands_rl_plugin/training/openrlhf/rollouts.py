@@ -43,8 +43,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.training.data.eligibility import is_cut_short
+from openhands_rl_plugin.training.data.batch import is_cut_short, samples_of
 from openhands_rl_plugin.training.openrlhf.engine import OpenRLHFEngine, TokenGenerator, message_of, text_behind
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.segments import observed_tokens

@@ -19,9 +19,8 @@ from openhands_rl_plugin.core.errors import StorageError, TrainingError, describ
 from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE, PROBED
 from openhands_rl_plugin.training.distributed.ranks import full_tensor, local_shard, shard_all
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, entropy_slopes, next_token_logprobs
-from openhands_rl_plugin.training.policies.fused import fuse_layers
 from openhands_rl_plugin.training.policies.packed_attention import PackedRows
-from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.policies.packed_model import PackedModel, fuse_layers
 
 
 def trained_token_logprobs(

@@ -29,8 +29,7 @@ from openhands_rl_plugin.training.policies.adapter_targets import (
     servers_of,
     without_renaming,
 )
-from openhands_rl_plugin.training.policies.fused import fuse_layers
-from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.policies.packed_model import PackedModel, fuse_layers
 
 
 class TrainableLinear(lora.Linear):

@@ -28,7 +28,7 @@ from openhands_rl_plugin.training.policies.adapter_shape import check_start
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy, ShardedFullPolicy
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
-from openhands_rl_plugin.training.trainer.preparation import micro_batch_logprobs
+from openhands_rl_plugin.training.trainer.old_logprobs import micro_batch_logprobs
 from openhands_rl_plugin.training.trainer.resume import fingerprint
 from openhands_rl_plugin.training.trainer.trainer import WITHOUT_EFFECT, Trainer
 

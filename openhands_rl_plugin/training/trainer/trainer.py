@@ -31,17 +31,26 @@ from openhands_rl_plugin.training.losses.losses import (
     samples_from_rollouts,
 )
 from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
-from openhands_rl_plugin.training.trainer.metrics import RunningMetrics, TrainMetrics, TrainProgress, learning_rates
-from openhands_rl_plugin.training.trainer.old_logprobs import OldLogprobs, saved_logprobs, take_logprobs
-from openhands_rl_plugin.training.trainer.preparation import (
+from openhands_rl_plugin.training.trainer.metrics import (
+    NoTracker,
+    RunningMetrics,
+    TrainMetrics,
+    TrainProgress,
+    learning_rates,
+    tracked,
+)
+from openhands_rl_plugin.training.trainer.old_logprobs import (
+    OldLogprobs,
     check_pairs,
     check_sampled,
     check_samples,
     newest_version,
     policy_logprobs,
+    saved_logprobs,
     scale_negative_advantages,
     staleness,
     subtract_divergence,
+    take_logprobs,
 )
 from openhands_rl_plugin.training.trainer.resume import (
     FullCheckpoint,
@@ -52,7 +61,6 @@ from openhands_rl_plugin.training.trainer.resume import (
     load_checkpoint,
     save_checkpoint,
 )
-from openhands_rl_plugin.training.trainer.trackers import NoTracker, tracked
 
 OnProgress = Callable[[TrainProgress], None]
 """Called after every optimiser step."""

@@ -18,7 +18,7 @@ from tiny_model import write_model
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import DecodingParams
 
 CONTEXT = 8192
 

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.models.generator.errors import ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import DecodingParams
 
 BASE = "tiny-base"
 

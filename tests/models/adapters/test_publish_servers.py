@@ -31,7 +31,7 @@ from openhands_rl_plugin.models.adapters.servers import ServerKind
 from openhands_rl_plugin.models.adapters.store import PROBE, PROBED, WEIGHTS_FILE, AdapterStore, ProbedOn
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import DecodingParams
 from openhands_rl_plugin.models.server.app import running_server
 
 pytestmark = pytest.mark.contract

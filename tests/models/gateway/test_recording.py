@@ -13,8 +13,7 @@ from gateway_world import SYSTEM, TOOL, Model, prompt_ids, sampled_ids, stored, 
 
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import PolicyRef, SamplingParams, StopReason, Trajectory
-from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.training.data.eligibility import is_sampled_off_policy
+from openhands_rl_plugin.training.data.batch import is_sampled_off_policy, samples_of
 
 pytestmark = pytest.mark.contract
 

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import GenerationFailed, Overloaded
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import DecodingParams
 
 LENGTH = 24
 HONEST = [DecodingParams(max_tokens=LENGTH, seed=seed, ignore_eos=True, top_p=0.9) for seed in range(4)]

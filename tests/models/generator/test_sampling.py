@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from openhands_rl_plugin.models.generator.sampling import DecodingParams, RandomNumbers, sample, score_tokens
+from openhands_rl_plugin.models.generator.sequence import DecodingParams, RandomNumbers, sample, score_tokens
 
 DRAWS = 4000
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import write_adapter, write_model
 
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.sampling import DecodingParams
+from openhands_rl_plugin.models.generator.sequence import DecodingParams
 
 
 @pytest.fixture

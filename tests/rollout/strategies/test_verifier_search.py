@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, Trajectory
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.verifier.card import VerifierOutput
-from openhands_rl_plugin.training.verifier.model import VerifierModel
+from openhands_rl_plugin.training.verifier.train import VerifierModel
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import ProcessGroup, SingleProcess, join_ranks
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.preparation import check_pairs
+from openhands_rl_plugin.training.trainer.old_logprobs import check_pairs
 from openhands_rl_plugin.training.trainer.resume import STATE_FILE, ShardedCheckpoint
 
 SPLIT = {"sharding": "layers"}

@@ -25,10 +25,9 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.training.loop.groups import Group, RolloutBuffer
+from openhands_rl_plugin.training.loop.groups import Group, OutageTolerantServer, RolloutBuffer
 from openhands_rl_plugin.training.loop.plan import LoopState, PolicyLineage, StageRecord, Staleness
 from openhands_rl_plugin.training.loop.router import running_router
-from openhands_rl_plugin.training.loop.server_outage import OutageTolerantServer
 
 
 class Simulation:
