@@ -377,4 +377,4 @@ def test_experts_chosen_otherwise_by_rounding_are_served_and_lost_state_is_not(t
             with pytest.raises(StartError, match="in pieces"):
                 ServedModel(config)
         else:
-            ServedModel(config).close()
+            ServedModel(config)
