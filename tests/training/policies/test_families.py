@@ -333,7 +333,7 @@ def test_the_embedded_server_serves_the_families_of_the_table_and_refuses_the_ot
     write_tokenizer(model)
     config = GeneratorConfig(model=str(model), dtype="float32", threads=1)
     if "`openhands-rl serve`" in family.servers:
-        ServedModel(config).close()
+        ServedModel(config)
     else:
         with pytest.raises(StartError, match=rf"\({family.model_type}\) cannot be served"):
             ServedModel(config)
