@@ -8,7 +8,7 @@ from openhands_rl_plugin.config.toml import load_settings as load_settings
 from openhands_rl_plugin.core.errors import ConfigError as ConfigError
 from openhands_rl_plugin.core.errors import RLError as RLError
 from openhands_rl_plugin.core.records import TrajectoryFilter as TrajectoryFilter
-from openhands_rl_plugin.core.templates.families import template_for
+from openhands_rl_plugin.core.templates.rendering import template_for
 from openhands_rl_plugin.core.tree import EpisodeTree as EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest as EpisodeRequest
 from openhands_rl_plugin.core.types import Frozen as Frozen
@@ -27,8 +27,8 @@ from openhands_rl_plugin.environments.tools.environment import ToolEnvironment a
 from openhands_rl_plugin.models.adapters.store import AdapterStore as AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine as OpenAIEngine
 from openhands_rl_plugin.rollout.session import AgentSession as AgentSession
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy as StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy as MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.react import StandardReActStrategy as StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy as ToTStrategy
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage as MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage as FileTrajectoryStorage

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.label import RESUME as LABEL_RESUME
 from openhands_rl_plugin.cli.label import asked, show, show_task, undone
 from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of, finite, json_object
@@ -68,7 +69,7 @@ async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
             await prefer(storage, better, other, alike=word == "=", note=note, author=args.author)
             compared += 1
         at, again = at + 1, args.again
-    print(f"{compared} compared; {RESUME}" if pairs else "no two attempts at one task match")
+    print(f"{compared} compared; {LABEL_RESUME}" if pairs else "no two attempts at one task match")
     return 0
 
 

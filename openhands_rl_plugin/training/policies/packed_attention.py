@@ -223,10 +223,10 @@ def attend(
         return attention_in_blocks(query, key, value, rows, scale, sliding_window), None
     whole = sliding_window is None or len(rows.layout.ids) <= sliding_window
     if softcap is None and whole and len(rows.layout.runs) == 1:  # one sequence: flash
-        found, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scale, is_causal=True)
+        found = sdpa_attention_forward(module, query, key, value, None, scaling=scale, is_causal=True)[0]
     else:
         mask: BlockMask = rows.once(("mask", sliding_window), lambda: block_mask(rows, sliding_window))
-        found, _ = flex_attention_forward(module, query, key, value, mask, scaling=scale, softcap=softcap)
+        found = flex_attention_forward(module, query, key, value, mask, scaling=scale, softcap=softcap)[0]
     return found, None
 
 
