@@ -19,10 +19,7 @@ from openhands_rl_plugin.config.rl import HttpUrl, VariableName
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError, RLError, StorageError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy, StreamingEngine, TrajectoryStorage
-from openhands_rl_plugin.core.servers.bodies import BodyReader
-from openhands_rl_plugin.core.servers.connections import ConnectionLimits
-from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers import API_KEY, AccessRules, listening, read_body, required_key, serving
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -476,9 +473,9 @@ class AgentConfig(PolicyConfig):
     max_waiting: int = Field(default=64, ge=0, description="requests that may wait; one more gets status 503")
     max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="maximum size of a request in bytes")
 
-    def door(self) -> Door:
+    def access(self) -> AccessRules:
         """Who is let in. Raises ``ConfigError`` when a network address has no key."""
-        return Door(required_key(self.host, self.api_key_env, protects="the agent and its tools"))
+        return AccessRules(required_key(self.host, self.api_key_env, protects="the agent and its tools"))
 
 
 @asynccontextmanager
@@ -560,7 +557,6 @@ class AgentEndpoints:
     def __init__(self, config: AgentConfig, open_runtime: OpenRuntime) -> None:
         self._config = config
         self._open_runtime = open_runtime
-        self._bodies = BodyReader()
         self._runtime: AgentRuntime | None = None
         self._limit = ConcurrencyLimit(config.max_running, config.max_waiting)
 
@@ -575,7 +571,7 @@ class AgentEndpoints:
 
         A stream also contains the text before each tool call, as separate paragraphs.
         """
-        body = await self._bodies.read(await request.body(), AgentCompletionRequest.model_validate_json)
+        body = await read_body(await request.body(), AgentCompletionRequest.model_validate_json)
         served = self._config.model
         if body.model and body.model != served:
             raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{served}'.", param="model")
@@ -686,15 +682,13 @@ def _identifier(name: str) -> str:
 
 
 @contextmanager
-def running_agent(
-    config: AgentConfig, open_runtime: OpenRuntime | None = None, *, limits: ConnectionLimits | None = None
-) -> Iterator[str]:
+def running_agent(config: AgentConfig, open_runtime: OpenRuntime | None = None) -> Iterator[str]:
     """A server in a background thread; yields its URL, without ``/v1``.
 
     ``open_runtime`` opens the agent; the default uses the configured model server. Raises ``ConfigError`` for invalid
     options, ``StorageError`` for a store that cannot be opened.
     """
-    door = config.door()
+    access = config.access()
     start = _Start(open_runtime or (lambda: opened_runtime(config)))
     app = build_app(config, start.opened)
     with listening(config.host, config.port) as listener:
@@ -702,10 +696,9 @@ def running_agent(
             with serving(
                 app,
                 listener,
-                door=door,
+                access=access,
                 routes=[route.path for route in app.routes if isinstance(route, Route)],
                 max_body_bytes=config.max_body_bytes,
-                limits=limits,
                 log_level="critical",
                 lifespan="on",
             ) as url:

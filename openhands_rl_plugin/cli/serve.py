@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises ``RLError`` when the options, the model or the port cannot be used."""
     config = read_fields(args, ServerConfig)
-    config.door()
+    config.access()
     check_model(config.model)
     log_accesses_if_asked(args)
     try:

@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers.door import is_loopback
+from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
 from openhands_rl_plugin.environments.http.calls import ServerTools, arguments_of, replies
 from openhands_rl_plugin.environments.http.client import (

@@ -42,7 +42,7 @@ def add_access_log(parser: argparse.ArgumentParser) -> None:
 def log_accesses_if_asked(args: argparse.Namespace) -> None:
     """What ``--access-log`` asks for."""
     if args.access_log:
-        from openhands_rl_plugin.core.servers.observed import log_accesses
+        from openhands_rl_plugin.core.servers import log_accesses
 
         log_accesses()
 

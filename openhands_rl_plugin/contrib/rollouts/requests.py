@@ -15,7 +15,7 @@ from openhands_rl_plugin.config.rollout import PlayOptions, PlaySettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.redaction import redact_json, redact_text
-from openhands_rl_plugin.core.servers.door import API_KEY
+from openhands_rl_plugin.core.servers import API_KEY
 from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue, Message
 from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 from openhands_rl_plugin.trajectories.exchange.sft import read_answer

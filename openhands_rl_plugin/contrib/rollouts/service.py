@@ -26,8 +26,7 @@ from openhands_rl_plugin.config.rollout import with_absolute_paths
 from openhands_rl_plugin.contrib.rollouts.requests import Result, ServiceOptions, TaskRequest, session_result
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.redaction import redact_text
-from openhands_rl_plugin.core.servers.door import Door, is_loopback, required_key
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers import AccessRules, is_loopback, listening, required_key, serving
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.pool.ray_workers import cluster_machines, join_cluster
 
@@ -317,7 +316,7 @@ def running_service(service: ServiceOptions, store: str) -> Iterator[str]:
 
     with (
         listening(service.listen, service.port) as listener,
-        serving(rollouts.app(lifespan), listener, door=Door(key), log_level="critical", lifespan="on") as url,
+        serving(rollouts.app(lifespan), listener, access=AccessRules(key), log_level="critical", lifespan="on") as url,
     ):
         try:
             yield url

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import Field
 
 from openhands_rl_plugin.config.rl import VariableName
-from openhands_rl_plugin.contrib.studio.door import StudioDoor
+from openhands_rl_plugin.contrib.studio.access import StudioAccess
 from openhands_rl_plugin.contrib.studio.tickets import Tickets
-from openhands_rl_plugin.core.servers.door import API_KEY, required_key
+from openhands_rl_plugin.core.servers import API_KEY, required_key
 from openhands_rl_plugin.core.types import Frozen
 
 MIB = 1024**2
@@ -29,8 +29,8 @@ class StudioConfig(Frozen):
     author: str = Field(default="", max_length=200, description="who labels (default: the user's name)")
     max_body_bytes: int = Field(default=MIB, ge=1024, description="maximum size of a request in bytes")
 
-    def door(self, tickets: Tickets) -> StudioDoor:
+    def access(self, tickets: Tickets) -> StudioAccess:
         """Who is let in. Raises ``ConfigError`` when a network address has no key."""
         key = required_key(self.host, self.api_key_env, protects="the stored episodes")
         names = frozenset(name.strip().lower() for name in self.allow_host.split(",") if name.strip())
-        return StudioDoor(key=key, tickets=tickets, names=names, bound=self.host)
+        return StudioAccess(key=key, tickets=tickets, names=names, bound=self.host)

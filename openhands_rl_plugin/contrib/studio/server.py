@@ -20,9 +20,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from openhands_rl_plugin.contrib.studio.access import SIGN_IN
 from openhands_rl_plugin.contrib.studio.config import StudioConfig
 from openhands_rl_plugin.contrib.studio.document import HEADERS, STATIC, content_security_policy, document
-from openhands_rl_plugin.contrib.studio.door import SIGN_IN
 from openhands_rl_plugin.contrib.studio.episode import EpisodeResource, GroupResource
 from openhands_rl_plugin.contrib.studio.listing import CompareResource, LabelResource, ListResource
 from openhands_rl_plugin.contrib.studio.replies import ERROR_HANDLERS, reply
@@ -33,9 +33,7 @@ from openhands_rl_plugin.contrib.studio.runs import AdapterResource, EvaluationR
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, StudioSources, TokenText
 from openhands_rl_plugin.contrib.studio.tickets import COOKIE, Tickets
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.servers.connections import ConnectionLimits
-from openhands_rl_plugin.core.servers.door import HEALTH
-from openhands_rl_plugin.core.servers.listening import STOP_SECONDS, listening, serving
+from openhands_rl_plugin.core.servers import HEALTH, STOP_SECONDS, listening, serving
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -211,7 +209,6 @@ def running_studio(
     config: StudioConfig,
     sources: StudioSources,
     *,
-    limits: ConnectionLimits | None = None,
     ends_in: int = STOP_SECONDS,
 ) -> Iterator[RunningStudio]:
     """A server in a background thread, which closes ``sources`` at the end.
@@ -221,19 +218,18 @@ def running_studio(
     ``PortUnavailableError`` when the port is taken.
     """
     tickets = Tickets()
-    door = config.door(tickets)
+    access = config.access(tickets)
     stops: list[Callable[[], object]] = []
-    app = build_app(config, sources, tickets, door.key, stops.append)
+    app = build_app(config, sources, tickets, access.key, stops.append)
     routes = [route.path for route in app.routes if isinstance(route, Route)]
     with (
         listening(config.host, config.port) as listener,
         serving(
             app,
             listener,
-            door=door,
+            access=access,
             routes=routes,
             max_body_bytes=config.max_body_bytes,
-            limits=limits,
             log_level="critical",
             lifespan="on",
             timeout_graceful_shutdown=ends_in,

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.contrib.trainers.rows import DatumRow
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
-from openhands_rl_plugin.core.servers.door import is_loopback
+from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.training.packages import check_package
 
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram, check_release
 from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers import listening, serving
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, SampledToken
 from openhands_rl_plugin.models.server.http import ERROR_HANDLERS, json_response

@@ -3,7 +3,7 @@
 from openhands_rl_plugin.contrib.webshop.catalogue import Goal, RewardBreakdown, Split
 from openhands_rl_plugin.contrib.webshop.engine import Purchase, StepResult, WebShop, WebShopSession, oracle_actions
 from openhands_rl_plugin.contrib.webshop.server import create_app, running_webshop
-from openhands_rl_plugin.core.servers.listening import PortUnavailableError
+from openhands_rl_plugin.core.servers import PortUnavailableError
 
 __all__ = [
     "Goal",

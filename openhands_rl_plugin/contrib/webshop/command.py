@@ -6,7 +6,7 @@ import argparse
 
 from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.servers.door import API_KEY, required_key
+from openhands_rl_plugin.core.servers import API_KEY, required_key
 
 EPILOG = """examples:
   openhands-rl env webshop

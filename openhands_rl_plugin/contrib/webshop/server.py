@@ -21,9 +21,7 @@ from starlette.routing import Route
 from openhands_rl_plugin.contrib.webshop.catalogue import SPLITS, Split
 from openhands_rl_plugin.contrib.webshop.engine import StepResult, WebShop, WebShopSession, page_html
 from openhands_rl_plugin.core.errors import RLError
-from openhands_rl_plugin.core.servers.connections import ConnectionLimits
-from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers import API_KEY, AccessRules, listening, required_key, serving
 
 Index = Annotated[int, Field(ge=0, lt=2**53)]
 SessionName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -454,7 +452,6 @@ def running_webshop(
     api_key_env: str = API_KEY,
     session_ttl_s: float = 1800.0,
     max_sessions: int = 10_000,
-    limits: ConnectionLimits | None = None,
 ) -> Iterator[str]:
     """Serve the shop from a background thread and yield its base URL, `http://host:port`; stop on exit.
 
@@ -471,16 +468,15 @@ def running_webshop(
         ConfigError: a public host has no key.
         PortUnavailableError: the address cannot be listened on; the message names the remedy.
     """
-    door = Door(required_key(host, api_key_env, protects="its sessions"))
+    door = AccessRules(required_key(host, api_key_env, protects="its sessions"))
     with listening(host, port) as listener:
         app = create_app(world or WebShop(), session_ttl_s=session_ttl_s, max_sessions=max_sessions)
         with serving(
             app,
             listener,
-            door=door,
+            access=door,
             routes=[route.path for route in app.routes if isinstance(route, Route)],
             max_body_bytes=MAX_BODY_BYTES,
-            limits=limits,
             lifespan="off",
             timeout_graceful_shutdown=_STOP_SECONDS,
         ) as url:

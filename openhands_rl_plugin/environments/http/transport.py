@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.messages import whole_json
-from openhands_rl_plugin.core.servers.door import is_loopback
+from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.core.types import JsonObject
 
 _EXCERPT_CHARACTERS = 200

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 
 from openhands_rl_plugin.config.rl import HttpUrl, SafeName, VariableName
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
+from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
 
 MIB = 1024**2
 
@@ -95,9 +95,9 @@ class GatewayConfig(BaseModel):
             raise ValueError("--adapter needs --base-model, the name of the model without an adapter")
         return self
 
-    def door(self) -> Door:
+    def access(self) -> AccessRules:
         """Who is let in. Raises ``ConfigError`` when a network address has no key."""
-        return Door(required_key(self.host, self.api_key_env, protects="the model server"))
+        return AccessRules(required_key(self.host, self.api_key_env, protects="the model server"))
 
     def upstream_key(self) -> str:
         """The model server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""

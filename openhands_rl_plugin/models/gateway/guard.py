@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
 
 import aiohttp
 from aiohttp import web
@@ -15,22 +13,15 @@ from aiohttp.typedefs import Middleware
 
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary
 from openhands_rl_plugin.core.redaction import RedactingFilter
-from openhands_rl_plugin.core.servers.bodies import too_many_values
-from openhands_rl_plugin.core.servers.connections import Connections, Peer, peer_of
-from openhands_rl_plugin.core.servers.door import HEALTH, METRICS, Refusal
-from openhands_rl_plugin.core.servers.metrics import Metrics
-from openhands_rl_plugin.core.servers.observed import ObservedRequests
+from openhands_rl_plugin.core.servers import HEALTH, METRICS, RequestMetrics
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.models.gateway.config import MIB, GatewayConfig
+from openhands_rl_plugin.models.gateway.config import GatewayConfig
 from openhands_rl_plugin.models.gateway.recorder import unexpected
 from openhands_rl_plugin.models.gateway.replies import Reply, error_reply
 from openhands_rl_plugin.models.gateway.sessions import TooManySessions
 from openhands_rl_plugin.models.gateway.upstream import UpstreamError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_LARGE_BODY = 4 * MIB
-_LARGE_BODIES = 16
-"""How many large bodies are received at once; the others wait, within the time that a request has to arrive."""
 _LEFT = 499
 _UNREAD = "UnsupportedMediaType"
 
@@ -38,16 +29,12 @@ _UNREAD = "UnsupportedMediaType"
 class RequestGuard:
     """The middlewares of the gateway. ``busy``: how many requests are in flight for clients that left."""
 
-    def __init__(
-        self, config: GatewayConfig, metrics: Metrics, connections: Connections, busy: Callable[[], int]
-    ) -> None:
+    def __init__(self, config: GatewayConfig, metrics: RequestMetrics, busy: Callable[[], int]) -> None:
         self._config = config
-        self._door = config.door()
-        self._connections = connections
-        self._observed = ObservedRequests(metrics, connections)
+        self._door = config.access()
+        self._metrics = metrics
         self._left = busy
         self._in_flight = 0
-        self._large = asyncio.Semaphore(_LARGE_BODIES)
 
     @property
     def busy(self) -> int:
@@ -61,17 +48,17 @@ class RequestGuard:
 
     @web.middleware
     async def _observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        started, status, peer = time.perf_counter(), _LEFT, _peer(request)
+        started, status = time.perf_counter(), _LEFT
         try:
             response = await handler(request)
             status = response.status
             return response
         finally:
-            self._connections.answered(peer)
             resource = request.match_info.route.resource
             route = resource.canonical if resource is not None else "none"
             seconds = time.perf_counter() - started
-            self._observed.ended(request.method, request.rel_url.raw_path, status, seconds, peer, route)
+            peer = request.transport.get_extra_info("peername") if request.transport is not None else None
+            self._metrics.ended(request.method, request.rel_url.raw_path, status, seconds, peer, route)
 
     @web.middleware
     async def _last_resort(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -92,9 +79,7 @@ class RequestGuard:
             if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
                 # It would be a thousand times as large as it announces.
                 return response_of(error_reply(415, "Compressed bodies are not read: send it as it is.", _UNREAD))
-            if (refused := await self._receive(request)) is not None:
-                return response_of(error_reply(refused.status, refused.message, refused.kind))
-            self._connections.arrived(_peer(request))
+            await self._receive(request)
             if request.path in (HEALTH, METRICS):
                 return await handler(request)
             if (busy := self.busy) >= self._config.max_in_flight:
@@ -120,18 +105,15 @@ class RequestGuard:
                 error_reply(error.status, f"{request.method} {request.path}: {error.reason}", "NotFoundError")
             )
 
-    async def _receive(self, request: web.Request) -> Refusal | None:
+    async def _receive(self, request: web.Request) -> None:
         if not request.can_read_body:
-            return None
+            return
         if (request.content_length or 0) > self._config.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._config.max_body_bytes, request.content_length or 0)
-        large = request.content_length is None or request.content_length > _LARGE_BODY
         try:
-            async with self._large if large else nullcontext():
-                body = await request.read()
+            await request.read()
         except (web.RequestPayloadError, aiohttp.ClientPayloadError, ConnectionError) as error:
             raise web.HTTPBadRequest(reason=f"the body broke off ({type(error).__name__})") from error
-        return too_many_values(body)
 
 
 def library_logger() -> logging.Logger:
@@ -156,7 +138,3 @@ def response_of(reply: Reply) -> web.Response:
     return web.Response(
         status=reply.status, body=reply.body, headers={**reply.headers, "content-type": reply.content_type}
     )
-
-
-def _peer(request: web.Request) -> Peer | None:
-    return peer_of(request.transport.get_extra_info("peername")) if request.transport is not None else None

@@ -15,8 +15,7 @@ import aiohttp
 
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary, describe
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers.bodies import BodyReader
-from openhands_rl_plugin.core.servers.observed import note_failure
+from openhands_rl_plugin.core.servers import note_failure, read_body
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingParams
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
@@ -128,7 +127,6 @@ class Recorder:
         self._restores = config.restore_calls
         self._fills = config.sampling_defaults == "neutral"
         self._extensions = ExtensionTable(clock)
-        self._bodies = BodyReader()
         self._sessions_of: OrderedDict[str, str] = OrderedDict()
         self._route = None
         if config.adapter is not None:
@@ -234,7 +232,7 @@ class Recorder:
     async def _whole(self, exchange: _Exchange, reply: Reply) -> Reply:
         call = exchange.call
         try:
-            answer = await self._bodies.read(reply.body, exchange.protocol.answer)
+            answer = await read_body(reply.body, exchange.protocol.answer)
         except Unrecordable as problem:
             self.unrecorded(problem)
             body, document = reply.body, parse_object(reply.body) if exchange.protocol.reports_ids else None

@@ -18,11 +18,16 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers.bodies import BodyReader
-from openhands_rl_plugin.core.servers.connections import ConnectionLimits, Connections
-from openhands_rl_plugin.core.servers.door import HEALTH, METRICS
-from openhands_rl_plugin.core.servers.listening import BACKLOG, listening, url_of
-from openhands_rl_plugin.core.servers.metrics import CONTENT_TYPE, Metrics
+from openhands_rl_plugin.core.servers import (
+    BACKLOG,
+    HEALTH,
+    IDLE_SECONDS,
+    METRICS,
+    RequestMetrics,
+    listening,
+    read_body,
+    url_of,
+)
 from openhands_rl_plugin.core.types import JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.models.gateway.chat_completions import CHAT
@@ -68,17 +73,14 @@ class Gateway:
         config: GatewayConfig,
         storage: TrajectoryStorage,
         clock: Clock = time.monotonic,
-        *,
-        connections: Connections,
     ) -> None:
         self._config = config
         self._storage = storage
         self._upstream = Upstream(config)
         self._recorder = Recorder(config, self._upstream, clock)
-        self._bodies = BodyReader()
         self._left: set[asyncio.Task[Reply]] = set()
-        self.metrics = Metrics()
-        self._guard = RequestGuard(config, self.metrics, connections, lambda: len(self._left))
+        self.metrics = RequestMetrics()
+        self._guard = RequestGuard(config, self.metrics, lambda: len(self._left))
         self.sessions = SessionPool(
             storage,
             run_id=config.run_id,
@@ -112,13 +114,13 @@ class Gateway:
 
     async def measured(self, request: web.Request) -> web.Response:
         """GET /metrics: Prometheus' text format."""
-        return web.Response(body=self.metrics.text().encode(), headers={"content-type": CONTENT_TYPE})
+        return web.Response(body=self.metrics.text(), content_type="text/plain", charset="utf-8")
 
     async def complete(self, protocol: WireProtocol, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions, /v1/messages and /v1/responses."""
         body = await request.read()
         try:
-            call = await self._bodies.read(body, protocol.parse)
+            call = await read_body(body, protocol.parse)
         except Unrecordable as problem:
             self._recorder.unrecorded(problem)
             return await self._forward(request, protocol.path, body, NOT_RECORDED)
@@ -189,7 +191,7 @@ class Gateway:
         """POST /session/{session}/end: end the episode; ``reward`` or ``success`` is stored as its score."""
         name = session_name(request.match_info["session"], "", {}, {}, ()).name
         try:
-            outcome = await self._bodies.read(await request.read() or b"{}", EndRequest.model_validate_json)
+            outcome = await read_body(await request.read() or b"{}", EndRequest.model_validate_json)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(each) for each in problem["loc"])
@@ -277,8 +279,6 @@ async def running_gateway(
     config: GatewayConfig,
     storage: TrajectoryStorage,
     clock: Clock = time.monotonic,
-    *,
-    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[str]:
     """A gateway in this event loop; yields its URL, without ``/v1``. All sessions are ended on exit.
 
@@ -287,8 +287,7 @@ async def running_gateway(
     Raises ``PortUnavailableError``, and ``StorageError`` when the storage cannot be read or written. The storage stays
     open.
     """
-    connections = Connections(limits)
-    gateway = Gateway(config, storage, clock, connections=connections)
+    gateway = Gateway(config, storage, clock)
     with listening(config.host, config.port) as listener:
         await gateway.sessions.start()
         runner = web.AppRunner(
@@ -296,16 +295,12 @@ async def running_gateway(
             access_log=None,
             handle_signals=False,
             shutdown_timeout=_SHUTDOWN_SECONDS,
-            keepalive_timeout=connections.limits.idle,
+            keepalive_timeout=IDLE_SECONDS,
             logger=library_logger(),
             auto_decompress=False,
         )
         await runner.setup()
-        assert runner.server is not None, "it was set up"
-        # Not a site of the runner's: that has no place for what bounds the connections.
-        accepting = await asyncio.get_running_loop().create_server(
-            connections.bounded(runner.server), sock=listener, backlog=BACKLOG
-        )
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         sweeper = asyncio.create_task(_sweep(gateway.sessions, min(60 * config.idle_minutes / 4, _MAX_SWEEP_SECONDS)))
         try:
             yield url_of(listener)
@@ -313,7 +308,6 @@ async def running_gateway(
             sweeper.cancel()
             with suppress(asyncio.CancelledError):
                 await sweeper
-            accepting.close()
             await runner.cleanup()
             await gateway.sessions.close(_SHUTDOWN_SECONDS)
             await gateway.aclose()

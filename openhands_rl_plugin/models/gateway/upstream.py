@@ -59,7 +59,7 @@ class Upstream:
         self._base = config.upstream
         self._key = config.upstream_key()
         self._anthropic = (URL(config.upstream).host or "").endswith("anthropic.com")
-        self._keeps_client_key = not config.door().key
+        self._keeps_client_key = not config.access().key
         self._longest = config.max_answer_bytes
         self._timeout = config.timeout
         self._session: aiohttp.ClientSession | None = None

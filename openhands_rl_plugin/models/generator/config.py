@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from openhands_rl_plugin.core.servers.door import API_KEY, Door, required_key
+from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
 
 GIB = 1024**3
 
@@ -64,9 +64,9 @@ class ServerConfig(GeneratorConfig):
     )
     max_body_bytes: int = Field(default=4 * 1024**2, ge=1024, description="Longest request body.")
 
-    def door(self) -> Door:
+    def access(self) -> AccessRules:
         """Who is let in. Raises ``ConfigError`` when a network address has no key."""
-        return Door(required_key(self.host, self.api_key_env, protects="the model and load adapters"))
+        return AccessRules(required_key(self.host, self.api_key_env, protects="the model and load adapters"))
 
     @property
     def base_name(self) -> str:

@@ -21,11 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary, describe
 from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers.metrics import Metrics, Samples
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import (
@@ -47,42 +50,55 @@ from openhands_rl_plugin.models.generator.sequence import (
 )
 from openhands_rl_plugin.models.generator.threads import in_passing_thread
 
+_BOUNDS = (0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
-class GeneratorMetrics:
+
+class GeneratorMetrics(Collector):
     """Counts sequences as they end. ``model``: the name of the served weights."""
 
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self.metrics = metrics
-        self._labels = {"model_name": model}
-        self._prompt = metrics.counter("vllm:prompt_tokens_total", "Prompt tokens of ended requests.")
-        self._sampled = metrics.counter("vllm:generation_tokens_total", "Sampled tokens of ended requests.")
-        self._asked = metrics.counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked up.")
-        self._hits = metrics.counter("vllm:prefix_cache_hits_total", "Prompt tokens that were in the prefix cache.")
-        self._ended = metrics.counter("vllm:request_success_total", "Finished requests by reason; abort: they did not.")
-        self._first = metrics.histogram("vllm:time_to_first_token_seconds", "Seconds to the first token.")
-        self._whole = metrics.histogram("vllm:e2e_request_latency_seconds", "Seconds to the last token.")
-        for each in (self._prompt, self._sampled, self._asked, self._hits):
-            each.add(0, **self._labels)
+    def __init__(self, model: str) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+        self._model = model
+        self._read: list[tuple[str, str, Callable[[], float]]] = []
+        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
+        self._sampled = self._counter("vllm:generation_tokens", "Sampled tokens of ended requests.")
+        self._asked = self._counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.")
+        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens that were in the prefix cache.")
+        about, labels = "Finished requests by reason; abort: they did not.", ("model_name", "finished_reason")
+        self._ended = prometheus_client.Counter("vllm:request_success", about, labels, registry=self.registry)
+        self._first = self._histogram("vllm:time_to_first_token_seconds", "Seconds to the first token.")
+        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "Seconds to the last token.")
+        self.registry.register(self)
+
+    def _counter(self, name: str, about: str) -> prometheus_client.Counter:
+        return prometheus_client.Counter(name, about, ("model_name",), registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, about: str) -> prometheus_client.Histogram:
+        histogram = prometheus_client.Histogram(name, about, ("model_name",), buckets=_BOUNDS, registry=self.registry)
+        return histogram.labels(self._model)
 
     def read(self, name: str, about: str, value: Callable[[], float]) -> None:
         """A value that is read when it is asked for; by its name, a gauge or a counter."""
+        self._read.append((name, about, value))
 
-        def samples() -> Samples:
-            return [(self._labels, value())]
-
-        self.metrics.read(name, about, samples, "counter" if name.endswith("_total") else "gauge")
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """What is read when it is asked for."""
+        for name, about, value in self._read:
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, about, labels=("model_name",))
+            family.add_metric((self._model,), value())
+            yield family
 
     def ended(self, sequence: SequenceState) -> None:
         """Count a sequence that left the scheduler: finished, failed or cancelled."""
-        reason = sequence.finish_reason or "abort"
-        self._ended.add(1, finished_reason=reason, **self._labels)
-        self._prompt.add(sequence.prompt_len, **self._labels)
-        self._sampled.add(len(sequence.ids) - sequence.prompt_len, **self._labels)
-        self._asked.add(sequence.prompt_len, **self._labels)
-        self._hits.add(sequence.cached, **self._labels)
+        self._ended.labels(self._model, sequence.finish_reason or "abort").inc()
+        self._prompt.inc(sequence.prompt_len)
+        self._sampled.inc(len(sequence.ids) - sequence.prompt_len)
+        self._asked.inc(sequence.prompt_len)
+        self._hits.inc(sequence.cached)
         if sequence.first_token is not None:
-            self._first.observe(sequence.first_token - sequence.submitted, **self._labels)
-        self._whole.observe(time.monotonic() - sequence.submitted, **self._labels)
+            self._first.observe(sequence.first_token - sequence.submitted)
+        self._whole.observe(time.monotonic() - sequence.submitted)
 
 
 _LOG = redacting_logger(__name__)
@@ -132,7 +148,7 @@ class Generator:
         self._thread.start()
 
     def _measured(self) -> GeneratorMetrics:
-        told = GeneratorMetrics(Metrics(), self.config.base_name)
+        told = GeneratorMetrics(self.config.base_name)
         scheduler, most = self._scheduler, self.config.max_batch * self.max_model_len
         told.read("vllm:num_requests_running", "Requests that are computed.", lambda: scheduler.counts[0])
         told.read("vllm:num_requests_waiting", "Requests that wait for a place.", lambda: scheduler.counts[1])

@@ -16,9 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from openhands_rl_plugin.core.servers.bodies import BodyReader
-from openhands_rl_plugin.core.servers.connections import ConnectionLimits
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers import listening, read_body, serving
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
@@ -78,7 +76,6 @@ class ModelEndpoints:
     def __init__(self, config: ServerConfig, generator: Generator) -> None:
         self._config = config
         self._generator = generator
-        self._bodies = BodyReader()
         self._long_prompts = CapacityLimiter(1)
         self._prompts = PromptRenderer(generator.tokenizer, generator.max_model_len, config.chat_template)
 
@@ -207,7 +204,7 @@ class ModelEndpoints:
         return Response()
 
     async def _read[B: BaseModel](self, request: Request, kind: type[B]) -> B:
-        return await self._bodies.read(await request.body(), kind.model_validate_json)
+        return await read_body(await request.body(), kind.model_validate_json)
 
     async def _prompt[A, P](self, request: Request, make: Callable[[A], P], asked: A) -> P:
         """Token ids, made off the event loop: of long requests one after another, so that short ones pass them."""
@@ -277,25 +274,21 @@ def _stream(events, handles: Sequence[RequestHandle]) -> StreamingResponse:
 
 
 @contextmanager
-def running_server(
-    config: ServerConfig, generator: Generator | None = None, *, limits: ConnectionLimits | None = None
-) -> Iterator[str]:
+def running_server(config: ServerConfig, generator: Generator | None = None) -> Iterator[str]:
     """As ``open_server``; yields the URL alone."""
-    with open_server(config, generator, limits=limits) as (url, _):
+    with open_server(config, generator) as (url, _):
         yield url
 
 
 @contextmanager
-def open_server(
-    config: ServerConfig, generator: Generator | None = None, *, limits: ConnectionLimits | None = None
-) -> Iterator[tuple[str, Generator]]:
+def open_server(config: ServerConfig, generator: Generator | None = None) -> Iterator[tuple[str, Generator]]:
     """A server in a background thread; yields its base URL (``http://127.0.0.1:PORT``) and what it serves.
 
     With a ``generator`` that one is served and stays open; else one is loaded and closed. Raises ``ConfigError`` when
     a public host has no key, ``PortUnavailableError`` when the port is taken, ``StartError`` when the model cannot be
     loaded.
     """
-    door = config.door()
+    access = config.access()
     with ExitStack() as stack:
         listener = stack.enter_context(listening(config.host, config.port))
         served = generator or stack.enter_context(Generator(config))
@@ -304,11 +297,10 @@ def open_server(
             serving(
                 app,
                 listener,
-                door=door,
+                access=access,
                 routes=[route.path for route in app.routes if isinstance(route, Route)],
                 max_body_bytes=config.max_body_bytes,
-                limits=limits,
-                metrics=served.metrics.metrics,
+                registry=served.metrics.registry,
                 lifespan="off",
             )
         )

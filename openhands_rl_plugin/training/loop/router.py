@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import StorageError, describe
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers import listening, serving
 from openhands_rl_plugin.core.types import PolicyRef
 
 if TYPE_CHECKING:

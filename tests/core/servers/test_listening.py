@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.core.servers.listening import PortUnavailableError, listening, serving, url_of
+from openhands_rl_plugin.core.servers import PortUnavailableError, listening, serving, url_of
 
 
 async def _hello(_: Request) -> PlainTextResponse:

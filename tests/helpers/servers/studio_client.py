@@ -12,10 +12,7 @@ from openhands_rl_plugin.contrib.studio.server import build_app
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.contrib.studio.tickets import Tickets
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.servers.asgi import GuardedApp
-from openhands_rl_plugin.core.servers.connections import Connections
-from openhands_rl_plugin.core.servers.metrics import Metrics
-from openhands_rl_plugin.core.servers.observed import ObservedRequests
+from openhands_rl_plugin.core.servers import GuardMiddleware
 from openhands_rl_plugin.core.types import Trajectory
 
 Opener = Callable[[], TrajectoryStorage]
@@ -32,14 +29,9 @@ def fill(opener: Opener, episodes: Sequence[Trajectory]) -> None:
     asyncio.run(store())
 
 
-def guarded(config: StudioConfig, sources: StudioSources, tickets: Tickets) -> GuardedApp:
+def guarded(config: StudioConfig, sources: StudioSources, tickets: Tickets) -> GuardMiddleware:
     """The application behind its door, as ``running_studio`` serves it."""
-    door, connections, metrics = config.door(tickets), Connections(), Metrics()
-    return GuardedApp(
-        build_app(config, sources, tickets, door.key),
-        door,
-        max_body_bytes=config.max_body_bytes,
-        connections=connections,
-        metrics=metrics,
-        observed=ObservedRequests(metrics, connections),
+    access = config.access(tickets)
+    return GuardMiddleware(
+        build_app(config, sources, tickets, access.key), access, max_body_bytes=config.max_body_bytes
     )

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers import listening, serving
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import ServerKind

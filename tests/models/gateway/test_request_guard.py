@@ -57,7 +57,7 @@ async def test_the_range_is_configured(tmp_path: Path) -> None:
 def test_an_address_of_the_network_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENHANDS_RL_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"^--host 0.0.0.0: .*export OPENHANDS_RL_API_KEY="):
-        GatewayConfig(upstream="http://m/v1", host="0.0.0.0").door()
+        GatewayConfig(upstream="http://m/v1", host="0.0.0.0").access()
 
 
 async def test_sessions_that_have_not_ended_are_bounded(tmp_path: Path) -> None:

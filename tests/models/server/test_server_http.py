@@ -15,7 +15,7 @@ import openai
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from openhands_rl_plugin.core.servers.listening import PortUnavailableError
+from openhands_rl_plugin.core.servers import PortUnavailableError
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator

@@ -54,8 +54,8 @@ def test_arguments_given_as_text() -> None:
     assert call.arguments == '{"x": 1}'
 
 
-def test_slips_with_one_reading_are_read() -> None:
-    text = '<TOOL_CALL>{"name": "f", "arguments": {"x": "a\n</tool_call>",}}</TOOL_CALL>'
+def test_a_string_may_hold_the_closing_tag() -> None:
+    text = '<TOOL_CALL>{"name": "f", "arguments": {"x": "a\\n</tool_call>"}}</TOOL_CALL>'
     assert parse_tool_calls(text).calls == (call_of("f", json.dumps({"x": "a\n</tool_call>"})),)
 
 

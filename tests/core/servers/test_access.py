@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.servers.door import Door, required_key
-from openhands_rl_plugin.core.servers.listening import listening, serving
+from openhands_rl_plugin.core.servers import AccessRules, listening, required_key, serving
 
 JSON = "application/json"
 
@@ -38,7 +37,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[str]:
-    with listening("127.0.0.1", 0) as listener, serving(APP, listener, door=Door("s3cret")) as url:
+    with listening("127.0.0.1", 0) as listener, serving(APP, listener, access=AccessRules("s3cret")) as url:
         yield url
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from openhands_rl_plugin.contrib.studio.tickets import Tickets
-from openhands_rl_plugin.core.servers.door import METRICS, Door, Refusal, host_name, is_json, is_loopback
+from openhands_rl_plugin.core.servers import METRICS, AccessRules, Refusal, host_name, is_json, is_loopback
 
 SIGN_IN = "/api/session"
 _READS = ("GET", "HEAD")
@@ -15,7 +15,7 @@ _OWN = ("same-origin", "none")
 
 
 @dataclass(frozen=True)
-class StudioDoor(Door):
+class StudioAccess(AccessRules):
     """``names``: hosts that it may be called by, beside addresses; ``bound``: the address that it listens on.
 
     The document and its modules hold no data, so they are shown to all; ``/api`` and ``/metrics`` need a session's

@@ -1,1 +1,0 @@
-"""Hostile requests against the four servers."""

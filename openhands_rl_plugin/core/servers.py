@@ -1,0 +1,411 @@
+"""HTTP servers: who may use one, what stands in front of an ASGI application, and serving it from a thread.
+
+They are made for this machine and its network. A public server belongs behind nginx, which bounds slow clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openhands_rl_plugin.core.errors import (
+    DEBUG,
+    CaughtFailure,
+    ConfigError,
+    InfrastructureError,
+    RLError,
+    boundary,
+    describe,
+)
+from openhands_rl_plugin.core.redaction import redacting_logger
+from openhands_rl_plugin.core.types import FailureKind
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+_LOG = redacting_logger(__name__)
+ACCESS = "openhands_rl_plugin.access"
+API_KEY = "OPENHANDS_RL_API_KEY"
+"""The environment variable of the key that clients of a server must send, unless an option names another."""
+HEALTH, METRICS = "/health", "/metrics"
+MIB = 1024**2
+BACKLOG = 1024
+MOST_CONNECTIONS = 1024
+IDLE_SECONDS = 75
+"""How long a connection without a request stays open."""
+STOP_SECONDS = 5
+"""What requests under way have to end in, when the server is stopped."""
+_START_SECONDS = 30.0
+"""Far more than a start takes; until then a lifespan may open its store."""
+_HIGHEST_PORT = 65_535
+_LONG_BODY = 256 * 1024
+_LONGEST_PATH = 200
+_LEFT = 499
+_METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
+_KEY_REMEDY = "start the server with a key and send it"
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:@/\s]+))(?::\d*)?")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not answered: an HTTP status, the kind of error, and one line."""
+
+    status: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class AccessRules:
+    """Checks a request by its headers. ``key``: what clients must send; empty: none is asked for.
+
+    A key comes as ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``; ``/health`` needs none. Without one a browser is
+    the danger: any page may send requests to this machine, and a name that resolves to 127.0.0.1 makes them its own
+    (DNS rebinding). So the ``Host`` has to be loopback, an ``Origin`` the server's own, and a body JSON, which a page
+    cannot send to another origin unasked.
+    """
+
+    key: str = ""
+
+    def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+        """Why the request is refused, ``None`` if it is not. ``headers`` have lower-case names."""
+        if self.key:
+            open_to_all = path == HEALTH and method in ("GET", "HEAD")
+            if open_to_all or self._has_key(headers):
+                return None
+            return Refusal(401, "Unauthorized", "The API key is missing or wrong.")
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not is_loopback(host_name(host)):
+            return Refusal(403, "Forbidden", f"The host {host[:100]!r} is not this machine's loopback; {_KEY_REMEDY}.")
+        foreign = origin is not None and origin.lower() != f"http://{host.lower()}"
+        if foreign or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            return Refusal(403, "Forbidden", f"Web pages of other origins are refused; {_KEY_REMEDY}.")
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if method not in _WITHOUT_BODY and has_body and not is_json(headers.get("content-type", "")):
+            message = f"The body has to be sent as Content-Type: application/json, or {_KEY_REMEDY}."
+            return Refusal(415, "UnsupportedMediaType", message)
+        return None
+
+    def _has_key(self, headers: Mapping[str, str]) -> bool:
+        expected = self.key.encode()
+        bearer, key = (
+            headers.get(name, "").encode("utf-8", "surrogateescape") for name in ("authorization", "x-api-key")
+        )
+        right = hmac.compare_digest(bearer, b"Bearer " + expected)
+        return hmac.compare_digest(key, expected) or right
+
+
+def required_key(host: str, variable: str, *, protects: str) -> str:
+    """The key in the environment variable ``variable``, empty for none. The one rule of all servers.
+
+    Raises ``ConfigError`` when there is no key and ``host`` is reachable from the network; ``protects`` says what
+    anybody there could use then.
+    """
+    key = os.environ.get(variable, "")
+    if not key and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host}: others on the network could use {protects}; export "
+            f"{variable or 'a key and name it with --api-key-env'}=..., or listen on 127.0.0.1"
+        )
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is this machine's own, reachable from nowhere else."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def host_name(host: str) -> str:
+    """``127.0.0.1:8100`` -> ``127.0.0.1``; ``[::1]:8100`` -> ``::1``; empty for what is no host."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]) if found else ""
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a ``Content-Type`` is that of JSON, which a page cannot send to another origin unasked."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+async def read_body[T](body: bytes, parse: Callable[[bytes], T]) -> T:
+    """What ``parse`` makes of ``body``, a long one in a thread; its errors pass through."""
+    return parse(body) if len(body) <= _LONG_BODY else await asyncio.to_thread(parse, body)
+
+
+class RequestMetrics:
+    """Requests by method, route and status, and the access log, without bodies and keys.
+
+    ``routes``: the paths that metrics tell apart; any other is ``none``. ``more``: metrics that are shown as well.
+    """
+
+    def __init__(self, more: CollectorRegistry | None = None, routes: Collection[str] = ()) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+
+        self._registry, self._more = CollectorRegistry(), more
+        self._routes = frozenset(routes)
+        self._log = redacting_logger(ACCESS)
+        ProcessCollector(registry=self._registry)
+        labels = ("method", "handler")
+        self._count = Counter("http_requests", "Requests.", (*labels, "status"), registry=self._registry)
+        about = "Seconds to the end of the response."
+        bounds = (0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
+        self._seconds = Histogram(
+            "http_request_duration_seconds", about, labels, buckets=bounds, registry=self._registry
+        )
+
+    def text(self) -> bytes:
+        """All samples in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry) + (generate_latest(self._more) if self._more is not None else b"")
+
+    def ended(self, method: str, path: str, status: int, seconds: float, peer: object, route: str = "") -> None:
+        """One request is over. ``path``: without its query, where a key may stand. ``status`` 499: the client left."""
+        handler = route or (path if path in self._routes else "none")
+        method = method if method in _METHODS else "OTHER"
+        self._count.labels(method, handler, f"{status // 100}xx").inc()
+        self._seconds.labels(method, handler).observe(seconds)
+        if self._log.isEnabledFor(logging.INFO):
+            # As ASCII: no control characters reach a terminal or break the line.
+            shown = path[:_LONGEST_PATH].encode("ascii", "backslashreplace").decode()
+            shown = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in shown)
+            client = peer[0] if isinstance(peer, list | tuple) and peer else "-"
+            self._log.info("%s %s %s %d %.3f s", client, method, shown, status, seconds)
+
+
+def log_accesses() -> None:
+    """Print the access log to standard error."""
+    logger = redacting_logger(ACCESS)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def note_failure(error: BaseException) -> str:
+    """Log in one line what nobody expected, with its traceback where ``DEBUG`` is set.
+
+    What the client is told: a number that leads to the line, and nothing else.
+    """
+    number = secrets.token_hex(4)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+    shown = error if os.environ.get(DEBUG) else None
+    _LOG.error("request %s failed: %s (%s; %s=1 shows more)", number, describe(error), place, DEBUG, exc_info=shown)
+    return f"The server failed; its log has the cause under {number}."
+
+
+class GuardMiddleware:
+    """Starlette middleware: access, bodies of bounded size, errors in OpenAI's form, ``/metrics`` and the access log.
+
+    The application gets a request when its body has arrived.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: AccessRules | None = None,
+        *,
+        max_body_bytes: int = 16 * MIB,
+        metrics: RequestMetrics | None = None,
+    ) -> None:
+        self._app = app
+        self._access = access or AccessRules()
+        self._limit = max_body_bytes
+        self._metrics = metrics or RequestMetrics()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), _LEFT
+        failed: list[Message] = []
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            # Frameworks answer for an exception before they let it through: in words of their own.
+            if status == 500:
+                failed.append(message)
+            else:
+                await send(message)
+
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "server"):
+                await self._answer(scope, receive, observed)
+            for message in failed:
+                await send(message)
+        except RLError as error:
+            reason = note_failure(error.__cause__ if isinstance(error, CaughtFailure) and error.__cause__ else error)
+            if status in (_LEFT, 500):
+                status = 500
+                await _refuse(Refusal(500, "InternalServerError", reason), send)
+        except asyncio.CancelledError:
+            # The server stops, and waits no longer; what a client has half of is cut off.
+            if status == _LEFT:
+                status = 503
+                await _refuse(Refusal(503, "ServiceUnavailableError", "The server is stopping."), send)
+        finally:
+            seconds = time.perf_counter() - started
+            self._metrics.ended(scope["method"], scope["path"], status, seconds, scope.get("client"))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:  # one that is given several times is joined, so that no check sees half
+            key, text = name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape")
+            headers[key] = f"{headers[key]},{text}" if key in headers else text
+        announced = headers.get("content-length", "0")
+        over = f"The request body is over {self._limit} bytes; raise the server's --max-body-bytes."
+        too_large = Refusal(413, "BadRequestError", over)
+        if (refused := self._access.refusal(scope["method"], scope["path"], headers)) is not None:
+            return await _refuse(refused, send)
+        if not (announced.isascii() and announced.isdigit()) or len(announced) > 18:
+            text = "The Content-Length is not a number of bytes."
+            return await _refuse(Refusal(400, "BadRequestError", text), send)
+        if int(announced) > self._limit:
+            return await _refuse(too_large, send)
+        if scope["path"] == METRICS and scope["method"] in ("GET", "HEAD"):
+            return await _send(200, "text/plain; version=0.0.4; charset=utf-8", self._metrics.text(), send)
+        parts: list[Message] = []
+        size, more = 0, True
+        while more:
+            parts.append(await receive())
+            if parts[-1]["type"] == "http.disconnect":
+                return None
+            size, more = size + len(parts[-1].get("body", b"")), parts[-1].get("more_body", False)
+            if size > self._limit:
+                return await _refuse(too_large, send)
+        whole = {"type": "http.request", "body": b"".join(part.get("body", b"") for part in parts), "more_body": False}
+        parts = [whole]
+        await self._app(scope, lambda: _next(parts, receive), send)
+
+
+async def _next(parts: list[Message], receive: Receive) -> Message:
+    return parts.pop() if parts else await receive()
+
+
+async def _refuse(refused: Refusal, send: Send) -> None:
+    error = {"message": refused.message, "type": refused.kind, "param": None, "code": refused.status}
+    await _send(refused.status, "application/json", json.dumps({"error": error}).encode(), send)
+
+
+async def _send(status: int, content_type: str, body: bytes, send: Send) -> None:
+    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class PortUnavailableError(ConfigError):
+    """The address cannot be listened on: it is taken, forbidden or unknown. One line with the remedy."""
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens on ``host`` and ``port`` (0: a free one) until the block ends.
+
+    Open it before anything slow (a model that is loaded), so that an occupied port shows at once. Raises
+    ``PortUnavailableError``.
+    """
+    where = f"cannot listen on {host}:{port}"
+    if not 0 <= port <= _HIGHEST_PORT:
+        raise PortUnavailableError(f"{where}: a port is between 0 and {_HIGHEST_PORT}")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # A name such as "localhost" may have both kinds of address; clients that try one only try IPv4.
+        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    except OSError as error:
+        raise PortUnavailableError(f"{where}: {error.strerror}; choose another host") from error
+    # asyncio switches Nagle's algorithm off only where the protocol is named; left on, each answer waits 40 ms.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            remedy = f"{error.strerror or error}; choose another host or port"
+            if error.errno == errno.EADDRINUSE:
+                remedy = "the port is in use; choose another one or stop the server that has it"
+            raise PortUnavailableError(f"{where}: {remedy}") from error
+        yield listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """``http://HOST:PORT`` of a socket that listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def serving(
+    app: Any,
+    listener: socket.socket,
+    *,
+    access: AccessRules | None = None,
+    routes: Collection[str] = (),
+    max_body_bytes: int = 16 * MIB,
+    registry: CollectorRegistry | None = None,
+    **options: Any,
+) -> Iterator[str]:
+    """Serve an ASGI application from a thread until the block ends; yields its URL as soon as it answers.
+
+    ``access``: who may use it; by default there is no key. ``routes``: the paths that ``/metrics`` tells apart; and
+    ``registry`` holds more metrics. ``options`` are those of ``uvicorn.Config``. Raises
+    ``InfrastructureError`` when it does not start.
+    """
+    import uvicorn
+
+    guard = GuardMiddleware(app, access, max_body_bytes=max_body_bytes, metrics=RequestMetrics(registry, routes))
+    common: dict[str, Any] = {
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": STOP_SECONDS,
+        "timeout_keep_alive": IDLE_SECONDS,
+        "limit_concurrency": MOST_CONNECTIONS,
+        "http": "h11",
+        "ws": "none",
+        "backlog": BACKLOG,
+        "server_header": False,
+    }
+    server = uvicorn.Server(uvicorn.Config(guard, **common | options))
+    thread = threading.Thread(target=server.run, args=([listener],), name="http-server", daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while not server.started:
+            if not thread.is_alive() or time.monotonic() > deadline:
+                raise InfrastructureError(f"the HTTP server at {url_of(listener)} did not start; see its log")
+            time.sleep(0.01)
+        yield url_of(listener)
+    finally:
+        server.should_exit = True
+        thread.join()

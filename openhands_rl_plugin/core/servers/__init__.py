@@ -1,1 +1,0 @@
-"""What every HTTP server here shares: its socket, who is let in, how long a request may take, and its metrics."""
