@@ -332,7 +332,13 @@ class SkipsDamage(Protocol):
 
 @runtime_checkable
 class TellsChanges(Protocol):
-    """A storage that says what has changed. A capability, not a flag; both methods may raise ``StorageError``."""
+    """A storage that says what has changed. A capability, not a flag; both methods may raise ``StorageError``.
+
+    Examples:
+        >>> from openhands_rl_plugin import FileTrajectoryStorage
+        >>> isinstance(FileTrajectoryStorage("./trajectories"), TellsChanges)
+        True
+    """
 
     async def changed_since(self, cursor: str | None) -> StoreChanges:
         """What happened since; nothing for ``None``. Of unfinished episodes the newest are looked at.
@@ -348,7 +354,13 @@ class TellsChanges(Protocol):
 
 @runtime_checkable
 class ReadsScores(Protocol):
-    """A storage that reads scores without their episodes. A capability, not a flag; it may raise ``StorageError``."""
+    """A storage that reads scores without their episodes. A capability, not a flag; it may raise ``StorageError``.
+
+    Examples:
+        >>> from openhands_rl_plugin import FileTrajectoryStorage
+        >>> isinstance(FileTrajectoryStorage("./trajectories"), ReadsScores)
+        True
+    """
 
     async def scores(self, trajectory_ids: Sequence[str]) -> Mapping[str, tuple[Score, ...]]:
         """Id -> its scores, oldest first, of those that have some."""

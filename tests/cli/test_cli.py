@@ -105,14 +105,14 @@ def test_an_unforeseen_error_is_one_line_unless_the_place_is_asked_for(
 
 
 def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
     command_that(monkeypatch, run, RESUME="run the same command again to go on")
     assert cli.main(["try"]) == 130
-    assert capsys.readouterr().err == "interrupted; run the same command again to go on\n"
+    assert capfd.readouterr().err == "interrupted; run the same command again to go on\n"
 
 
 def test_config_check_prints_what_it_read_as_toml(capsys: pytest.CaptureFixture[str]) -> None:

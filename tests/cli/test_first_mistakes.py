@@ -146,15 +146,13 @@ def test_no_option_takes_a_letter(command: str, capsys: pytest.CaptureFixture[st
     assert not re.findall(r"--[a-z-]+ [A-Z]\b(?!-)", capsys.readouterr().out)
 
 
-def test_ctrl_c_while_a_command_is_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "import_module", interrupted)
     assert cli.main(["list", "x"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capfd.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize("command", ["train", "loop"])

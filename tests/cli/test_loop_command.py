@@ -139,7 +139,7 @@ def interrupt_after(stage: str, state_file: Path) -> threading.Thread:
     ("kind", "processes"), [("sync", 1), pytest.param("async", 1, marks=SLOW), pytest.param("sync", 2, marks=SLOW)]
 )
 def test_an_interrupted_run_goes_on_where_it_was(
-    kind: str, processes: int, served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, processes: int, served: tuple[str, str], talker: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
     text = config.read_text().replace("[rl.training]", f"[rl.training]\nnproc_per_node = {processes}")
@@ -148,7 +148,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     watching = interrupt_after("iteration-000", state_file)
     assert cli.main(command) == 130
     watching.join()
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     assert "interrupted; finished stages are kept" in said.err
     assert said.out.index("the adapter touches ") < said.out.index("evaluate-base"), "what is trained is said first"
     assert ("trained in 2 processes of this machine" in said.out) == (processes == 2)
@@ -158,7 +158,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert cli.main(command) == 0
     state = LoopState.load(state_file)
     assert state.records[: len(finished)] == finished and [record.name for record in state.records] == STAGES
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     assert "Held-out tasks" in printed and f"in use: {state.adapter}" in printed
     assert "After RL against the base model: " in printed and "2 tasks in both evaluations" in printed
 
@@ -182,10 +182,10 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert cli.main(["train", str(tmp_path / "trajectories"), *where, "--algorithm", "grpo", "--dry-run"]) == 1, (
         "all returns are equal"
     )
-    assert "left out:\n    4 held out" in capsys.readouterr().out, "what the run measured with is not learnt from later"
+    assert "left out:\n    4 held out" in capfd.readouterr().out, "what the run measured with is not learnt from later"
 
     assert cli.main([*command, "--samples-per-task", "4"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert "holds a run with other options (rl.loop.samples_per_task: 3, now 4)" in line and "--fresh" in line
 
 

@@ -124,12 +124,6 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "gateway": [["gateway", "--upstream", url, "--store", mongodb, "--port", "0"]],
         "grade": [["grade", rows, "--instances", rows, "--out", str(folder / "graded"), "--mirror", url]],
         "import": [["import", rows, "--into", store], ["import", rows, "--into", mongodb]],
-        "images": [
-            ["images", "pull", url, "--cache", str(folder / "images")],
-            ["images", "pull", f"127.0.0.1:{port}/swebench/sweb:latest", "--cache", str(folder / "images")],
-            ["images", "run", url, "--cache", str(folder / "images"), "--", "env"],
-            ["images", "list", "--cache", str(folder / "images")],
-        ],
         "improve": [["improve", "--repo", str(folder), *configured, "--run-dir", str(folder / "improve")]],
         "label": [["label", store, "--id", "x", "--comment", KEYS["prompt"]], ["label", mongodb]],
         "list": [["list", store], ["list", mongodb], ["list", "OPENAI_API_KEY"]],

@@ -103,7 +103,7 @@ def test_there_is_one_for_every_published_run() -> None:
     [
         ("qwen2", {"tie_word_embeddings": False}),
         ("qwen3", {"head_dim": 48, "tie_word_embeddings": True}),
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {}),
         ("mistral", {"head_dim": 20}),
         ("smollm3", {"tie_word_embeddings": True}),
     ],

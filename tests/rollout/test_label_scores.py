@@ -59,7 +59,7 @@ async def rewards_of(storage: FileTrajectoryStorage) -> object:
     outcomes = [newest_outcome(scores) for _, scores in found]
     trajectories = [trajectory for trajectory, _ in found]
     trained = [await stored_rewards(storage, each, trajectories) for each in (ReturnReward(), RecordedReward())]
-    return listed, good, outcomes, trained, await storage.rewards(TrajectoryFilter(), 4)
+    return listed, good, outcomes, trained
 
 
 @settings(max_examples=25, deadline=None)

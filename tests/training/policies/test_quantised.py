@@ -54,7 +54,6 @@ def test_dora_learns_and_loads_with_peft(model: Path, tmp_path: Path) -> None:
     trainer.save_adapter(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    assert estimate_memory(model, DORA, 10).adapter == 16 * sum(p.numel() for p in trainer.parameters.values())
 
 
 def test_what_cannot_be_served_is_told_at_configuration() -> None:
