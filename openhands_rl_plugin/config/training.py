@@ -129,12 +129,6 @@ class TrainingSettings(Settings):
     clip_high: Annotated[float, _Only(_RL)] = Field(
         default=0.0, ge=0, description="the probability ratio is clipped at 1 + this; 0: the algorithm's own bound"
     )
-    negative_scale: Annotated[float, _Only(_RL)] = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="factor of negative advantages; what answers of a group have in common counts by the sum of theirs",
-    )
     dual_clip: Annotated[float, _Only(_PPO)] = Field(
         default=0.0, ge=0, description="dual-clip PPO: upper bound of the ratio for negative advantages; 0: off"
     )

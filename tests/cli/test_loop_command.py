@@ -443,7 +443,7 @@ def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -
     config = write_config(tmp_path)
     turns = (
         'tree = "branches"\nstep_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\nkl_coefficient = 0.1\n'
-        'clip_high = 0.3\nnegative_scale = 0.5\ncorrection = "mask"\ncorrection_low = 0.9\n'
+        'clip_high = 0.3\ncorrection = "mask"\ncorrection_low = 0.9\n'
         "[rl.loop]\ndemonstrations = 2\nwarm_start_batch_size = 2\nevaluation_temperature = 0.0\n"
     )
     config.write_text(config.read_text().replace("[rl.loop]\n", turns))

@@ -187,9 +187,6 @@ WRONG += [
         'correction = "mask"', "sft", "rejection-sampling", "dpo", why=f'leave "none"; algorithms that use it: {RL}'
     ),
     *without_effect(
-        "negative_scale = 0.5", "sft", "rejection-sampling", "dpo", why=f"leave 1; algorithms that use it: {RL}"
-    ),
-    *without_effect(
         'variance = "unbiased"',
         "grpo",
         "dpo",

@@ -266,7 +266,6 @@ class RepairOptions(Frozen):
                 batch_size=self.reinforcement_batch_size,
                 correction="truncate" if self.loop.kind == "async" else "none",
                 max_tokens_per_micro_batch=micro_batch_tokens(),
-                negative_scale=0.5,
                 seed=self.seed,
             ),
             loop=self._loop(),

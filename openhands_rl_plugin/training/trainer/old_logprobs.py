@@ -21,9 +21,6 @@ from openhands_rl_plugin.training.losses.losses import MicroBatchLoss, TrainingS
 from openhands_rl_plugin.training.losses.objectives import kl_penalty
 from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
 
-_ROUNDING = 1e-5
-"""What is left of float32 advantages that add up to zero, as a share of their absolute values."""
-
 
 def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -> None:
     """Raise ``TrainingError`` for the first sample that a model of these sizes cannot be trained on."""
@@ -111,52 +108,6 @@ def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSetti
         whitened = torch.tensor(whiten(values, counts, variance=settings.variance))
         for item, part in zip(items, torch.split(whitened, [len(item.positions) for item in items]), strict=True):
             item.advantages = part
-
-
-def scale_negative_advantages(items: Sequence[TrainingSample], weights: Sequence[float], negative_scale: float) -> None:
-    """Multiply negative advantages by ``negative_scale``, after what samples have in common was weighed up.
-
-    A negative advantage moves probability from a sampled action to all others, most of them never tried; a positive one
-    moves it to an action that worked. With few samples per task a larger weight of positive ones is the safer update
-    (Arnal et al. 2025, arXiv 2506.20520, who lower the baseline for this purpose).
-
-    That is so of what samples differ in. A token that several have after the same ones (the answers of a group begin
-    alike) is one action with one gradient, and its advantage the sum of theirs. Scaled sample by sample, the sum would
-    be positive where it was zero: with every group the form that all answers have would become likelier. So the sum
-    goes first, to the samples whose advantages have its sign, in proportion, and the others have none there.
-
-    ``weights``: of a token of each sample in the loss.
-    """
-    keys = [_contexts(item) for item in items]
-    sums: dict[int, list[float]] = {}
-    for item, weight, contexts in zip(items, weights, keys, strict=True):
-        for context, advantage in zip(contexts, item.advantages.tolist(), strict=True):
-            both = sums.setdefault(context, [0.0, 0.0])
-            both[advantage < 0] += weight * advantage
-    shares = {context: _shares(*both) for context, both in sums.items()}
-    scales = torch.tensor([1.0, negative_scale])
-    for item, contexts in zip(items, keys, strict=True):
-        positive, negative = (torch.tensor([shares[context] for context in contexts]) * scales).unbind(1)
-        item.advantages = item.advantages * torch.where(item.advantages < 0, negative, positive)
-
-
-def _shares(positive: float, negative: float) -> tuple[float, float]:
-    """The shares of the positive and of the negative advantages that are left when they are added up."""
-    total = positive + negative
-    if abs(total) <= _ROUNDING * (positive - negative):
-        return 0.0, 0.0
-    return (total / positive, 0.0) if total > 0 else (0.0, total / negative)
-
-
-def _contexts(item: TrainingSample) -> list[int]:
-    """For each trained token a hash of it and all tokens before it."""
-    found: list[int] = []
-    context = 0
-    for token, trained in zip(item.sample.input_ids, item.sample.mask, strict=True):
-        context = hash((context, token))
-        if trained:
-            found.append(context)
-    return found
 
 
 def newest_version(samples: Sequence[Sample], known: int) -> int:

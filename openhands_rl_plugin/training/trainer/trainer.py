@@ -47,7 +47,6 @@ from openhands_rl_plugin.training.trainer.old_logprobs import (
     newest_version,
     policy_logprobs,
     saved_logprobs,
-    scale_negative_advantages,
     staleness,
     subtract_divergence,
     take_logprobs,
@@ -288,8 +287,6 @@ class Trainer(ABC):
                 item.reference = part
             if self.settings.kl_in == "reward":
                 subtract_divergence(items, self.settings)
-        if self.settings.negative_scale != 1.0:
-            scale_negative_advantages(items, loss.weights(items).tolist(), self.settings.negative_scale)
         return done, first_step, tally, recomputed
 
     def _run(

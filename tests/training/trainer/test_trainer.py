@@ -74,56 +74,6 @@ def test_packing_changes_nothing(model: Path) -> None:
         assert_same(gradients, results[0][1], 1e-5)
 
 
-def test_negative_advantages_count_as_much_as_the_settings_say(model: Path) -> None:
-    """As if the samples had come with the weakened advantages; at zero they are not even computed."""
-    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
-    samples = make_samples()
-    negative = [sample for sample in samples if sample.advantage < 0]
-    for scale in (0.25, 0.0):
-        by_hand = [
-            sample.model_copy(update={"advantage": scale * sample.advantage}) if sample in negative else sample
-            for sample in samples
-        ]
-        expected = LoraTrainer(model, settings)
-        trainer = LoraTrainer(model, settings.model_copy(update={"negative_scale": scale}))
-        metrics = trainer.reinforce(samples)
-        assert metrics.loss == expected.reinforce(by_hand).loss
-        assert metrics.skipped_samples == (0 if scale else len(negative))
-        assert_same(dict(trainer.parameters), dict(expected.parameters))
-
-
-@pytest.mark.parametrize("scale", [0.5, 0.0])
-def test_what_answers_have_in_common_has_the_sum_of_their_advantages(scale: float, model: Path) -> None:
-    """Answers of three tokens after two prompts; the third stands for two equal ones."""
-    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
-    third = 1 / 3
-    answers: list[tuple[tuple[int, ...], int, float, tuple[float, float, float]]] = [
-        # 7 of all: nothing. 7, 8 of two: 0.5 is left, the one's. 7, 8, 9: its own.
-        ((1, 2, 3, 7, 8, 9), 1, 2 * third, (0.0, 0.5, 2 * third)),
-        ((1, 2, 3, 7, 8, 10), 1, -0.5 * third, (0.0, 0.0, -0.5 * third * scale)),
-        ((1, 2, 3, 7, 11, 9), 2, -0.25, (0.0, -0.25 * scale, -0.25 * scale)),
-        # The same answer after another prompt is another action.
-        ((1, 2, 4, 7, 8, 9), 1, 0.5, (0.0, 0.0, 0.5)),
-        # 7, and 7, 8: -0.5 is left, this one's.
-        ((1, 2, 4, 7, 8, 12), 1, -1.0, (-0.5 * scale, -0.5 * scale, -1.0 * scale)),
-    ]
-    made = {"leaf": 0, "mask": (False, False, False, True, True, True), "logprobs": (0.0,) * 6}
-    samples = [
-        Sample(trajectory_id=str(at), input_ids=ids, count=count, advantage=advantage, **made)
-        for at, (ids, count, advantage, _) in enumerate(answers)
-    ]
-    by_hand = [
-        sample.model_copy(update={"token_advantages": (0.0, 0.0, 0.0, *values)})
-        for sample, (*_, values) in zip(samples, answers, strict=True)
-    ]
-    expected = LoraTrainer(model, settings)
-    trainer = LoraTrainer(model, settings.model_copy(update={"negative_scale": scale}))
-    metrics = trainer.reinforce(samples)
-    assert metrics.loss == pytest.approx(expected.reinforce(by_hand).loss, abs=1e-6)
-    assert metrics.skipped_samples == (0 if scale else 3)
-    assert_same(dict(trainer.parameters), dict(expected.parameters), 1e-5)
-
-
 def test_long_sequences_are_attended_to_exactly(tmp_path: Path) -> None:
     """Longer than a block of queries, and than what is kept of the attention for the backward pass."""
     model = write_model(tmp_path / "model", max_position_embeddings=2048)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import EXACT, assert_same, make_samples
 from peft import PeftModel
+from tiny_model import write_model
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
-from openhands_rl_plugin.training.credit.estimators import whiten
+from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, RolloutBatch, whiten
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
@@ -111,6 +113,36 @@ def test_the_loss_is_the_papers_and_passes_do_not_change_it(model: Path, algorit
     assert results[0][0].loss == pytest.approx(results[1][0].loss, abs=1e-5)
     assert_same(results[0][1], results[1][1], 1e-5)
     assert results[0][0].drift == pytest.approx(results[1][0].drift, rel=1e-4) != 0
+
+
+def test_a_choice_that_the_reward_does_not_depend_on_is_not_moved(tmp_path: Path) -> None:
+    """All groups of a right and a wrong answer to one prompt, by their probability: the expected gradient of the token
+    before what decides is zero."""
+    shape = {"vocab_size": 10, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    model = write_model(tmp_path, num_hidden_layers=1, num_key_value_heads=1, **shape)
+    trainer = trainer_of(model, algorithm="grpo", batch_size=2, learning_rate=1e-12)
+    probabilities = [math.exp(trainer.probe((2, form)).logprobs[0]) for form in range(10)]
+    right, wrong = ESTIMATORS["grpo"](RolloutBatch([1.0, 0.0], [0, 0], [1, 1]))
+    total = {name: torch.zeros_like(parameter) for name, parameter in trainer.parameters.items()}
+    largest = 0.0
+    for forms in itertools.product(range(10), repeat=2):
+        group = [
+            Sample(
+                trajectory_id=str(at),
+                leaf=0,
+                input_ids=(2, form, at),
+                mask=(False, True, False),
+                logprobs=(0.0, math.log(probabilities[form]), 0.0),
+                advantage=advantage,
+            )
+            for at, (form, advantage) in enumerate(zip(forms, (right, wrong), strict=True))
+        ]
+        trainer.reinforce(group)
+        for name, parameter in trainer.parameters.items():
+            assert parameter.grad is not None
+            total[name] += probabilities[forms[0]] * probabilities[forms[1]] * parameter.grad
+            largest = max(largest, parameter.grad.abs().max().item())
+    assert max(found.abs().max().item() for found in total.values()) < 1e-5 * largest
 
 
 def test_the_entropy_bonus_is_that_of_autograd_and_reaches_samples_without_an_advantage(
