@@ -104,6 +104,10 @@ class EnvInfo:
     server has room for; ``None`` where there is no known bound. ``step_timeout``: the seconds that a fork needs for an
     action to end as in the live environment; ``None`` where steps have no limits of their own. ``tools``: the functions
     that the model may call, in OpenAI's form; none where its actions are text.
+
+    Examples:
+        >>> EnvInfo(emits_rewards=False, max_forks=4).fork_steps
+        0
     """
 
     emits_rewards: bool = True

@@ -1,17 +1,21 @@
-"""Estimates the memory of a training run from the model's files: nothing is loaded, torch is not needed."""
+"""Estimates the memory of a training run from ``config.json``: no weights are read."""
 
 from __future__ import annotations
 
 import json
-import math
-import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.training.policies.adapter_targets import prepare_targets
 
 _BYTES = {"auto": 4, "bfloat16": 2, "float32": 4}  # "auto" is one of the others, at most the larger
 _OPTIMISED = 16
@@ -22,7 +26,6 @@ _LOGITS = 3 * 128 * 4
 """Bytes for each token of the vocabulary: three copies of the float32 logits of 128 rows."""
 _BLOCK = 128
 """Queries whose attention scores exist at a time."""
-_LARGEST_HEADER = 100 * 1024 * 1024
 
 
 class ModelShape(BaseModel):
@@ -36,7 +39,6 @@ class ModelShape(BaseModel):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     vocab_size: int
-    tie_word_embeddings: bool = False
 
     @property
     def width(self) -> int:
@@ -47,22 +49,6 @@ class ModelShape(BaseModel):
     def keys(self) -> int:
         """Width of the keys of a token, over all key-value heads."""
         return (self.num_key_value_heads or self.num_attention_heads) * self.width
-
-    def matrices(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the matrices, where there are no files of weights."""
-        hidden, wide, queries = self.hidden_size, self.intermediate_size, self.num_attention_heads * self.width
-        layer = {"q_proj": (queries, hidden), "k_proj": (self.keys, hidden), "v_proj": (self.keys, hidden)}
-        layer |= {"o_proj": (hidden, queries), "gate_proj": (wide, hidden), "up_proj": (wide, hidden)}
-        layer |= {"down_proj": (hidden, wide)}
-        outside = ["embed_tokens"] if self.tie_word_embeddings else ["embed_tokens", "lm_head"]
-        return [
-            *((f"{name}.weight", (self.vocab_size, hidden)) for name in outside),
-            *(
-                (f"layers.{at}.{name}.weight", each)
-                for at in range(self.num_hidden_layers)
-                for name, each in layer.items()
-            ),
-        ]
 
 
 @dataclass(frozen=True)
@@ -92,25 +78,31 @@ def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
     """The size of the model in a directory, and of its trained part. Raises ``TrainingError``."""
     path = model / "config.json"
     try:
-        shape = ModelShape.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise TrainingError(
-            f"cannot read {path}: {describe(error)} (give a directory with config.json and *.safetensors)"
-        ) from error
-    tensors = [each for file in sorted(model.glob("*.safetensors")) for each in _tensors(file)] or shape.matrices()
-    sizes = {name: math.prod(dimensions) for name, dimensions in tensors}
-    trained = parameters = sum(sizes.values())
-    if settings.method != "full":
-        targets = [
-            dimensions
-            for name, dimensions in tensors
-            if len(dimensions) == 2
-            and name.removesuffix(".weight").rpartition(".")[2] in settings.target_modules
-            and (settings.adapt_experts or ".experts." not in name)
-        ]
-        trained = settings.lora_rank * sum(map(sum, targets))
+        config = path.read_text(encoding="utf-8")
+        shape = ModelShape.model_validate_json(config)
+        parameters, outside, inputs, outputs = _counts(config, settings.target_modules, settings.adapt_experts)
+    except (OSError, ValueError, KeyError) as error:
+        raise TrainingError(f"cannot read {path}: {describe(error)} (give a directory of a model)") from error
+    # A low-rank term has two matrices, and DoRA's a magnitude for each output.
+    adapter = settings.lora_rank * (inputs + outputs) + (outputs if settings.lora_variant == "dora" else 0)
+    return ModelSize(shape, parameters, outside, parameters if settings.method == "full" else adapter)
+
+
+@lru_cache(maxsize=16)
+def _counts(config: str, targets: Sequence[str], experts: bool) -> tuple[int, int, int, int]:
+    """Parameters of a model, and those outside of its layers; inputs and outputs of all layers with an adapter."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     outside = sum(size for name, size in sizes.items() if "layers." not in name)
-    return ModelSize(shape, parameters, outside, trained)
+    prepare_targets(model, targets, adapt_experts=experts)
+    adapted = [
+        layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in targets
+    ]
+    inputs, outputs = sum(layer.in_features for layer in adapted), sum(layer.out_features for layer in adapted)
+    return sum(sizes.values()), outside, inputs, outputs
 
 
 def estimate_memory(model: Path, settings: TrainingSettings, longest: int, processes: int = 1) -> MemoryEstimate:
@@ -150,16 +142,3 @@ def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int 
             f"gradients and optimiser (about {need.total / 1e9:.2f} GB in all), and {free / 1e9:.2f} GB are free: "
             'train an adapter, method = "lora", or split it among processes with sharding = "layers"'
         )
-
-
-def _tensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, from the header of a safetensors file."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _LARGEST_HEADER:
-                raise ValueError("its header is too long")
-            header = json.loads(file.read(length))
-        return [(name, tuple(each["shape"])) for name, each in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise TrainingError(f"cannot read {path}: {describe(error)}") from error

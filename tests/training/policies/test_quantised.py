@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
+from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory, model_size
 from openhands_rl_plugin.training.trainer.metrics import learning_rates
 
 DORA = EXACT.model_copy(update={"lora_variant": "dora"})
@@ -54,6 +54,10 @@ def test_dora_learns_and_loads_with_peft(model: Path, tmp_path: Path) -> None:
     trainer.save_adapter(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert model_size(model, DORA).trained == sum(p.numel() for p in trainer.parameters.values())
+    plain = model_size(model, EXACT)
+    grown = estimate_memory(model, DORA, 10).weights - estimate_memory(model, EXACT, 10).weights
+    assert grown == 16 * (model_size(model, DORA).trained - plain.trained)
 
 
 def test_what_cannot_be_served_is_told_at_configuration() -> None:

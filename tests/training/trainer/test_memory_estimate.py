@@ -89,10 +89,9 @@ def test_what_does_not_fit_is_said_before_anything_is_loaded(model: Path) -> Non
     assert free is not None and free > 2**20
 
 
-def test_a_folder_without_a_model_is_one_line(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(TrainingError, match=r"give a directory with config.json"):
+def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"give a directory of a model"):
         estimate_memory(tmp_path, EXACT, 1)
-    (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(TrainingError, match=r"cannot read .*model.safetensors"):
+    (tmp_path / "config.json").write_text('{"model_type": "nosuch", "hidden_size": 8')
+    with pytest.raises(TrainingError, match=r"cannot read .*config.json"):
         estimate_memory(tmp_path, EXACT, 1)
