@@ -7,15 +7,18 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
-from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.templates.json_calls import OPEN, parse_tool_call_json
 from openhands_rl_plugin.core.types import ToolCall
-from openhands_rl_plugin.models.generator.sequence import Generation, SampledToken, ScoredToken
 from openhands_rl_plugin.models.server.requests import CompletionRequest, FunctionCall, MessageToolCall, OpenAIModel
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import, and clients of this module need neither
+    from transformers import PreTrainedTokenizerFast
+
+    from openhands_rl_plugin.models.generator.sequence import Generation, SampledToken, ScoredToken
 
 
 class Formatter:
