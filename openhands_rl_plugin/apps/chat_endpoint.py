@@ -6,9 +6,9 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -52,16 +52,14 @@ from openhands_rl_plugin.models.server.http import (
 )
 from openhands_rl_plugin.models.server.requests import LARGEST, Messages, ModelName, OpenAIModel, StreamOptions
 from openhands_rl_plugin.models.server.responses import (
-    AssistantMessage,
-    ChatCompletionChoice,
-    ChatCompletionChunk,
-    ChatCompletionChunkChoice,
-    ChatCompletionResponse,
-    DeltaMessage,
-    ModelCard,
-    ModelList,
-    UsageInfo,
+    Body,
+    assistant_body,
+    chat_body,
+    chunk_body,
+    chunk_choice,
+    models_body,
     now,
+    usage_body,
 )
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
@@ -173,9 +171,6 @@ class TextStreamingEngine:
             self._listener(TextDelta(text=fresh, turn=self._turn))
 
 
-ToolEventName = Literal["started", "result"]
-
-
 class AgentCompletionRequest(OpenAIModel):
     """POST /v1/chat/completions. ``seed`` applies to the episode, ``max_tokens`` to each model response."""
 
@@ -222,40 +217,11 @@ class AgentCompletionRequest(OpenAIModel):
         )
 
 
-class ToolEventDelta(OpenAIModel):
-    """A tool call or its result in a stream."""
-
-    event: ToolEventName
-    id: str
-    name: str
-    arguments: str | None = None
-    content: str | None = None
-    ok: bool | None = None
-
-
-class AgentDelta(DeltaMessage):
-    """The fields that a chunk adds to the message."""
-
-    tool_event: ToolEventDelta | None = None
-
-
-class AgentChunkChoice(ChatCompletionChunkChoice):
-    """The only choice of a chunk. Its ``delta`` is an ``AgentDelta``, serialised with all of its fields."""
-
-    delta: SerializeAsAny[DeltaMessage]
-
-
-class AgentChunk(ChatCompletionChunk):
-    """One chunk of a streamed response."""
-
-    choices: list[AgentChunkChoice]  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so never written to)
-
-
-def tool_event_delta(event: ToolCallStarted | ToolResult) -> ToolEventDelta:
-    """A tool event as a field of a chunk."""
+def tool_event_delta(event: ToolCallStarted | ToolResult) -> Body:
+    """A tool call or its result as the field ``tool_event`` of a chunk."""
     if isinstance(event, ToolCallStarted):
-        return ToolEventDelta(event="started", id=event.call_id, name=event.name, arguments=event.arguments)
-    return ToolEventDelta(event="result", id=event.call_id, name=event.name, content=event.content, ok=event.ok)
+        return {"event": "started", "id": event.call_id, "name": event.name, "arguments": event.arguments}
+    return {"event": "result", "id": event.call_id, "name": event.name, "content": event.content, "ok": event.ok}
 
 
 def finish_reason(result: AgentResult) -> str:
@@ -268,27 +234,21 @@ def stop_reason(result: AgentResult) -> str | None:
     return None if result.answer is not None else result.stop.value
 
 
-def usage_of(result: AgentResult) -> UsageInfo:
+def usage_of(result: AgentResult) -> Body:
     """Token usage of the whole episode."""
-    usage = result.trajectory.usage
-    return UsageInfo(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-    )
+    return usage_body(result.trajectory.usage.prompt_tokens, result.trajectory.usage.completion_tokens)
 
 
-def completion_response(identifier: str, model: str, result: AgentResult) -> ChatCompletionResponse:
+def completion_response(identifier: str, model: str, result: AgentResult) -> Body:
     """The body of a response that is not streamed."""
-    choice = ChatCompletionChoice(
-        index=0,
-        message=AssistantMessage(content=result.answer),
-        logprobs=None,
-        finish_reason=finish_reason(result),
-        stop_reason=stop_reason(result),
-        token_ids=None,
-    )
-    return ChatCompletionResponse(id=identifier, model=model, choices=[choice], usage=usage_of(result))
+    choice = {
+        "index": 0,
+        "message": assistant_body(result.answer, ()),
+        "logprobs": None,
+        "finish_reason": finish_reason(result),
+        "stop_reason": stop_reason(result),
+    }
+    return chat_body(identifier, model, [choice], usage_of(result))
 
 
 DEFAULT_LIMITS = Limits(max_turns=32, max_response_length=2048, timeout=600.0)
@@ -589,7 +549,7 @@ class AgentEndpoints:
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the agent as the only model."""
-        return json_response(ModelList(data=[ModelCard(id=self._config.model, root=self._config.model)]))
+        return json_response(models_body([{"id": self._config.model, "root": self._config.model}]))
 
     async def health(self, _: Request) -> Response:
         """GET /health."""
@@ -605,16 +565,15 @@ class _Stream:
 
     def __init__(self, body: AgentCompletionRequest, model: str, name: str) -> None:
         self._body = body
-        self._model = model
         self._name = name
-        self._created = now()
+        self._head = {"id": _identifier(name), "object": "chat.completion.chunk", "created": now(), "model": model}
         self._turn = 0
 
     async def events(self, runtime: AgentRuntime, limit: ConcurrencyLimit) -> AsyncIterator[str]:
         """All events up to and including ``[DONE]``. The episode is cancelled when the client disconnects."""
         try:
             async with limit.passed():
-                yield self._chunk(AgentDelta(role="assistant", content=""))
+                yield self._chunk(role="assistant", content="")
                 stream = runtime.stream(self._body.conversation(), sampling=self._body.sampling(), name=self._name)
                 async with aclosing(stream):  # pyright: ignore[reportArgumentType]
                     async for event in stream:
@@ -629,9 +588,9 @@ class _Stream:
     def _sse_events(self, event: AgentEvent) -> list[str]:
         match event:
             case TextDelta():
-                return [self._chunk(AgentDelta(content=self._paragraph(event.turn) + event.text))]
+                return [self._chunk(content=self._paragraph(event.turn) + event.text)]
             case ToolCallStarted() | ToolResult():
-                return [self._chunk(AgentDelta(tool_event=tool_event_delta(event)))]
+                return [self._chunk(tool_event=tool_event_delta(event))]
             case Answer():
                 return self._end(event.result, "" if event.streamed else self._paragraph(0) + event.text)
             case Stopped():
@@ -645,25 +604,15 @@ class _Stream:
         return "\n\n" if before and before != turn else ""
 
     def _end(self, result: AgentResult, text: str) -> list[str]:
-        last = AgentChunkChoice(
-            index=0,
-            delta=AgentDelta(content=text or None),
-            finish_reason=finish_reason(result),
-            stop_reason=stop_reason(result),
-        )
-        ending = [self._event([last])]
+        delta = {"content": text} if text else {}
+        last = chunk_choice(0, finish_reason(result), delta=delta, stop_reason=stop_reason(result))
+        ending = [sse_event(chunk_body(self._head, [last]))]
         if self._body.stream_options and self._body.stream_options.include_usage:
-            ending.append(self._event([], usage_of(result)))
+            ending.append(sse_event(chunk_body(self._head, [], usage=usage_of(result))))
         return ending
 
-    def _chunk(self, delta: AgentDelta) -> str:
-        return self._event([AgentChunkChoice(index=0, delta=delta)])
-
-    def _event(self, choices: list[AgentChunkChoice], usage: UsageInfo | None = None) -> str:
-        identifier = _identifier(self._name)
-        return sse_event(
-            AgentChunk(id=identifier, created=self._created, model=self._model, choices=choices, usage=usage)
-        )
+    def _chunk(self, **delta: object) -> str:
+        return sse_event(chunk_body(self._head, [chunk_choice(0, delta=delta)]))
 
 
 def _error_of(failure: Failure) -> ServingError:

@@ -37,7 +37,8 @@ from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
-from openhands_rl_plugin.models.adapters.store import CONFIG_FILE, WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.layout import Layout
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss, TrainingSample

@@ -26,7 +26,7 @@ from openhands_rl_plugin.models.generator.sequence import FinishReason, Generati
 from openhands_rl_plugin.models.server.http import ERROR_HANDLERS, json_response
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
-from openhands_rl_plugin.models.server.responses import ChatCompletionResponse, Formatter, new_id, usage
+from openhands_rl_plugin.models.server.responses import Formatter, chat_body, new_id, usage
 
 check_release("verl", "0.9")
 from verl.experimental.agent_loop.agent_loop import (  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -119,16 +119,8 @@ class PolicyEndpoint:
         choice = Formatter(tokenizer).chat_choice(
             0, generation, logprobs=True, token_ids=True, tools=bool(body.tools) and body.tool_choice != "none"
         )
-        return json_response(
-            ChatCompletionResponse(
-                id=new_id("chatcmpl"),
-                model=MODEL,
-                choices=[choice],
-                usage=usage([generation], 1),
-                prompt_logprobs=None,
-                prompt_token_ids=list(ids),
-            )
-        )
+        more = {"prompt_logprobs": None, "prompt_token_ids": list(ids)}
+        return json_response(chat_body(new_id("chatcmpl"), MODEL, [choice], usage([generation], 1), **more))
 
 
 _ENDPOINT = PolicyEndpoint()

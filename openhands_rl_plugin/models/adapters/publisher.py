@@ -16,12 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from openhands_rl_plugin.config.rl import ServingSettings
-from openhands_rl_plugin.core.errors import PublishError, StorageError, describe
+from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
 from openhands_rl_plugin.models.adapters.servers import (
     AdapterServer,
     Capacity,
@@ -30,7 +29,7 @@ from openhands_rl_plugin.models.adapters.servers import (
     ServerKind,
     open_server,
 )
-from openhands_rl_plugin.models.adapters.store import CONFIG_FILE, UNSUPPORTED_OPTIONS, AdapterStore
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 _STANDARD_ERRORS = {False: 3.0, True: 5.0}
 """How many standard errors nearer to the previous version a server must be to be refused, by whether its logprobs of
@@ -99,36 +98,25 @@ def _mean_distance(some: Sequence[float], others: Sequence[float]) -> float:
 _UNVERIFIABLE = frozenset({"lm_head", "embed_tokens"})
 
 
-class _PeftConfig(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    peft_type: str = ""
-    r: int
-    bias: str = "none"
-    rank_pattern: dict[str, int] | None = None
-    target_modules: list[str] | str | None = None
-
-
 def check_servable(adapter: Adapter, capacity: Capacity | None = None) -> None:
     """Raise ``PublishError`` unless a server (one of this ``capacity``) can serve ``adapter`` as it was trained."""
-    config = _read(adapter)
-    if config.peft_type != "LORA":
-        raise _publish_error(adapter, f"its {CONFIG_FILE} is not that of a LoRA adapter")
-    if config.bias != "none":
-        raise _publish_error(adapter, f"bias = {config.bias!r} cannot be served; train with bias = 'none'")
-    options = config.model_extra or {}
-    if found := [name for name in UNSUPPORTED_OPTIONS if options.get(name)]:
-        raise _publish_error(adapter, f"{', '.join(found)} cannot be served; train a plain LoRA or rsLoRA adapter")
-    targets = _targets(config)
+    path = Path(adapter.path)
+    if not (path / CONFIG_FILE).exists() and (path / "config.json").exists():
+        raise _publish_error(adapter, f"it is a whole model and no adapter; start a server with {adapter.path}")
+    try:
+        config = read_adapter_config(path)
+    except ConfigError as error:
+        raise _publish_error(adapter, str(error)) from error
+    if refusal := config.refusal():
+        raise _publish_error(adapter, refusal)
+    targets = {name.rpartition(".")[2] for name in config.layers or ()}
     if found := sorted(targets & _UNVERIFIABLE):
         raise _publish_error(
             adapter, f"an adapter of {', '.join(found)} cannot be verified; leave it out of target_modules"
         )
-    if capacity is not None:
-        _check_capacity(adapter, capacity, max([config.r, *(config.rank_pattern or {}).values()]), targets)
-
-
-def _check_capacity(adapter: Adapter, capacity: Capacity, rank: int, targets: frozenset[str]) -> None:
+    if capacity is None:
+        return
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
     if capacity.rank is not None and rank > capacity.rank:
         raise _publish_error(
             adapter, f"its rank is {rank} and the server takes {capacity.rank}; start it with --max-lora-rank {rank}"
@@ -138,23 +126,6 @@ def _check_capacity(adapter: Adapter, capacity: Capacity, rank: int, targets: fr
             adapter,
             f"the server has no adapters of {', '.join(missing)}; start it with --lora-target-modules all",
         )
-
-
-def _read(adapter: Adapter) -> _PeftConfig:
-    path = Path(adapter.path) / CONFIG_FILE
-    if not path.exists() and (Path(adapter.path) / "config.json").exists():
-        raise _publish_error(adapter, f"it is a whole model and no adapter; start a server with {adapter.path}")
-    try:
-        return _PeftConfig.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise _publish_error(adapter, f"{path} cannot be read: {describe(error)}") from error
-
-
-def _targets(config: _PeftConfig) -> frozenset[str]:
-    """The last parts of the modules' names; empty when they are given by a pattern."""
-    if not isinstance(config.target_modules, list):
-        return frozenset()
-    return frozenset(name.rpartition(".")[2] for name in config.target_modules)
 
 
 def _publish_error(adapter: Adapter, cause: str) -> PublishError:

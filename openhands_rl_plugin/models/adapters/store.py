@@ -23,24 +23,7 @@ from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageEr
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync, write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, versioned_name
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-
-# Options of ``LoraConfig`` that change what the weights mean, beyond the plain low-rank term.
-UNSUPPORTED_OPTIONS = (
-    "modules_to_save",
-    "use_dora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "trainable_token_indices",
-    "layer_replication",
-    "target_parameters",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-)
-
-
 MANIFEST = "manifest.json"
 PROBE = "probe.json"
 LOADED = "loaded.json"

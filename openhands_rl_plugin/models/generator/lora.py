@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.models.adapters.store import CONFIG_FILE, UNSUPPORTED_OPTIONS, WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.models.generator.errors import NotFound, ServingError
 
 # The batch size that oneDNN optimises the packed layout for: a typical decoding batch. Other sizes work, too.
@@ -137,42 +135,30 @@ def read_adapter(
     ``NotFound`` when there is no adapter, ``ServingError`` when it does not fit the model; messages have one line.
     """
     try:
-        # peft takes fields of any type, and fails where it uses them.
         with boundary(FailureKind.MODEL, "adapter"):
-            config = _read_config(name, path)
-            _check_config(name, config, base_model)
-            pairs = _read_pairs(name, path, projections)
-            layers = {at: _scaled(at, *pair, _scaling(config, at), dtype, device) for at, pair in pairs.items()}
+            config = _read_config(name, path, base_model)
+            pairs = _read_pairs(name, path, projections, config)
+            layers = {at: _scaled(at, *pair, config.scaling(at), dtype, device) for at, pair in pairs.items()}
     except CaughtFailure as caught:
         raise _load_error(name, f"it cannot be used: {caught.failure.message}") from caught
     return LoadedAdapter(name, str(path), layers)
 
 
-def _read_config(name: str, path: Path) -> LoraConfig:
+def _read_config(name: str, path: Path, base_model: str) -> AdapterConfig:
     if not is_file(path / CONFIG_FILE):
         raise NotFound(f"Loading lora {name} failed: No adapter found for {str(path)[:200]}", param="lora_path")
     if not is_file(path / WEIGHTS_FILE):
         raise _load_error(name, f"{path} has no {WEIGHTS_FILE} (pickled weights are not loaded)")
     try:
-        raw = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-        if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
-            raise _load_error(name, f"{CONFIG_FILE} is not that of a LoRA adapter")
-        config = LoraConfig.from_pretrained(str(path))
-    except (ValueError, TypeError) as error:
-        raise _load_error(name, f"{CONFIG_FILE} cannot be read: {str(error).splitlines()[0]}") from error
-    assert isinstance(config, LoraConfig)
-    return config
-
-
-def _check_config(name: str, config: LoraConfig, base_model: str) -> None:
+        config = read_adapter_config(path)
+    except ConfigError as error:
+        raise _load_error(name, str(error)) from error
+    if refusal := config.refusal():
+        raise _load_error(name, refusal)
     trained_on = config.base_model_name_or_path
     if trained_on and not same_model(trained_on, base_model):
         raise _load_error(name, f"it was trained on {trained_on}, but this server serves {base_model}")
-    for option in UNSUPPORTED_OPTIONS:
-        if getattr(config, option, None):
-            raise _load_error(name, f"{option} is not supported")
-    if config.bias != "none":
-        raise _load_error(name, f"bias={config.bias!r} is not supported")
+    return config
 
 
 def same_model(trained_on: str, served: str) -> bool:
@@ -188,7 +174,9 @@ def same_model(trained_on: str, served: str) -> bool:
     return first.name == second.name
 
 
-def _read_pairs(name: str, path: Path, projections: Mapping[str, Projection]) -> dict[str, tuple[Tensor, Tensor]]:
+def _read_pairs(
+    name: str, path: Path, projections: Mapping[str, Projection], config: AdapterConfig
+) -> dict[str, tuple[Tensor, Tensor]]:
     try:
         weights = load_file(path / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
@@ -207,7 +195,11 @@ def _read_pairs(name: str, path: Path, projections: Mapping[str, Projection]) ->
     for module, both in halves.items():
         if len(both) != 2:
             raise _load_error(name, f"{module} must have both lora_A and lora_B")
+        if not config.adapts(module):
+            raise _load_error(name, f"{module} has weights, but is none of its target_modules")
         pairs[module] = _check_shapes(name, module, both["lora_A"], both["lora_B"], projections[module])
+        if (rank := config.rank(module)) != len(both["lora_A"]):
+            raise _load_error(name, f"{module} has the rank {len(both['lora_A'])}, but {rank} in its {CONFIG_FILE}")
     return pairs
 
 
@@ -222,13 +214,6 @@ def _check_shapes(name: str, module: str, a: Tensor, b: Tensor, projection: Proj
     if not (a.isfinite().all() and b.isfinite().all()):
         raise _load_error(name, f"{module} has weights that are not finite")
     return a, b
-
-
-def _scaling(config: LoraConfig, module: str) -> float:
-    rank_pattern, alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
-    rank = rank_pattern.get(get_pattern_key(list(rank_pattern), module), config.r)
-    alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), module), config.lora_alpha)
-    return alpha / rank**0.5 if config.use_rslora else alpha / rank
 
 
 def _scaled(module: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype, device: torch.device) -> LoRAWeights:

@@ -32,17 +32,7 @@ from openhands_rl_plugin.models.server.requests import (
     UnloadLoRAAdapterRequest,
     UpdateWeightsRequest,
 )
-from openhands_rl_plugin.models.server.responses import (
-    ChatCompletionResponse,
-    CompletionResponse,
-    Formatter,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    UpdateWeightsResponse,
-    new_id,
-    usage,
-)
+from openhands_rl_plugin.models.server.responses import Formatter, chat_body, models_body, new_id, now, usage
 from openhands_rl_plugin.models.server.streaming import DeltaQueue, cancelling, chat_events, text_events
 
 # Seconds that an adapter keeps taking requests after it was asked to be unloaded.
@@ -96,25 +86,15 @@ class ModelEndpoints:
             return _stream(chat_events(queue, body, model, ids, formatter, len(jobs)), handles)
         answers = await self._answers(request, handles)
         tools = bool(body.tools) and body.tool_choice != "none"
-        return json_response(
-            ChatCompletionResponse(
-                id=new_id("chatcmpl"),
-                model=model,
-                choices=[
-                    formatter.chat_choice(
-                        index,
-                        answer,
-                        logprobs=bool(body.logprobs),
-                        token_ids=bool(body.return_token_ids),
-                        tools=tools,
-                    )
-                    for index, answer in enumerate(answers)
-                ],
-                usage=usage(answers, len(jobs)),
-                prompt_logprobs=formatter.prompt_logprobs(answers[0].prompt),
-                prompt_token_ids=list(ids) if body.return_token_ids else None,
-            )
-        )
+        logprobs, token_ids = bool(body.logprobs), bool(body.return_token_ids)
+        choices = [
+            formatter.chat_choice(index, answer, logprobs=logprobs, token_ids=token_ids, tools=tools)
+            for index, answer in enumerate(answers)
+        ]
+        observed = formatter.prompt_logprobs(answers[0].prompt)
+        counts = usage(answers, len(jobs))
+        more = {"prompt_logprobs": observed, "prompt_token_ids": list(ids) if token_ids else None}
+        return json_response(chat_body(new_id("chatcmpl"), model, choices, counts, **more))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -137,9 +117,8 @@ class ModelEndpoints:
             return _stream(text_events(queue, body, model, prompts, formatter, len(jobs)), handles)
         answers = await self._answers(request, handles)
         choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
-        return json_response(
-            CompletionResponse(id=new_id("cmpl"), model=model, choices=choices, usage=usage(answers, body.n or 1))
-        )
+        head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": model}
+        return json_response({**head, "choices": choices, "usage": usage(answers, body.n or 1)})
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -150,16 +129,16 @@ class ModelEndpoints:
             else:
                 special = body.add_special_tokens is not False
                 ids = await self._prompt(request, partial(self._prompts.text, special=special), body.prompt)
-        return json_response(
-            TokenizeResponse(count=len(ids), max_model_len=self._generator.max_model_len, tokens=list(ids))
-        )
+        longest = self._generator.max_model_len
+        return json_response({"count": len(ids), "max_model_len": longest, "tokens": list(ids)})
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the base model, then the adapters."""
         base = self._base_name
-        cards = [ModelCard(id=base, root=self._generator.model.name, max_model_len=self._generator.max_model_len)]
-        cards += [ModelCard(id=a.name, root=a.path, parent=base) for a in self._generator.adapters]
-        return json_response(ModelList(data=cards))
+        served = self._generator
+        cards = [{"id": base, "root": served.model.name, "max_model_len": served.max_model_len}]
+        cards += [{"id": each.name, "root": each.path, "parent": base} for each in served.adapters]
+        return json_response(models_body(cards))
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
@@ -195,7 +174,7 @@ class ModelEndpoints:
         if name != self._config.base_name and not ADAPTER_NAME.fullmatch(name):
             raise InvalidUserInput(f"The name {name[:80]!r} is not allowed: use letters, digits and ._@:+-")
         await run_in_threadpool(self._generator.replace_model, name, Path(body.model_path))
-        return json_response(UpdateWeightsResponse(success=True, message=f"{name} is served."))
+        return json_response({"success": True, "message": f"{name} is served."})
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 while the generator works, else 503."""

@@ -6,26 +6,26 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.models.generator.errors import RequestCancelled, ServingError
-from openhands_rl_plugin.models.server.responses import ErrorInfo, ErrorResponse
 
 SSE_DONE = "data: [DONE]\n\n"
 """The last event of every stream."""
 
 
-def json_response(body: BaseModel, status: int = 200) -> Response:
+def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
     """``body`` as a response."""
-    return Response(body.model_dump_json(), status, media_type="application/json")
+    return Response(to_json(body, inf_nan_mode="null"), status, media_type="application/json")
 
 
-def sse_event(body: BaseModel) -> str:
-    """``body`` as a server-sent event; fields that are ``None`` are left out."""
-    return f"data: {body.model_dump_json(exclude_none=True)}\n\n"
+def sse_event(body: Mapping[str, Any]) -> str:
+    """``body`` as a server-sent event."""
+    return f"data: {to_json(body, inf_nan_mode='null').decode()}\n\n"
 
 
 async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T:
@@ -50,9 +50,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def error_body(status: int, message: str, kind: str, param: str | None = None) -> ErrorResponse:
+def error_body(status: int, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code"}}``."""
-    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def error_response(error: ServingError) -> Response:

@@ -7,18 +7,19 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from typing import TYPE_CHECKING, Any
 
 from openhands_rl_plugin.core.templates.json_calls import OPEN, parse_tool_call_json
 from openhands_rl_plugin.core.types import ToolCall
-from openhands_rl_plugin.models.server.requests import CompletionRequest, FunctionCall, MessageToolCall, OpenAIModel
+from openhands_rl_plugin.models.server.requests import CompletionRequest
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and clients of this module need neither
     from transformers import PreTrainedTokenizerFast
 
     from openhands_rl_plugin.models.generator.sequence import Generation, SampledToken, ScoredToken
+
+Body = dict[str, Any]
+"""A JSON object of a response."""
 
 
 class Formatter:
@@ -28,19 +29,15 @@ class Formatter:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
-    def chat_logprobs(self, sampled: Sequence[SampledToken]) -> ChatLogprobs:
+    def chat_logprobs(self, sampled: Sequence[SampledToken]) -> Body:
         """OpenAI's ``logprobs`` object of chat choices."""
-        return ChatLogprobs(
-            content=[
-                ContentLogprob(
-                    **self._token(one.token, one.logprob).model_dump(),
-                    top_logprobs=[self._token(token, logprob) for token, logprob in one.top],
-                )
-                for one in sampled
-            ]
-        )
+        content = [
+            {**self._token(one.token, one.logprob), "top_logprobs": [self._token(*each) for each in one.top]}
+            for one in sampled
+        ]
+        return {"content": content}
 
-    def text_logprobs(self, sampled: Sequence[SampledToken], offset: int) -> CompletionLogprobs:
+    def text_logprobs(self, sampled: Sequence[SampledToken], offset: int) -> Body:
         """OpenAI's ``logprobs`` object of text choices; ``offset`` is the text's length before these tokens.
 
         As in vLLM, the sampled token is always among the alternatives.
@@ -49,60 +46,57 @@ class Formatter:
         offsets = [offset]
         for token in tokens[:-1]:
             offsets.append(offsets[-1] + len(token))
-        return CompletionLogprobs(
-            text_offset=offsets[: len(tokens)],
-            token_logprobs=[one.logprob for one in sampled],
-            tokens=tokens,
-            top_logprobs=[
+        return {
+            "text_offset": offsets[: len(tokens)],
+            "token_logprobs": [one.logprob for one in sampled],
+            "tokens": tokens,
+            "top_logprobs": [
                 {self._text(token): logprob for token, logprob in ((one.token, one.logprob), *one.top)}
                 for one in sampled
             ],
-        )
+        }
 
-    def prompt_logprobs(self, observed: Sequence[ScoredToken | None] | None) -> PromptLogprobs | None:
-        """vLLM's shape: None for the first token, then the token (and alternatives) by id."""
+    def prompt_logprobs(self, observed: Sequence[ScoredToken | None] | None) -> list[Body | None] | None:
+        """vLLM's shape: None for the first token, then the token (and alternatives) by id; rank 1 is the likeliest."""
         if observed is None:
             return None
         return [None if one is None else self._prompt_entry(one) for one in observed]
 
-    def chat_choice(
-        self, index: int, answer: Generation, *, logprobs: bool, token_ids: bool, tools: bool
-    ) -> ChatCompletionChoice:
+    def chat_choice(self, index: int, answer: Generation, *, logprobs: bool, token_ids: bool, tools: bool) -> Body:
         """A whole chat choice; tool calls are parsed when the request offered tools."""
         parsed = parse_tool_calls(answer.text) if tools else ParsedText(answer.text, ())
-        return ChatCompletionChoice(
-            index=index,
-            message=AssistantMessage(content=parsed.content, tool_calls=tool_call_bodies(parsed.calls) or None),
-            logprobs=self.chat_logprobs(answer.sampled) if logprobs else None,
-            finish_reason="tool_calls" if parsed.calls else answer.finish_reason,
-            stop_reason=answer.stop_reason,
-            token_ids=list(answer.token_ids) if token_ids else None,
-        )
-
-    def text_choice(self, index: int, answer: Generation, request: CompletionRequest) -> CompletionChoice:
-        """A whole text choice."""
-        return CompletionChoice(
-            index=index,
-            text=answer.text,
-            logprobs=self.text_logprobs(answer.sampled, 0) if request.logprobs is not None else None,
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_reason,
-            prompt_logprobs=self.prompt_logprobs(answer.prompt),
-            token_ids=list(answer.token_ids) if request.return_token_ids else None,
-            prompt_token_ids=list(answer.prompt_ids) if request.return_token_ids else None,
-        )
-
-    def _prompt_entry(self, one: ScoredToken) -> dict[int, PromptLogprob]:
-        entry = {
-            token: PromptLogprob(logprob=logprob, rank=rank, decoded_token=self._decode(token))
-            for rank, (token, logprob) in enumerate(one.top, 1)
+        return {
+            "index": index,
+            "message": assistant_body(parsed.content, parsed.calls),
+            "logprobs": self.chat_logprobs(answer.sampled) if logprobs else None,
+            "finish_reason": "tool_calls" if parsed.calls else answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            "token_ids": list(answer.token_ids) if token_ids else None,
         }
-        entry[one.token] = PromptLogprob(logprob=one.logprob, rank=one.rank, decoded_token=self._decode(one.token))
-        return entry
 
-    def _token(self, token: int, logprob: float) -> TokenLogprob:
+    def text_choice(self, index: int, answer: Generation, request: CompletionRequest) -> Body:
+        """A whole text choice."""
+        return {
+            "index": index,
+            "text": answer.text,
+            "logprobs": self.text_logprobs(answer.sampled, 0) if request.logprobs is not None else None,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            "prompt_logprobs": self.prompt_logprobs(answer.prompt),
+            "token_ids": list(answer.token_ids) if request.return_token_ids else None,
+            "prompt_token_ids": list(answer.prompt_ids) if request.return_token_ids else None,
+        }
+
+    def _prompt_entry(self, one: ScoredToken) -> Body:
+        ranked = [*((token, logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1))]
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._decode(token)}
+            for token, logprob, rank in (*ranked, (one.token, one.logprob, one.rank))
+        }
+
+    def _token(self, token: int, logprob: float) -> Body:
         text = self._text(token)
-        return TokenLogprob(token=text, logprob=logprob, bytes=list(text.encode("utf-8", errors="replace")))
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", errors="replace"))}
 
     def _text(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._decode(token)
@@ -111,25 +105,58 @@ class Formatter:
         return str(self._tokenizer.decode([token]))
 
 
-def tool_call_bodies(calls: Sequence[ToolCall]) -> list[MessageToolCall]:
+def tool_call_bodies(calls: Sequence[ToolCall]) -> list[Body]:
     """Parsed calls with new identifiers."""
     return [
-        MessageToolCall(id=new_id("call"), function=FunctionCall(name=call.name, arguments=call.arguments))
+        {"id": new_id("call"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
     ]
 
 
-def usage(answers: Sequence[Generation], choices_per_prompt: int) -> UsageInfo:
-    """Counts of a request's answers: each prompt once, all sampled tokens."""
+def assistant_body(content: str | None, calls: Sequence[ToolCall]) -> Body:
+    """The model's message."""
+    return {"role": "assistant", "content": content, "refusal": None, "tool_calls": tool_call_bodies(calls) or None}
+
+
+def usage(answers: Sequence[Generation], choices_per_prompt: int) -> Body:
+    """Counts of a request's answers: each prompt once, all sampled tokens, prompt tokens from the prefix cache."""
     firsts = answers[::choices_per_prompt]
-    prompt = sum(len(answer.prompt_ids) for answer in firsts)
-    sampled = sum(len(answer.sampled) for answer in answers)
-    return UsageInfo(
-        prompt_tokens=prompt,
-        completion_tokens=sampled,
-        total_tokens=prompt + sampled,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(answer.cached_tokens for answer in firsts)),
+    counted = usage_body(
+        sum(len(answer.prompt_ids) for answer in firsts), sum(len(answer.sampled) for answer in answers)
     )
+    return counted | {"prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in firsts)}}
+
+
+def usage_body(prompt: int, sampled: int) -> Body:
+    """Token counts of a request, all choices together."""
+    return {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
+
+
+def chat_body(identifier: str, model: str, choices: Sequence[Body], counts: Body, **more: object) -> Body:
+    """The response of /v1/chat/completions."""
+    head = {"id": identifier, "object": "chat.completion", "created": now(), "model": model}
+    return {**head, "choices": choices, "usage": counts, **more}
+
+
+def chunk_body(head: Body, choices: Sequence[Body], **more: object) -> Body:
+    """One chunk of a streamed response; ``head``: its id, object, time and model. What is ``None`` is left out."""
+    return {**head, "choices": choices, **present(more)}
+
+
+def chunk_choice(index: int, finish_reason: str | None = None, **more: object) -> Body:
+    """The part of one choice in a chunk. Clients expect ``finish_reason`` in each."""
+    return {"index": index, "finish_reason": finish_reason, **present(more)}
+
+
+def present(fields: Body) -> Body:
+    """The fields that are not ``None``."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def models_body(cards: Sequence[Body]) -> Body:
+    """The response of /v1/models; a card has an ``id`` and a ``root``, and an adapter a ``parent``."""
+    head = {"object": "model", "created": now(), "owned_by": "openhands_rl_plugin", "parent": None}
+    return {"object": "list", "data": [{**head, "max_model_len": None, **card} for card in cards]}
 
 
 def new_id(prefix: str) -> str:
@@ -140,214 +167,6 @@ def new_id(prefix: str) -> str:
 def now() -> int:
     """Seconds since the epoch."""
     return int(time.time())
-
-
-class PromptTokensDetails(OpenAIModel):
-    """How many prompt tokens came from the prefix cache."""
-
-    cached_tokens: int
-
-
-class UsageInfo(OpenAIModel):
-    """Token counts of a request, all choices together."""
-
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
-
-
-class TokenLogprob(OpenAIModel):
-    """One token's text, natural-log probability and UTF-8 bytes."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ContentLogprob(TokenLogprob):
-    """A sampled token with the most likely tokens at its position."""
-
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(OpenAIModel):
-    """The sampled tokens' logprobs, one element per token."""
-
-    content: list[ContentLogprob]
-
-
-class PromptLogprob(OpenAIModel):
-    """Logprob and rank of a prompt token or of an alternative; rank 1 is the most likely token."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
-
-
-class DeltaToolCall(MessageToolCall):
-    """A tool call in a streamed response, complete in one chunk."""
-
-    index: int
-
-
-class AssistantMessage(OpenAIModel):
-    """The model's message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    tool_calls: list[MessageToolCall] | None = None
-
-
-class ChatCompletionChoice(OpenAIModel):
-    """One sampled choice."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: str | int | None
-    token_ids: list[int] | None
-
-
-class ChatCompletionResponse(OpenAIModel):
-    """Response of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int = Field(default_factory=now)
-    model: str
-    choices: list[ChatCompletionChoice]
-    usage: UsageInfo
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class DeltaMessage(OpenAIModel):
-    """The fields of a message that a chunk adds."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[DeltaToolCall] | None = None
-
-
-class ChatCompletionChunkChoice(OpenAIModel):
-    """The part of one choice in a chunk."""
-
-    index: int
-    delta: DeltaMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-
-    @model_serializer(mode="wrap")
-    def _keep_finish_reason(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Chunks omit empty fields, but clients expect ``finish_reason`` in each."""
-        return {"finish_reason": None} | handler(self)
-
-
-class ChatCompletionChunk(OpenAIModel):
-    """One chunk of a streamed chat completion."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatCompletionChunkChoice]
-    usage: UsageInfo | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class CompletionLogprobs(OpenAIModel):
-    """The sampled tokens' logprobs as parallel lists, the format of /v1/completions."""
-
-    text_offset: list[int]
-    token_logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]]
-
-
-class CompletionChoice(OpenAIModel):
-    """One choice of a text completion."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-    @model_serializer(mode="wrap")
-    def _keep_finish_reason(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Chunks omit empty fields, but clients expect ``finish_reason`` in each."""
-        return {"finish_reason": None} | handler(self)
-
-
-class CompletionResponse(OpenAIModel):
-    """Response, or one chunk of a stream, of /v1/completions."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int = Field(default_factory=now)
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageInfo | None = None
-
-
-class TokenizeResponse(OpenAIModel):
-    """Response of /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-
-
-class UpdateWeightsResponse(OpenAIModel):
-    """Response of /update_weights_from_disk."""
-
-    success: bool
-    message: str
-
-
-class ModelCard(OpenAIModel):
-    """The base model or an adapter."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int = Field(default_factory=now)
-    owned_by: str = "openhands_rl_plugin"
-    root: str
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class ModelList(OpenAIModel):
-    """Response of /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class ErrorInfo(OpenAIModel):
-    """Description of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorResponse(OpenAIModel):
-    """Body of every error response."""
-
-    error: ErrorInfo
 
 
 _OPEN = re.compile(re.escape(OPEN), re.IGNORECASE)

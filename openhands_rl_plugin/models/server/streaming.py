@@ -12,16 +12,14 @@ from openhands_rl_plugin.models.generator.sequence import Delta, DeltaCallback, 
 from openhands_rl_plugin.models.server.http import SSE_DONE, error_body, sse_event
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest, CompletionRequest
 from openhands_rl_plugin.models.server.responses import (
-    ChatCompletionChunk,
-    ChatCompletionChunkChoice,
-    CompletionChoice,
-    CompletionResponse,
-    DeltaMessage,
-    DeltaToolCall,
+    Body,
     Formatter,
+    chunk_body,
+    chunk_choice,
     new_id,
     now,
     parse_tool_calls,
+    present,
     safe_length,
     tool_call_bodies,
     usage,
@@ -81,13 +79,13 @@ class _Choice:
         self.sent = max(self.sent, stop)
         return fresh
 
-    def rest(self) -> tuple[str, list[DeltaToolCall]]:
+    def rest(self) -> tuple[str, list[Body]]:
         """At the end: the buffered text, and the tool calls that were parsed from it."""
         parsed = parse_tool_calls(self.whole) if self.tools else None
         if parsed is None or not parsed.calls:
             return self.whole[self.sent :], []
         calls = tool_call_bodies(parsed.calls)
-        return parsed.spoken[self.sent :], [DeltaToolCall(index=i, **call.model_dump()) for i, call in enumerate(calls)]
+        return parsed.spoken[self.sent :], [{"index": i, **call} for i, call in enumerate(calls)]
 
 
 async def chat_events(
@@ -99,50 +97,35 @@ async def chat_events(
     count: int,
 ) -> AsyncIterator[str]:
     """The events of a chat completion with ``count`` choices, up to and including ``[DONE]``."""
-    identifier, created = new_id("chatcmpl"), now()
+    head = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk", "created": now(), "model": model}
     tools = bool(request.tools) and request.tool_choice != "none"
     choices = [_Choice(tools) for _ in range(count)]
     finished: dict[int, Generation] = {}
-
-    def chunk(choice: ChatCompletionChunkChoice, *, first: bool = False) -> str:
-        ids = list(prompt_ids) if first and request.return_token_ids else None
-        return sse_event(
-            ChatCompletionChunk(id=identifier, created=created, model=model, choices=[choice], prompt_token_ids=ids)
-        )
-
     for index in range(count):
-        yield chunk(
-            ChatCompletionChunkChoice(index=index, delta=DeltaMessage(role="assistant", content="")), first=index == 0
-        )
+        first = chunk_choice(index, delta={"role": "assistant", "content": ""})
+        ids = list(prompt_ids) if index == 0 and request.return_token_ids else None
+        yield sse_event(chunk_body(head, [first], prompt_token_ids=ids))
     async for index, event in queue.events(count):
         if isinstance(event, Delta):
-            yield chunk(_chat_delta(index, choices[index].add(event.text), event, request, formatter))
+            choice = chunk_choice(
+                index,
+                delta=present({"content": choices[index].add(event.text) or None}),
+                logprobs=formatter.chat_logprobs(event.sampled) if request.logprobs else None,
+                token_ids=[one.token for one in event.sampled] if request.return_token_ids else None,
+            )
         else:
             finished[index] = event
             text, calls = choices[index].rest()
-            yield chunk(
-                ChatCompletionChunkChoice(
-                    index=index,
-                    delta=DeltaMessage(content=text or None, tool_calls=calls or None),
-                    finish_reason="tool_calls" if calls else event.finish_reason,
-                    stop_reason=event.stop_reason,
-                )
+            choice = chunk_choice(
+                index,
+                "tool_calls" if calls else event.finish_reason,
+                delta=present({"content": text or None, "tool_calls": calls or None}),
+                stop_reason=event.stop_reason,
             )
+        yield sse_event(chunk_body(head, [choice]))
     if request.stream_options and request.stream_options.include_usage:
-        counts = usage([finished[i] for i in range(count)], count)
-        yield sse_event(ChatCompletionChunk(id=identifier, created=created, model=model, choices=[], usage=counts))
+        yield sse_event(chunk_body(head, [], usage=usage([finished[i] for i in range(count)], count)))
     yield SSE_DONE
-
-
-def _chat_delta(
-    index: int, text: str, delta: Delta, request: ChatCompletionRequest, formatter: Formatter
-) -> ChatCompletionChunkChoice:
-    return ChatCompletionChunkChoice(
-        index=index,
-        delta=DeltaMessage(content=text or None),
-        logprobs=formatter.chat_logprobs(delta.sampled) if request.logprobs else None,
-        token_ids=[one.token for one in delta.sampled] if request.return_token_ids else None,
-    )
 
 
 async def text_events(
@@ -154,14 +137,10 @@ async def text_events(
     count: int,
 ) -> AsyncIterator[str]:
     """The events of a text completion with ``count`` choices, up to and including ``[DONE]``."""
-    identifier, created = new_id("cmpl"), now()
+    head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": model}
     per_prompt = count // len(prompts)
     offsets = [0] * count
     finished: dict[int, Generation] = {}
-
-    def chunk(choice: CompletionChoice) -> str:
-        return sse_event(CompletionResponse(id=identifier, created=created, model=model, choices=[choice]))
-
     started: set[int] = set()
     async for index, event in queue.events(count):
         if isinstance(event, Delta):
@@ -170,24 +149,20 @@ async def text_events(
                 ids = list(prompts[index // per_prompt])
             started.add(index)
             wanted = request.logprobs is not None
-            yield chunk(
-                CompletionChoice(
-                    index=index,
-                    text=event.text,
-                    logprobs=formatter.text_logprobs(event.sampled, offsets[index]) if wanted else None,
-                    token_ids=[one.token for one in event.sampled] if request.return_token_ids else None,
-                    prompt_token_ids=ids,
-                )
+            choice = chunk_choice(
+                index,
+                text=event.text,
+                logprobs=formatter.text_logprobs(event.sampled, offsets[index]) if wanted else None,
+                token_ids=[one.token for one in event.sampled] if request.return_token_ids else None,
+                prompt_token_ids=ids,
             )
             offsets[index] += len(event.text)
         else:
             finished[index] = event
-            yield chunk(
-                CompletionChoice(index=index, text="", finish_reason=event.finish_reason, stop_reason=event.stop_reason)
-            )
+            choice = chunk_choice(index, event.finish_reason, text="", stop_reason=event.stop_reason)
+        yield sse_event(chunk_body(head, [choice]))
     if request.stream_options and request.stream_options.include_usage:
-        counts = usage([finished[i] for i in range(count)], per_prompt)
-        yield sse_event(CompletionResponse(id=identifier, created=created, model=model, choices=[], usage=counts))
+        yield sse_event(chunk_body(head, [], usage=usage([finished[i] for i in range(count)], per_prompt)))
     yield SSE_DONE
 
 

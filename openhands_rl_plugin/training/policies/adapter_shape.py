@@ -4,43 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.models.adapters.store import CONFIG_FILE
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 
 
-class AdapterShape(BaseModel):
-    """The part of PEFT's ``adapter_config.json`` that the settings determine."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    r: int
-    lora_alpha: int | float
-    use_rslora: bool = False
-    use_dora: bool = False
-    target_modules: frozenset[str] | str | None = None
-
-    @property
-    def variant(self) -> str:
-        """The variant, as a value of ``lora_variant``."""
-        return "dora" if self.use_dora else "rslora" if self.use_rslora else "lora"
-
-    @property
-    def layers(self) -> tuple[str, ...] | None:
-        """The names of its target modules; ``None`` where they are given as a pattern."""
-        return tuple(sorted(self.target_modules)) if isinstance(self.target_modules, frozenset) else None
-
-
-def read_shape(directory: Path) -> AdapterShape:
-    """The shape of the adapter in a directory. Raises ``TrainingError``."""
-    path = directory / CONFIG_FILE
+def read_shape(directory: Path) -> AdapterConfig:
+    """The configuration of the adapter in a directory. Raises ``TrainingError``."""
     try:
-        return AdapterShape.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise TrainingError(f"{path} cannot be read: {describe(error)}") from error
+        return read_adapter_config(directory)
+    except ConfigError as error:
+        raise TrainingError(str(error)) from error
 
 
 def check_start(adapter: Adapter, settings: TrainingSettings) -> None:

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
-from openhands_rl_plugin.models.adapters.store import CONFIG_FILE, WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.distributed.ranks import shard_layers
 from openhands_rl_plugin.training.policies.adapter_targets import (
     BY_NAME,

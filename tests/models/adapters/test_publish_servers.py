@@ -373,8 +373,8 @@ async def test_the_canary_stays_with_the_version(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save cannot be served"),
-        ({"use_dora": True}, "use_dora cannot be served; train a plain LoRA or rsLoRA adapter"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save cannot be served; train a plain LoRA or rsLoRA adapter"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changed the base weights"),
         ({"bias": "lora_only"}, "bias = 'lora_only' cannot be served"),
         ({"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head cannot be verified"),
         ({"peft_type": "IA3"}, "not that of a LoRA adapter"),
