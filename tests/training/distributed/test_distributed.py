@@ -23,6 +23,7 @@ from openhands_rl_plugin.training.trainer.resume import STATE_FILE, ShardedCheck
 SPLIT = {"sharding": "layers"}
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(model: Path, tmp_path: Path) -> None:
     kinds = ["sft", "grpo", "passes", "dpo"]
     assert train_both(model, tmp_path / "two", {}, *kinds) == [0, 0]

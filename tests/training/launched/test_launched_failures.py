@@ -31,6 +31,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_a_process_without_memory_says_what_to_set(model: Path) -> None:
     trainer = LaunchedTrainer(model, GSPO)
     pid = trainer._processes[1].pid
@@ -51,6 +52,7 @@ def test_an_answer_that_was_cut_off_is_an_end() -> None:
     assert [answers.get_nowait(), answers.get_nowait()] == [(0, {"result": 1}), (0, None)]
 
 
+@pytest.mark.slow
 def test_a_command_that_was_cut_off_ends_a_process() -> None:
     worker = [sys.executable, "-m", "openhands_rl_plugin.training.launched"]
     found = subprocess.run(worker, input=b'{"meeting": "fi', capture_output=True, timeout=200, check=False)

@@ -114,6 +114,7 @@ def test_a_course_of_calls_ends_where_one_process_ends(model: Path, tmp_path: Pa
     assert gone(ids_of(resumed))
 
 
+@pytest.mark.slow
 def test_other_ways_of_learning_are_the_same_calls_and_two_trainers_at_once_do_not_meet(model: Path) -> None:
     samples = make_samples(6)
     pairs = [PreferencePair((samples[at],), (samples[at + 1],)) for at in (0, 2, 4)]
@@ -134,6 +135,7 @@ def cancel(at: Any) -> None:
     raise CancelledError
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_one_line_and_the_next_trainer_goes_on_until_it_is_cancelled(
     model: Path, tmp_path: Path
 ) -> None:
@@ -170,6 +172,7 @@ def test_errors_are_those_of_the_trainer(model: Path, tmp_path: Path) -> None:
     assert str(together.value) == str(alone.value)
 
 
+@pytest.mark.slow
 def test_what_they_log_is_logged_here_and_they_end_with_the_trainer(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,6 +189,7 @@ def test_what_they_log_is_logged_here_and_they_end_with_the_trainer(
     assert gone(pids) and not folder.exists()
 
 
+@pytest.mark.slow
 def test_they_end_with_a_process_that_is_killed(model: Path) -> None:
     program = """
 import json, sys, time

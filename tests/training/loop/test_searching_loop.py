@@ -54,7 +54,7 @@ def searching(world: ShopWorld, parts: LoopParts, make: Callable[[], Strategy], 
     return replace(parts, runner=search, evaluator=parts.runner)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 async def test_the_best_of_each_task_is_imitated_and_the_policy_alone_is_evaluated(
     world: ShopWorld, tmp_path: Path, kind: str
 ) -> None:
@@ -92,7 +92,7 @@ class Likelihood:
         return await self.estimate(search, state)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 async def test_of_what_a_search_proposes_it_is_said_in_how_many_states_it_differs(
     world: ShopWorld, tmp_path: Path, kind: str
 ) -> None:

@@ -26,8 +26,15 @@ def test_parameters_are_counted_exactly(model: Path) -> None:
     assert estimate_memory(model, EXACT, longest=100).weights == 4 * size.parameters + 16 * size.trained
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"),
+    [
+        ("float32", False),
+        ("bfloat16", True),
+        pytest.param("float32", True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "shape",
     [
