@@ -13,6 +13,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
+# Tests run side by side, one a core: threads of a tiny model would only wait for each other, and burn time as they do.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # What the hosts and torch import stays: to look through it for garbage again and again takes a fifth of the time.
 gc.set_threshold(50_000, 20, 100)
 
