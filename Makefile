@@ -41,12 +41,12 @@ pictures: $(READY) ## Draw the studio's pictures: ARGS="--run runs/demo"
 	$(BIN)/python .ci/docs/pictures.py $(ARGS)
 
 test: lint ## Check the style and the types, run the fast tests
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # In .venv-v1, from the same lock; another 3 GB unless CPU=1.
 test-v1: $(READY_V1) ## Check the types of the host for OpenHands V1, run its tests
 	$(BIN)/pyright --project .ci/pyright-v1.json
-	$(V1)/pytest -n 2 --dist loadfile $(TESTS_V1) $(ARGS)
+	$(V1)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS_V1) $(ARGS)
 
 # Makes .peers/sdk-*, half a gigabyte each; ARGS="1.34.0 newest" chooses some.
 test-v1-matrix: $(READY) ## Test OpenHands V1 with old and new releases of its SDK

@@ -120,6 +120,7 @@ STORIES = {
     "http": Story(("reference/http.md",), fixer),
     "tools": Story(("howto/tools.md",), seller),
     "trainers": Story(("howto/trainers.md",), fixer),
+    "studio": Story(("howto/studio.md",), store),
     "repository tasks": Story(("howto/repository-tasks.md",), repository),
 }
 # Seconds each: no model is made.
@@ -127,7 +128,6 @@ FAST = {
     "install": Story(("start/install.md",)),
     "plugins": Story(("howto/plugins.md",)),
     "sandboxes": Story(("howto/secrets-sandboxes.md",)),
-    "studio": Story(("howto/studio.md",), store),
     "store": Story(("reference/store.md",), store),
     "import and export": Story(("howto/import-export.md",), foreign),
     "environments": Story(("howto/environments.md",)),

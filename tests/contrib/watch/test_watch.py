@@ -36,6 +36,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 AWAY = "test_watch_judging:Away"
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
     served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,8 +83,11 @@ async def test_a_killed_writer_leaves_what_was_acknowledged(
 UNCONFIRMED = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
 
 
-@pytest.mark.parametrize("command", ["insert", "update", "findAndModify"])
-@pytest.mark.parametrize("how", [{"errorCode": 14031}, UNCONFIRMED], ids=["not executed", "executed"])
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [("insert", UNCONFIRMED), ("update", {"errorCode": 14031}), ("findAndModify", UNCONFIRMED)],
+    ids=["insert, executed", "update, not executed", "findAndModify, executed"],
+)
 async def test_a_step_that_failed_can_be_repeated(
     mongodb: MongoServer, database: Database[dict[str, object]], command: str, how: dict[str, object]
 ) -> None:
