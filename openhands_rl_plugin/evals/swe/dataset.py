@@ -5,8 +5,11 @@ An invalid row is reported in one line and does not affect the others.
 
 from __future__ import annotations
 
+import ast
+import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +29,7 @@ _TEXTS = (
     *("version", "problem_statement", "hints_text", "created_at", "patch", "test_patch", "environment_setup_commit"),
 )
 _TESTS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
-_OWN = {*_REQUIRED, *_TEXTS, *_TESTS}
+_OWN = {*_REQUIRED, *_TEXTS}
 
 
 class PatchPrediction(Frozen):
@@ -67,15 +70,20 @@ def read_instances(file: Path) -> tuple[Instance, ...]:
 
 
 def instance_of(row: Mapping[str, JsonValue]) -> Instance:
-    """The instance of a row. Raises ``ConfigError`` that names missing or invalid columns."""
+    """The instance of a row, whose columns of tests may be in lower case.
+
+    Raises ``ConfigError`` that names missing or invalid columns; also for a row without tests.
+    """
     if missing := [name for name in _REQUIRED if not isinstance(row.get(name), str) or not row[name]]:
         raise ConfigError(f"column {', '.join(missing)} is missing or empty; an instance has {', '.join(_REQUIRED)}")
     identity = str(row["instance_id"])
     if "/" in identity or identity in (".", ".."):
         raise ConfigError(f"the id {identity!r} cannot name a folder")
-    tests = {field: _tests(row.get(name), name) for name, field in _TESTS.items()}
+    tests = {field: _tests([row[each] for each in row if each.upper() == name], name) for name, field in _TESTS.items()}
+    if not any(tests.values()):
+        raise ConfigError(f"columns {' and '.join(_TESTS)} name no test, so that no patch of it can be judged")
     texts = {name: _text(row.get(name)) for name in (*_REQUIRED, *_TEXTS)}
-    extra: JsonObject = {name: value for name, value in row.items() if name not in _OWN}
+    extra: JsonObject = {name: value for name, value in row.items() if name not in _OWN and name.upper() not in _TESTS}
     return Instance.model_validate({**texts, **tests, "extra": extra})
 
 
@@ -147,16 +155,31 @@ def _text(value: JsonValue) -> str:
     return "" if value is None else value if isinstance(value, str) else str(value)
 
 
-def _tests(value: JsonValue, column: str) -> tuple[str, ...]:
-    """A list of test names, or its JSON text."""
+def _tests(values: Sequence[JsonValue], column: str) -> tuple[str, ...]:
+    """The names in the spellings of one column: a list, or its text in JSON or Python."""
+    found = {_names(value, column) for value in values} - {()}
+    if len(found) > 1:
+        raise ConfigError(f"column {column} is there twice, with different tests")
+    return found.pop() if found else ()
+
+
+def _names(value: JsonValue, column: str) -> tuple[str, ...]:
     if isinstance(value, str):
+        text = value.strip() or "[]"
         try:
-            value = json.loads(value) if value.strip() else []
-        except ValueError as error:
-            raise ConfigError(f"column {column} is neither a list nor JSON: {error}") from error
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            try:
+                value = ast.literal_eval(text)
+                tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+                # Python joins texts between which a comma is missing, as where numpy wrote them.
+                if isinstance(value, list) and sum(each.type == tokenize.STRING for each in tokens) != len(value):
+                    value = {}
+            except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+                raise ConfigError(f"column {column} is neither a list nor its text in JSON or Python") from error
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+    if not isinstance(value, list) or not all(isinstance(name, str) and name.strip() for name in value):
         raise ConfigError(f"column {column} must be a list of test names")
     return tuple(str(name) for name in value)
 

@@ -17,15 +17,16 @@ _GOOD, _BAD = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
 
 
 class Resolution(NamedTuple):
-    """The passed and failed tests of both groups; ``resolved`` when none failed."""
+    """The passed and failed tests of both groups."""
 
     fail_to_pass: TestsStatus
     pass_to_pass: TestsStatus
 
     @property
     def resolved(self) -> bool:
-        """Whether all tests of the row passed."""
-        return not self.fail_to_pass.failure and not self.pass_to_pass.failure
+        """Whether at least one test of the row passed, and none failed."""
+        groups = (self.fail_to_pass, self.pass_to_pass)
+        return any(group.success for group in groups) and not any(group.failure for group in groups)
 
 
 def load_official_grader(recipe: Recipe) -> None:
@@ -100,8 +101,11 @@ def why_unresolved(
         ("F2P", instance.fail_to_pass, resolution.fail_to_pass.failure),
         ("P2P", instance.pass_to_pass, resolution.pass_to_pass.failure),
     )
-    return "; ".join(
-        part for name, wanted, failed in groups for part in _parts(name, len(wanted), failed, statuses, causes)
+    return (
+        "; ".join(
+            part for name, wanted, failed in groups for part in _parts(name, len(wanted), failed, statuses, causes)
+        )
+        or "no test of the row ran"
     )
 
 

@@ -17,7 +17,7 @@ from openhands_rl_plugin.evals.swe.recipes import swe_bench
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import STATUSES, parse_pytest, parse_pytest_pydantic, parser_of
-from openhands_rl_plugin.evals.swe.resolution import resolution_of
+from openhands_rl_plugin.evals.swe.resolution import resolution_of, why_unresolved
 from openhands_rl_plugin.evals.swe.types import Instance
 
 needs_swebench = pytest.mark.skipif(
@@ -148,7 +148,28 @@ printed = st.lists(
 @needs_swebench
 @given(printed)
 def test_the_own_parser_reads_what_the_official_one_reads(log: str) -> None:
-    assert parse_pytest(log) == parser_of("parse_log_pytest")(log)
+    assert parser_of("pytest_cut")(log) == parser_of("parse_log_pytest")(log)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("PASSED t.py::test_value[1 + 2]", "t.py::test_value[1 + 2]"),
+        ("FAILED t.py::test_value[1 - 2] - assert [0] - [1]", "t.py::test_value[1 - 2]"),
+        ("FAILED t.py::test_plain - assert [0] - [1]", "t.py::test_plain"),
+        ("XFAIL my tests/t.py::T::test x[é] - reason\r", "my tests/t.py::T::test x[é]"),
+        ("ERROR my tests/t.py - ImportError: [x]", "my tests/t.py"),
+        ("SKIPPED [1] t.py:3: why", None),
+    ],
+)
+def test_names_are_those_of_the_runner(line: str, name: str | None) -> None:
+    assert [*parse_pytest(f"noise\n{line}\n")] == ([name] if name else [])
+
+
+def test_names_are_cut_only_where_the_row_cuts_them() -> None:
+    own = instance("c0ffee")
+    for names, parser in ((("t.py::x[1 + 1]",), "pytest"), (("t.py::x[1", "t.py::y"), "pytest_cut")):
+        assert recipe_of(own.model_copy(update={"fail_to_pass": names}), no_file).parser == parser
 
 
 def test_pydantics_log() -> None:
@@ -184,6 +205,15 @@ def test_a_skipped_test_is_not_fixed() -> None:
     instance = row("a/b", "1", fail_to_pass=("a",), pass_to_pass=("b",))
     assert not resolution_of(instance, OWN, {"a": "SKIPPED", "b": "PASSED"}).resolved
     assert resolution_of(instance, OWN, {"a": "XFAIL", "b": "SKIPPED"}).resolved
+
+
+@pytest.mark.parametrize("grader", ["own", pytest.param("official", marks=needs_swebench)])
+@pytest.mark.parametrize("found", [{}, {"b": "SKIPPED"}, {"other": "PASSED"}])
+def test_where_no_test_of_the_row_passed_nothing_is_resolved(found: dict[str, str], grader: str) -> None:
+    recipe = OWN.model_copy(update={"grader": grader})
+    for task in (row("a/b", "1"), row("a/b", "1", pass_to_pass=("b",))):
+        resolution = resolution_of(task, recipe, found)
+        assert not resolution.resolved and why_unresolved(task, resolution, {"x": "PASSED"}, {})
 
 
 WORD = "0f" * 16

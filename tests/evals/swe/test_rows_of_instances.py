@@ -27,13 +27,31 @@ ROW = {
 }
 
 
-def test_both_spellings_of_test_names_and_other_columns() -> None:
+# The names of SWE-bench Pro's columns, of which all but the patches are text.
+PRO = {
+    "repo": "NodeBB/NodeBB",
+    "instance_id": "instance_NodeBB__NodeBB-04998908ba6721d64eba79ae3b65a351dcfbc5b5-vnan",
+    "base_commit": "1e137b07052bc3ea0da44ed201702c94055b8ad2",
+    "problem_statement": "Email validation status is wrong",
+    "interface": None,
+    "fail_to_pass": "['test/database.js | Test database keys.js::Key methods should return multiple keys']",
+    "pass_to_pass": """["test/user.js | User should say it's taken", 'test/user.js | User "x" should be, y']""",
+    "selected_test_files_to_run": '["test/database.js"]',
+}
+
+
+def test_all_spellings_of_test_names_and_other_columns() -> None:
     instance = instance_of(ROW)
     assert instance.fail_to_pass == ("t::x",) and instance.pass_to_pass == ("t::y", "t::z")
     assert instance.extra == {"difficulty": "hard"} and instance.hints_text == ""
+    pro = instance_of(PRO)
+    assert [name[-5:] for name in (*pro.fail_to_pass, *pro.pass_to_pass)] == [" keys", "taken", "be, y"]
+    assert {*pro.extra} == {"interface", "selected_test_files_to_run"}
+    assert instance_of({**ROW, "FAIL_TO_PASS": None, "fail_to_pass": "['a',]"}).fail_to_pass == ("a",)
 
 
 texts = st.text(max_size=20)
+names = st.lists(texts.filter(str.strip), max_size=3).map(tuple)
 
 
 @given(
@@ -46,11 +64,11 @@ texts = st.text(max_size=20)
         patch=texts,
         test_patch=texts,
         problem_statement=texts,
-        fail_to_pass=st.lists(texts, max_size=3).map(tuple),
-        pass_to_pass=st.lists(texts, max_size=3).map(tuple),
+        fail_to_pass=names,
+        pass_to_pass=names,
         environment_setup_commit=texts,
         extra=st.dictionaries(st.sampled_from(["image", "eval_script", "python"]), texts),
-    )
+    ).filter(lambda each: each.fail_to_pass or each.pass_to_pass)
 )
 def test_a_row_comes_back_as_it_was(instance: Instance) -> None:
     assert instance_of(json.loads(json.dumps(row_of(instance)))) == instance
@@ -79,7 +97,11 @@ def test_files(tmp_path: Path, form: str) -> None:
         ("{", "rows.jsonl:1: not JSON"),
         ("[1]", "rows.jsonl:1: must be a JSON object, not list"),
         ('{"instance_id": "x"}', "column repo, base_commit is missing"),
-        (json.dumps({**ROW, "FAIL_TO_PASS": "{"}), "column FAIL_TO_PASS is neither a list nor JSON"),
+        (json.dumps({**ROW, "FAIL_TO_PASS": "{"}), "column FAIL_TO_PASS is neither a list nor its text"),
+        (json.dumps({**ROW, "FAIL_TO_PASS": "['a' 'b']"}), "column FAIL_TO_PASS must be a list of test names"),
+        (json.dumps({**ROW, "FAIL_TO_PASS": "[" * 9999}), "column FAIL_TO_PASS is neither a list nor its text"),
+        (json.dumps({**ROW, "fail_to_pass": ["t::other"]}), "column FAIL_TO_PASS is there twice, with different tests"),
+        (json.dumps({**ROW, "FAIL_TO_PASS": "[]", "PASS_TO_PASS": None}), "name no test"),
         (json.dumps({**ROW, "PASS_TO_PASS": [1]}), "column PASS_TO_PASS must be a list of test names"),
         (json.dumps({**ROW, "instance_id": "../x"}), "cannot name a folder"),
         (f"{json.dumps(ROW)}\n{json.dumps(ROW)}", "rows.jsonl:2: a__b-1 is there twice"),

@@ -8,7 +8,8 @@ Their columns, beside those of SWE-bench:
 - ``install``: commands, a list or one text, run in the repository with the network on; left out, none.
 - ``packages``: requirements that the environment is made of, a list; left out, pytest alone. pip itself is in it
   only when it is named; ``pip install`` works all the same.
-- ``log_parser``: ``pytest`` (also when left out), or another name of ``parsers``.
+- ``log_parser``: ``pytest`` (also when left out), ``pytest_cut`` for tests that are named up to their first blank (also
+  when left out and a name ends within its parameters), or another name of ``swe_bench.parser_of``.
 - ``exclude_newer``: the date of which packages are installed, ``YYYY-MM-DD``.
 - ``image``: for Docker.
 - ``httpbin``: true where tests ask ``http://httpbin.org``, which then answers in their sandbox; ``unreachable``: IPv4
@@ -49,13 +50,17 @@ def recipe(instance: Instance) -> Recipe:
         install_script=install_script(instance, _lines(instance, "install"), committed=True),
         evaluation_script=evaluation_script(instance, command, marked=True),
         python=python,
-        parser=_text(instance, "log_parser") or "pytest",
+        parser=_text(instance, "log_parser") or ("pytest_cut" if _has_cut_names(instance) else "pytest"),
         exclude_newer=_text(instance, "exclude_newer"),
         image=_text(instance, "image") or None,
         grader="own",
         httpbin=instance.extra.get("httpbin") is True,
         unreachable=tuple(_lines(instance, "unreachable")),
     )
+
+
+def _has_cut_names(instance: Instance) -> bool:
+    return any("[" in name and not name.endswith("]") for name in (*instance.fail_to_pass, *instance.pass_to_pass))
 
 
 def _is_test(file: str) -> bool:

@@ -142,8 +142,18 @@ _CONTROL = str.maketrans("", "", "".join(map(chr, range(1, 32))))
 _PROGRESS = re.compile(r"FAILED\s*\[.*?\]")
 
 
+# A parameter may hold blanks, dashes and brackets.
+_RESULT = re.compile(rf"({'|'.join(STATUSES)}) +([^\[\s][^\[]*?(?:\[.*?\])?)(?: - .*)?")
+
+
 def parse_pytest(log: str) -> Statuses:
-    """The summary of ``pytest -rA``: the status, then the test up to the first blank."""
+    """The summary of ``pytest -rA``: the status, then the test as pytest names it, blanks included."""
+    lines = map(_RESULT.fullmatch, map(str.rstrip, log.split("\n")))
+    return {line[2]: line[1] for line in lines if line is not None}
+
+
+def parse_pytest_cut(log: str) -> Statuses:
+    """As SWE-bench and SWE-Gym name tests: up to the first blank."""
     return dict(found for line in log.split("\n") if (found := _summary_line(line)) is not None)
 
 
@@ -167,7 +177,11 @@ def _summary_line(line: str) -> tuple[str, str] | None:
     return (words[1], words[0]) if len(words) > 1 else None
 
 
-_OWN: Mapping[str, Parser] = {"pytest": parse_pytest, "pytest_pydantic": parse_pytest_pydantic}
+_OWN: Mapping[str, Parser] = {
+    "pytest": parse_pytest,
+    "pytest_cut": parse_pytest_cut,
+    "pytest_pydantic": parse_pytest_pydantic,
+}
 
 
 def parser_of(name: str) -> Parser:

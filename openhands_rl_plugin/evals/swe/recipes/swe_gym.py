@@ -48,7 +48,7 @@ def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
             instance, _test_command(instance, spec), marked=False, install=spec.install, before=spec.before_tests
         ),
         python=spec.python or _python_in(described or ""),
-        parser="pytest_pydantic" if repo == "pydantic/pydantic" else "pytest",
+        parser="pytest_pydantic" if repo == "pydantic/pydantic" else "pytest_cut",
         exclude_newer=_cut_off(instance) if described else EXCLUDE_NEWER,
         image=f"xingyaoww/sweb.eval.x86_64.{instance.instance_id.lower().replace('__', '_s_')}:latest",
     )
