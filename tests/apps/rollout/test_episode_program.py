@@ -79,6 +79,7 @@ async def test_an_episode_without_ids_is_none(model: ScriptedModel):
     assert isinstance(played, str) and played.startswith("model: ")
 
 
+@pytest.mark.slow
 async def test_what_fails_of_the_infrastructure_is_played_again_under_another_name(
     model: ScriptedModel, tmp_path: Path, python: pytest.MonkeyPatch
 ):

@@ -41,6 +41,7 @@ def instances() -> tuple[Instance, ...]:
     return repair_instances(1, "train")
 
 
+@pytest.mark.slow
 def test_edits_end_with_the_fix_and_some_err_before(instances: tuple[Instance, ...], tmp_path: Path):
     wrong = 0
     for each in instances:

@@ -164,6 +164,7 @@ def test_a_killed_process_is_one_line_and_the_next_trainer_goes_on_until_it_is_c
     assert gone(ids_of(second))
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_trainer(model: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as alone:
         LoraTrainer(tmp_path / "none", GRPO)
