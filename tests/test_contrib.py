@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,24 @@ PACKAGE = ROOT / "openhands_rl_plugin"
 BESIDE = {("demo", "webshop"), ("demo", "repair")}
 
 
+QUICK = "test_tree or test_fork or test_session or test_what_a_task_is"
+"""Values, an environment's server, a recorded session and tasks by name; the slow test runs all of them."""
+
+
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process that has the package without ``contrib``."""
     folder = tmp_path_factory.mktemp("without")
-    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("contrib", "__pycache__"))
+    for name in (PACKAGE.name, "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("contrib", "__pycache__"))
+    for name in ("evaluation", "docs", "README.md", "config.toml.example", "Makefile", ".ci", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    texts = {file: file.read_text(encoding="utf-8") for file in (folder / "tests").rglob("test_*.py")}
+    held = [text for text in texts.values() if "mark.contract" in text]
+    lent = {name for text in held for name in re.findall(r"^from (test_\w+) import", text, re.MULTILINE)}
+    for file, text in texts.items():
+        if file.name == Path(__file__).name or (text not in held and file.stem not in lent):
+            file.unlink()
     return {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 
@@ -79,3 +93,21 @@ def test_the_rest_works(without: dict[str, str]) -> None:
         without, "evaluate", "swe-local", "--model", "m", "--base-url", "http://127.0.0.1:9/v1", "--dry-run"
     )
     assert shown.returncode == 0, shown.stderr
+
+
+def run_contract(environment: dict[str, str], *words: str, seconds: float) -> None:
+    """Run the contract tests of the copy, where each passes or is skipped."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", *words]
+    where = {"cwd": environment["PYTHONPATH"], "env": environment}
+    ran = subprocess.run(command, **where, capture_output=True, text=True, timeout=seconds, check=False)
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+
+
+def test_contract_tests_of_the_rest_are_collected_and_quick_ones_pass(without: dict[str, str]) -> None:
+    run_contract(without, "-m", "contract and not gpu", "-k", QUICK, seconds=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_contract_tests_of_the_rest_pass(without: dict[str, str]) -> None:
+    run_contract(without, "-m", "contract and not slow and not gpu", seconds=3600)

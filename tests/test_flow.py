@@ -10,13 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 from report_data import data_of
-from shopper_model import GOAL, INSTRUCTION, SHOP, write_shopper
+from shopper_model import GOAL, INSTRUCTION, ORACLE, write_shopper
+from small_shop import running_shop
 from transformers import AutoTokenizer
 
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings, TrainingSettings
-from openhands_rl_plugin.contrib.webshop import running_webshop
-from openhands_rl_plugin.contrib.webshop.suite import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
@@ -27,6 +26,7 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.session import SessionRunner
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(model: Path, tmp_path: Path) -> Iterator[RLSettings]:
     server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8)
-    with running_webshop(SHOP) as shop, running_server(server) as url:
+    with running_shop() as shop, running_server(server) as url:
         yield RLSettings(
             max_turns=4,
             max_response_length=48,
@@ -121,13 +121,12 @@ def parts(settings: RLSettings, model: Path, directory: Path) -> LoopParts:
     adapters = AdapterStore(directory / "adapters")
     storage = FileTrajectoryStorage(settings.storage.directory)
     shop = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=False)
-    world = DemonstratorOptions(products=60, goals=20, results_per_page=2, separator="\n")
     return LoopParts(
         runner=ControllerRunner(settings, storage=storage),
         demonstrator=SessionRunner(
             make_environment=lambda request: WebEnvClient(shop),
-            make_strategy=lambda request: WebShopDemonstrator(world),
-            make_engine=lambda request: ScriptedEngine([]),
+            make_strategy=lambda request: StandardReActStrategy(),
+            make_engine=lambda request: ScriptedEngine(ORACLE),
             strategy_spec=StrategySpec(name="oracle"),
             base_model="oracle",
             storage=storage,

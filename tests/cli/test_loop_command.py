@@ -17,10 +17,11 @@ import httpx
 import pytest
 import torch
 from counted_reward import ASKED, CountedReward
+from needs import CONTRIB, needs_contrib
 from scripted_model import says as answer
 from scripted_model import serve
-from shopper_model import SHOP
 from shopping_loop import MODEL, write_talker
+from small_shop import running_shop
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.loop.checks import held
@@ -28,7 +29,6 @@ from openhands_rl_plugin.apps.loop.run import LoopJob, loop_plan
 from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.evals.runs.suites import local_rows
@@ -65,7 +65,7 @@ def served(talker: Path) -> Iterator[tuple[str, str]]:
     config = ServerConfig(
         model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, threads=1
     )
-    with running_webshop(SHOP) as shop, running_server(config) as server:
+    with running_shop() as shop, running_server(config) as server:
         yield shop, server
 
 
@@ -330,7 +330,7 @@ def test_wrong_input_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", ["loop", "demo"])
+@pytest.mark.parametrize("command", ["loop", pytest.param("demo", marks=needs_contrib)])
 def test_a_launchers_processes_do_not_each_run_a_loop(
     command: str, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,7 +345,7 @@ def test_a_launchers_processes_do_not_each_run_a_loop(
     assert command == "demo" or cli.main(given) == 0
 
 
-@pytest.mark.parametrize("command", ["loop", "demo"])
+@pytest.mark.parametrize("command", ["loop", pytest.param("demo", marks=needs_contrib)])
 def test_a_second_process_is_kept_from_a_run(
     command: str, talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -423,6 +423,7 @@ def test_a_correction_by_logprobs_that_were_not_sampled_from_is_refused_before_a
     assert stored(tmp_path) == []
 
 
+@needs_contrib
 def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["loop", "webshop", "--config", str(write_config(tmp_path)), "--model", str(talker), "--dry-run"]
     assert cli.main([*command, "--run-dir", str(tmp_path / "run"), "--demonstrations", "5", "--kind", "async"]) == 0
@@ -439,6 +440,7 @@ def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys:
     assert not (tmp_path / "run").exists() and not (tmp_path / "trajectories").exists()
 
 
+@needs_contrib
 def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     turns = (
@@ -471,7 +473,7 @@ def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> No
         (TaskSource(suite="swe-gym", rows=software), "train"),
         (TaskSource(suite=str(software)), "train"),
         (TaskSource(suite="swe-local"), "train"),
-        (TaskSource(suite="webshop"), "train"),
+        *([(TaskSource(suite="webshop"), "train")] if CONTRIB else []),
     ):
         tasks = loop_tasks(source, settings)
         assert [entry.task.split for entry in tasks.held_out] == ["heldout", "heldout"]
@@ -494,6 +496,7 @@ def test_rows_that_are_held_out_are_not_trained_on(
     assert "1 tasks would be trained on and held out too" in capsys.readouterr().err
 
 
+@needs_contrib
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_with_servers_of_its_own_goes_on(talker: Path, tmp_path: Path) -> None:
@@ -523,7 +526,7 @@ def test_a_killed_run_with_servers_of_its_own_goes_on(talker: Path, tmp_path: Pa
 def test_all_weights_are_trained_and_served_in_place(
     talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with running_webshop(SHOP) as shop:
+    with running_shop() as shop:
         config = write_config(tmp_path, shop=shop, more='[extended.rl.training]\nmethod = "full"\nalgorithm = "grpo"')
         assert cli.main([*words(config), "--model", str(talker)]) == 0
     assert "-v000002; report: " in capsys.readouterr().out

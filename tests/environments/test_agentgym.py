@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from raw_server import raw_server, respond
+from small_shop import running_shop
 
-from openhands_rl_plugin.contrib.webshop import WebShop, running_webshop
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import Message, Observation, Task
 from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymDialect, AgentGymOptions
@@ -204,8 +204,8 @@ def test_an_unknown_preset_is_refused():
         AgentGymClient(AgentGymOptions(preset="webshp"))
 
 
-async def test_the_embedded_webshop_speaks_agentgym_to_twenty_clients():
-    with running_webshop(WebShop(num_products=60, seed=1, num_goals=30)) as url:
+async def test_a_shop_speaks_agentgym_to_twenty_clients():
+    with running_shop() as url:
         actions = ["Action: search[lamp]", "Action: click[nothing]"]
         await check_environment(lambda: client(url), task("webshop"), actions=actions)
         openings = await asyncio.gather(*(play(client(url), task("webshop", idx), steps=2) for idx in range(20)))

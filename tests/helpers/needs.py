@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
@@ -18,3 +20,6 @@ def missing_bubblewrap() -> str:
 
 
 needs_bubblewrap = pytest.mark.skipif(bool(missing_bubblewrap()), reason=missing_bubblewrap() or "there")
+
+CONTRIB = find_spec("openhands_rl_plugin.contrib") is not None
+needs_contrib = pytest.mark.skipif(not CONTRIB, reason="the package has no contrib")

@@ -6,22 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from small_shop import GOALS, ShopSession
 from tiny_model import CHAT_TEMPLATE, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from openhands_rl_plugin.contrib.webshop import WebShop
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.environments.http.client import action_language, opening_messages
 from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
 
-SHOP = WebShop(num_products=60, num_goals=20, results_per_page=2, separator="\n")
 GOAL = 1
 INSTRUCTION = "Buy what the page asks for."
-_SEARCH = "search[solid wood steel frame coffee table]"
-GOOD = (_SEARCH, "click[B07HHX]", "click[Buy Now]")
+_SEARCH = "search[blue desk lamp]"
+GOOD = (_SEARCH, "click[B001]", "click[Buy Now]")
 """Earns 0.75 for ``GOAL``."""
-BAD = (_SEARCH, "click[B0EZRR]", "click[Buy Now]")
+ORACLE = (*GOOD[:2], "click[Large]", GOOD[2])
+"""Earns 1."""
+BAD = (_SEARCH, "click[B000]", "click[Buy Now]")
 """Earns nothing."""
 _STEPS = 60
 
@@ -80,7 +81,7 @@ def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]
 
 def dialogue_of(goal: int, way: Way, *, react_format: bool = False) -> list[Message]:
     """The messages of an episode, up to its last answer."""
-    session = SHOP.session(goal)
+    session = ShopSession(GOALS[goal])
     task = Task(id="webshop-1", environment="webshop", instruction=INSTRUCTION)
     opening = opening_messages(task, session.observation, react_format=react_format, actions=action_language("webshop"))
     messages = [{"role": message.role, "content": message.content or ""} for message in opening]

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shopper_model import GOAL, INSTRUCTION
+from shopper_model import GOAL, INSTRUCTION, ORACLE
 from tiny_model import write_model
 from transformers import AutoTokenizer
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.webshop.suite import DemonstratorOptions, WebShopDemonstrator
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
@@ -92,7 +91,6 @@ class ShopWorld:
         """Everything real; the state lies in ``directory``."""
         adapters = AdapterStore(directory / "adapters")
         storage = FileTrajectoryStorage(directory / "trajectories")
-        options = DemonstratorOptions(products=60, goals=20, results_per_page=2, separator="\n")
         return LoopParts(
             runner=SessionRunner(
                 make_environment=self._environment,
@@ -105,8 +103,8 @@ class ShopWorld:
             ),
             demonstrator=SessionRunner(
                 make_environment=self._environment,
-                make_strategy=lambda request: WebShopDemonstrator(options),
-                make_engine=lambda request: ScriptedEngine([]),
+                make_strategy=lambda request: StandardReActStrategy(),
+                make_engine=lambda request: ScriptedEngine(ORACLE),
                 strategy_spec=StrategySpec(name="oracle"),
                 base_model="oracle",
                 storage=storage,

@@ -36,7 +36,7 @@ from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, tasks_of_rows
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.own_suites import own_suite, own_suites
+from openhands_rl_plugin.evals.runs.own_suites import own_suites
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan, served_model, stated_bounds
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
@@ -344,7 +344,7 @@ def _environment_of(wanted: str, suite: str, settings: RLSettings) -> tuple[str,
 
 def _indexed(environment: str, index: int) -> EvalTask:
     """The index of the environment's task; of the embedded shop's, with its split."""
-    own = own_suite(environment)
+    own = next((each for each in own_suites() if each.suite.name == environment), None)
     if own is None:
         return indexed_tasks(environment, (index,), _SPLIT)[0]
     goals = own.tasks("all")

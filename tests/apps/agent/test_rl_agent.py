@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
-from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, SHOP, write_shopper
+from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, write_shopper
+from small_shop import GOALS, ShopSession, running_shop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.apps.rl_agent import EpisodeResult, ExcludedEpisodes
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     ConfigError,
@@ -61,7 +61,7 @@ def model(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shop() -> Iterator[str]:
-    with running_webshop(SHOP) as url:
+    with running_shop() as url:
         yield url
 
 
@@ -177,7 +177,7 @@ def test_parallel_episodes_do_not_share_a_world(model: Path, config: RLAgentConf
         episodes = agent.run(INSTRUCTION, task_indices=range(6), batch_size=3)
     assert len(episodes) == 18
     for at, episode in enumerate(episodes):
-        session = SHOP.session(at // 3)
+        session = ShopSession(GOALS[at // 3])
         told = [message["value"] for message in episode["conversation"] if message["from"] == "human"]
         replayed = [session.observation, *(session.step(action).state for action in actions(episode))]
         assert told[1:] == replayed
@@ -320,7 +320,7 @@ def test_the_prompt_is_what_the_model_will_see(model: Path, config: RLAgentConfi
     with RLAgent(model, config=config) as agent:
         prompt = agent.create_prompt("Buy a dog bed.")
     assert prompt.startswith("system: ") and "Task: Buy a dog bed." in prompt
-    assert prompt.endswith(f"user: {SHOP.session(0).observation}")
+    assert prompt.endswith(f"user: {ShopSession(GOALS[0]).observation}")
 
 
 def test_a_model_object_is_left_as_it_is(model: Path, config: RLAgentConfig) -> None:
@@ -464,7 +464,7 @@ class TestEveryKeyHasAnEffect:
         # The shop's server speaks AgentGym's protocol too, whose client is another class.
         episode = self.play(model, config, env_name="agentgym/webshop")
         assert (episode["task_id"], episode["failure"]) == ("agentgym/webshop-1", None)
-        assert SHOP.goals[GOAL].instruction in episode["conversation"][1]["value"]
+        assert GOALS[GOAL].instruction in episode["conversation"][1]["value"]
 
     def test_env_server_base_and_env_port(self, model: Path, config: RLAgentConfig, shop: str) -> None:
         port = urlsplit(shop).port

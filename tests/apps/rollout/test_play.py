@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from needs import needs_bubblewrap
+from needs import needs_bubblewrap, needs_contrib
 from scripted_model import ScriptedModel, says, serve, with_prompt_ids
+from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin import FileTrajectoryStorage, PlayOptions, PolicyRef, Task, cli, play
 from openhands_rl_plugin.apps.rollout.episode_program import SECRET, facts_of, read_episode, rollout_command
 from openhands_rl_plugin.apps.rollout.play import find_task
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.evals.swe.dataset import row_of
@@ -43,12 +43,30 @@ def store(tmp_path: Path) -> FileTrajectoryStorage:
     return FileTrajectoryStorage(tmp_path / "store", durable=False)
 
 
-def options(model: ScriptedModel, name: str = "base", **more: object) -> PlayOptions:
-    return PlayOptions.model_validate({"base_url": model.url, "model": name, "max_turns": 2, **more})
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The configuration that names a shop that is served."""
+    file = tmp_path_factory.mktemp("shop") / "config.toml"
+    with running_shop() as url:
+        file.write_text(f'[rl]\nenv_name = "webshop"\nenv_server_base = "{url}"\n')
+        yield file
 
 
-async def test_an_episode_of_the_shop(model: ScriptedModel, store: FileTrajectoryStorage):
-    played = await play("webshop-3", options(model, "trl-policy-v3"), storage=store)
+Options = Callable[..., PlayOptions]
+
+
+@pytest.fixture
+def options(model: ScriptedModel, shop: Path) -> Options:
+    def given(name: str = "base", **more: object) -> PlayOptions:
+        return PlayOptions.model_validate(
+            {"base_url": model.url, "model": name, "max_turns": 2, "config": shop, **more}
+        )
+
+    return given
+
+
+async def test_an_episode_of_the_shop(options: Options, store: FileTrajectoryStorage):
+    played = await play("webshop-3", options("trl-policy-v3"), storage=store)
     assert (played.reward, played.failure, played.turns, played.cut_short) == (0.0, None, 2, True)
     assert played.policy == PolicyRef(base_model="base", adapter="trl-policy", version=3)
     assert played.policy.served_name == "trl-policy-v3" and not played.off_policy
@@ -62,43 +80,48 @@ async def test_an_episode_of_the_shop(model: ScriptedModel, store: FileTrajector
     assert kept.id == played.trajectory_id and kept.messages() == played.messages
 
 
-async def test_an_episode_with_a_name_is_played_once(model: ScriptedModel, store: FileTrajectoryStorage):
+async def test_an_episode_with_a_name_is_played_once(
+    model: ScriptedModel, options: Options, store: FileTrajectoryStorage
+):
     named = {"run_id": "step-7", "group_id": "webshop-3"}
     before = len(model.requests["base"])
-    first = await play("webshop-3", options(model, **named), storage=store)
-    again = await play("webshop-3", options(model, **named), storage=store)
-    other = await play("webshop-3", options(model, **named, sample=1), storage=store)
+    first = await play("webshop-3", options(**named), storage=store)
+    again = await play("webshop-3", options(**named), storage=store)
+    other = await play("webshop-3", options(**named, sample=1), storage=store)
     assert again == first and other.trajectory_id != first.trajectory_id and other.group_id == first.group_id
     played = model.requests["base"][before:]
     assert len(played) == 4 and played[0]["seed"] != played[2]["seed"]
-    await play("webshop-3", options(model, **named | {"group_id": "webshop-3 again"}), storage=store)
+    await play("webshop-3", options(**named | {"group_id": "webshop-3 again"}), storage=store)
     seeds = [each["seed"] for each in model.requests["base"][before:]]
     assert len(seeds) == len(set(seeds)) == 6, "a trainer's next epoch is not sampled like this one"
 
 
-async def test_no_token_ids(model: ScriptedModel, store: FileTrajectoryStorage):
+async def test_no_token_ids(model: ScriptedModel, options: Options, store: FileTrajectoryStorage):
     """An endpoint that has none is a failed episode, unless it is said to record them itself."""
     model.scripts["blind"].clear()
-    failed = await play("webshop-3", options(model, "blind"), storage=store)
+    failed = await play("webshop-3", options("blind"), storage=store)
     assert failed.failure is not None and (failed.failure.kind, failed.reward) == (FailureKind.MODEL, None)
     assert "no token ids were recorded" in failed.failure.message and not failed.segments
-    recorded = await play("webshop-3", options(model, "blind", token_ids=False), storage=store)
+    recorded = await play("webshop-3", options("blind", token_ids=False), storage=store)
     assert (recorded.failure, recorded.reward, recorded.segments) == (None, 0.0, ())
 
 
-async def test_what_took_too_long_has_no_reward(model: ScriptedModel, store: FileTrajectoryStorage):
-    late = await play("webshop-3", options(model, timeout=0.001), storage=store)
+async def test_what_took_too_long_has_no_reward(options: Options, store: FileTrajectoryStorage):
+    late = await play("webshop-3", options(timeout=0.001), storage=store)
     assert late.stop is StopReason.TIMEOUT and late.failure is not None and "--timeout" in late.failure.message
     assert (late.reward, late.segments) == (None, ())
 
 
-async def test_a_search_is_no_sample_of_the_policy(model: ScriptedModel, store: FileTrajectoryStorage):
-    played = await play("webshop-3", options(model, strategy="BestOfN", max_turns=1), storage=store)
+async def test_a_search_is_no_sample_of_the_policy(options: Options, store: FileTrajectoryStorage):
+    played = await play("webshop-3", options(strategy="BestOfN", max_turns=1), storage=store)
     assert played.strategy.name == "BestOfN" and played.off_policy.startswith("BestOfN chose")
 
 
+@needs_contrib
 @needs_bubblewrap
 async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
+    from openhands_rl_plugin.contrib.repair.rows import repair_instances
+
     instance = repair_instances(1, "heldout")[0]
     mend = f"git apply <<'EOF'\n{instance.patch}\nEOF"
     said = script([{"bash": mend}, {"finish": "done"}])
@@ -112,13 +135,19 @@ async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
 
 
 def test_what_the_harness_of_verifiers_starts(
-    model: ScriptedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: ScriptedModel,
+    shop: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Its command, against an endpoint that says no ids, and that would record whatever it is asked."""
     monkeypatch.setenv(SECRET, "the rollout's")
     name, made = "policy-v000007", {"max_turns": 2, "native_tool_calling": False}
     model.policies[name] = lambda _: with_prompt_ids(says(SEARCH), None)
-    command = rollout_command("PY", ("--task", "webshop-3"), model.url, name, made, tmp_path / "store")
+    command = rollout_command(
+        "PY", ("--task", "webshop-3", "--config", str(shop)), model.url, name, made, tmp_path / "store"
+    )
     assert command[:5] == ["PY", "-P", "-m", "openhands_rl_plugin", "rollout"]
     assert cli.main(command[4:]) == 0
     asked = model.requests[name]
@@ -156,8 +185,6 @@ def test_bad_input_is_one_line_and_a_kind(
         (["webshop-3"], "configuration", "give --base-url URL and --model NAME"),
         (["webshop-3", "--base-url", model.url, "--model", "none"], "configuration", "does not serve none"),
         (["sdist__Unidecode-1.4.0-edf4db8", *there], "configuration", "did you mean 'sdist__Unidecode-1.4.0-edf4db8e'"),
-        (["webshop-9999", *there], "configuration", "webshop has no task 9999"),
-        (["x", "--suite", "webshop", *there], "configuration", "given by its number"),
         ([str(two), *there], "configuration", "has 2 tasks (a, b, ...): choose one with --id"),
         ([str(two), "--id", "c", *there], "configuration", "unknown task 'c'"),
         (["-", *there], "configuration", "standard input is not JSON"),
@@ -169,8 +196,32 @@ def test_bad_input_is_one_line_and_a_kind(
         assert found[0] == kind and said in found[1], found
 
 
-def test_the_command_prints_one_object(model: ScriptedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["rollout", "--task", "webshop-3", "--base-url", model.url, "--model", "base", "--max-turns", "1"]
+@needs_contrib
+def test_a_suite_that_serves_its_environment(model: ScriptedModel, capsys: pytest.CaptureFixture[str]):
+    shop = find_task("webshop-3", PlayOptions(), RLSettings(env_name="textarena/Wordle-v0"))
+    assert (shop.suite.name, shop.settings.env_name) == ("webshop", "webshop")
+    there = ["--base-url", model.url, "--model", "base"]
+    for words, said in ((["webshop-9999"], "webshop has no task 9999"), (["x", "--suite", "webshop"], "by its number")):
+        kind, message = refused(capsys, "--task", *words, *there)
+        assert kind == "configuration" and said in message
+
+
+def test_the_command_prints_one_object(
+    model: ScriptedModel, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = [
+        "rollout",
+        "--task",
+        "webshop-3",
+        "--base-url",
+        model.url,
+        "--model",
+        "base",
+        "--max-turns",
+        "1",
+        "--config",
+        str(shop),
+    ]
     assert cli.main([*words, "--store", str(tmp_path / "store"), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert PlayedRollout.model_validate_json(line).task_id == "webshop-3"
@@ -182,8 +233,6 @@ def test_what_a_task_is(tmp_path: Path):
     own, none = RLSettings(env_name="textarena/Wordle-v0"), PlayOptions()
     assert find_task("7", none, own).entry.task.data == {"idx": 7}
     assert find_task("textarena__Wordle-v0-7", none, own).entry.task.id == "textarena__Wordle-v0-7"
-    shop = find_task("webshop-3", none, own)
-    assert (shop.suite.name, shop.settings.env_name) == ("webshop", "webshop")
     task = Task(id="x", environment="gymnasium/FrozenLake-v1", data={"idx": 2})
     assert find_task(task, none, own).settings.env_name == task.environment
     assert find_task(task.model_dump(mode="json"), none, own).entry.task == task

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from small_shop import running_shop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -26,7 +27,6 @@ from openhands_rl_plugin.cli.doctor import (
     check_installation,
     check_model_server,
 )
-from openhands_rl_plugin.contrib.webshop import WebShop, running_webshop
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
@@ -115,7 +115,7 @@ def test_a_server_that_is_away_is_told() -> None:
 
 
 def test_an_environment_is_found() -> None:
-    with running_webshop(WebShop(50, 0), port=0) as url:
+    with running_shop() as url:
         assert check_environment_server(url).level is Level.OK
 
 

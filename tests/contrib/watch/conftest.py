@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from shopper_model import SHOP, write_shopper
+from shopper_model import write_shopper
+from small_shop import running_shop
 from watched import MODEL
 
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 
@@ -27,5 +27,5 @@ def served(shopper: Path) -> Iterator[tuple[str, str]]:
     config = ServerConfig(
         model=str(shopper), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=8, threads=1
     )
-    with running_webshop(SHOP) as shop, running_server(config) as server:
+    with running_shop() as shop, running_server(config) as server:
         yield shop, server

@@ -21,6 +21,10 @@ from openhands_rl_plugin.contrib.webshop import (
     oracle_actions,
     running_webshop,
 )
+from openhands_rl_plugin.core.types import Task
+from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymOptions
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.testing import check_environment
 
 WORLD = WebShop(results_per_page=5)
 
@@ -236,3 +240,11 @@ def test_the_command_serves_until_it_is_told_to_stop() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+async def test_the_shop_passes_the_conformance_check_by_both_protocols(base_url: str) -> None:
+    actions = ["Action: search[lamp]", "Action: click[nothing]", "Action: search[chair]"]
+    simple, agentgym = HttpEnvironmentOptions(base_url=base_url), AgentGymOptions(base_url=base_url)
+    task = Task(id="webshop-0", environment="webshop", data={"idx": 0})
+    await check_environment(lambda: WebEnvClient(simple), task, actions=actions)
+    await check_environment(lambda: AgentGymClient(agentgym), task, actions=actions)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from raw_server import raw_server, respond
+from small_shop import running_shop
 
-from openhands_rl_plugin.contrib.webshop import WebShop, oracle_actions, running_webshop
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import Message, Task
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
@@ -228,33 +228,7 @@ def test_a_wrong_address_is_refused_when_it_is_set(url: str):
     assert "base_url" in str(refused.value)
 
 
-@pytest.fixture(scope="module")
-def shop():
-    with running_webshop(WebShop(num_products=60, seed=1, num_goals=30)) as running:
-        yield running
-
-
-async def test_the_embedded_webshop_passes_the_conformance_check(shop: str):
-    await check_environment(
-        lambda: WebEnvClient(options(shop)),
-        task(0),
-        actions=["Action: search[lamp]", "Action: click[nothing]", "Action: search[chair]"],
-    )
-
-
-async def test_the_oracle_buys_in_sixteen_shops_at_once(shop: str):
-    world = WebShop(num_products=60, seed=1, num_goals=30)
-
-    async def play(index: int) -> float:
-        client = WebEnvClient(options(shop, react_format=False))
-        opening = await client.reset(task(index))
-        assert world.goals[index].instruction in (opening.messages[1].content or "")
-        reward = 0.0
-        for action in oracle_actions(world, index):
-            observation = await client.step(said(action))
-            reward += observation.reward
-        assert observation.terminated
-        await client.close()
-        return reward
-
-    assert await asyncio.gather(*(play(index) for index in range(16))) == [1.0] * 16
+async def test_a_shop_passes_the_conformance_check():
+    actions = ["Action: search[lamp]", "Action: click[nothing]", "Action: search[chair]"]
+    with running_shop() as shop:
+        await check_environment(lambda: WebEnvClient(options(shop)), task(0), actions=actions)

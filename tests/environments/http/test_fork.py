@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from raw_server import raw_server, respond
+from small_shop import running_shop
 from test_client import CountingServer, options, said, task
 
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.protocols import Forkable, Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -30,7 +30,7 @@ def react(action: str) -> Any:
 
 
 async def test_the_webshop_copies_an_episode_itself_and_the_copies_go_their_own_ways():
-    with running_webshop() as url:
+    with running_shop() as url:
         shopper = WebEnvClient(options(url))
         assert isinstance(shopper, Forkable)
         await shopper.reset(task(3))
@@ -49,7 +49,7 @@ async def test_the_webshop_copies_an_episode_itself_and_the_copies_go_their_own_
 
 
 async def test_a_copy_may_outlive_its_original():
-    with running_webshop() as url:
+    with running_shop() as url:
         shopper = WebEnvClient(options(url))
         await shopper.reset(task(3))
         twin = await shopper.fork()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from needs import needs_bubblewrap
+from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
@@ -33,7 +33,7 @@ cluster = [needs_ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def shop() -> Iterator[str]:
-    with running_webshop() as url:
+    with running_shop() as url:
         yield url
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, message_ids, prompt_ids, says, serve, stopped
+from small_shop import running_shop
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 
 # A run takes about ten seconds of processor time, nearly all of it to import OpenHands.
@@ -153,7 +153,7 @@ SHOPPING = [says("Thought: I look for shoes.\nAction: search[shoes]")]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "shopping")}
-    with serve() as server, running_webshop() as shop:
+    with serve() as server, running_shop() as shop:
         server.script("policy-v000003", NATIVE)
         server.script("tiny", IN_PROMPT)
         server.script("shopper", SHOPPING)

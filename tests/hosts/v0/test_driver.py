@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
@@ -39,7 +39,7 @@ def model() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shop() -> Iterator[str]:
-    with running_webshop() as url:
+    with running_shop() as url:
         yield url
 
 
@@ -162,7 +162,7 @@ async def test_an_end_is_noticed_at_once(model: str, shop: str):
 
 async def test_a_dead_environment_in_mid_episode_is_a_failure():
     with instant_model(delay=0.3) as model:
-        with running_webshop() as url:
+        with running_shop() as url:
             runner = ControllerRunner(settings_for(model, url))
             playing = asyncio.create_task(runner.run(shopping(1, ["search[shoes]"], max_turns=100)))
             await asyncio.sleep(1.5)

@@ -16,9 +16,9 @@ from openhands.events.observation.mcp import MCPObservation
 from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
+from small_shop import running_shop
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -39,7 +39,7 @@ from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 
 @pytest.fixture(scope="module")
 def shop() -> Iterator[str]:
-    with running_webshop() as url:
+    with running_shop() as url:
         yield url
 
 
@@ -95,7 +95,7 @@ def test_an_episode_to_its_end(runtime: EnvironmentRuntime):
     assert [message.role for message in opening.messages] == ["system", "user"] and opening.evidence is None
     results = act(runtime, "search[shoes]")
     page = results.messages[0].content or ""
-    product = next(part for part in page.split(" [SEP] ") if part.startswith("B0"))
+    product = next(part for part in page.splitlines() if part.startswith("B0"))
     act(runtime, f"click[{product}]")
     end = act(runtime, "click[Buy Now]")
     assert end.terminated and end.failure is None and 0.0 <= end.reward <= 1.0
@@ -125,7 +125,7 @@ def test_other_actions_are_refused_clearly(runtime: EnvironmentRuntime):
 
 
 def test_a_server_that_dies_in_mid_episode():
-    with running_webshop() as url:
+    with running_shop() as url:
         runtime = make_runtime(settings_for(url), Task(id="t", environment="webshop", data={"idx": 0}))
         send(runtime, RESET_TOOL)
         act(runtime, "search[shoes]")

@@ -20,12 +20,12 @@ from openhands.core.config.extended_config import ExtendedConfig
 from openhands.core.main import auto_continue_response, run_controller
 from openhands.events.action import MessageAction
 from scripted_model import ScriptedModel, says, serve
+from small_shop import create_shop
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.contrib.webshop import WebShop, create_app
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -68,7 +68,7 @@ class CountedShop:
 
 @contextmanager
 def counted_shop() -> Iterator[CountedShop]:
-    shop, app = CountedShop(), create_app(WebShop())
+    shop, app = CountedShop(), create_shop()
 
     async def counting(scope: Scope, receive: Receive, send: Send) -> None:
         parts: list[bytes] = []

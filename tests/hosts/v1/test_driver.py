@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from scripted_model import ScriptedModel, call, refusal, says
 from sdk_play import EDITOR, TERMINAL, finish, think
+from small_shop import running_shop
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
@@ -187,10 +188,9 @@ async def test_worker_processes(server: ScriptedModel, tmp_path: Path) -> None:
 
 @pytest.mark.shows("environments played by a runner")
 async def test_environments_are_played_without_the_sdk(server: ScriptedModel) -> None:
-    from openhands_rl_plugin.contrib.webshop import running_webshop
 
     server.policies["shop"] = lambda body: says("Thought: I buy.\nAction: click[buy now]")
-    with running_webshop() as url:
+    with running_shop() as url:
         host, port = url.rsplit(":", 1)
         settings = settings_for(server, "shop", env_server_base=host, env_port=int(port), max_turns=3)
         async with open_runner(settings) as runner:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from shopper_model import INSTRUCTION, SHOP
+from shopper_model import INSTRUCTION
+from small_shop import running_shop
 from verifier_store import BAD, GOOD, episode, toy_episodes
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, Trajectory
 from openhands_rl_plugin.testing import ScriptedEngine
@@ -36,7 +36,7 @@ def own_verifier(verifier: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def shop() -> Iterator[str]:
-    with running_webshop(SHOP) as url:
+    with running_shop() as url:
         yield url
 
 

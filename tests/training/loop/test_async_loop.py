@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shopper_model import SHOP
 from shopping_loop import MODEL, ShopWorld, make_plan, write_talker
+from small_shop import running_shop
 
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -40,7 +39,7 @@ def served(model: Path) -> Iterator[ShopWorld]:
     server = ServerConfig(
         model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
     )
-    with running_webshop(SHOP) as shop, running_server(server) as url:
+    with running_shop() as shop, running_server(server) as url:
         yield ShopWorld(shop, url, model)
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from shopper_model import SHOP
 from shopping_loop import MODEL, ShopWorld, make_plan, write_talker
+from small_shop import running_shop
 from transformers import AutoModelForCausalLM
 
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.models.adapters.publisher import WeightsPublisher
 from openhands_rl_plugin.models.generator.config import ServerConfig
@@ -65,7 +64,7 @@ async def test_all_weights_are_trained_published_and_resumed(tmp_path: Path) -> 
         }
     )
     config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, threads=1)
-    with running_webshop(SHOP) as shop, running_server(config) as url:
+    with running_shop() as shop, running_server(config) as url:
         world = ShopWorld(shop, url, model)
         first = whole(world.parts(tmp_path / "run"), url, model)
         with pytest.raises(KilledError):

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shopper_model import SHOP
 from shopping_loop import LIMITS, MODEL, ShopWorld, make_plan, write_talker
+from small_shop import running_shop
 
 from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StrategySpec
@@ -36,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(model: Path) -> Iterator[ShopWorld]:
     """A server a test: each loop leaves the versions that it published last in it, and eight is a server's limit."""
     server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8)
-    with running_webshop(SHOP) as shop, running_server(server) as url:
+    with running_shop() as shop, running_server(server) as url:
         yield ShopWorld(shop, url, model)
 
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from engines_shown import FIRST_UPDATE, RISE
 from safetensors.torch import load_file
-from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, SHOP, dialogue_of, encoded, write_shopper
+from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, dialogue_of, encoded, write_shopper
 from shopping_loop import MODEL, ShopWorld, make_plan
+from small_shop import running_shop
 from tinker_server import skyrl_server
 from transformers import AutoTokenizer
 
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.contrib.trainers.tinker import TinkerSettings
-from openhands_rl_plugin.contrib.webshop import running_webshop
 from openhands_rl_plugin.core.types import Adapter, Sample, SamplingParams, Task
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -51,7 +51,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShopWorld]:
     server = ServerConfig(
         model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=24
     )
-    with running_webshop(SHOP) as shop, running_server(server) as url:
+    with running_shop() as shop, running_server(server) as url:
         yield ShopWorld(shop, url, model)
 
 

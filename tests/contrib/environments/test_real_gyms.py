@@ -1,0 +1,234 @@
+"""The clients against published servers: OPENHANDS_RL_NEMO_GYM_PYTHON and OPENHANDS_RL_VERIFIERS_PYTHON name theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from real_servers import named, play, said, serving, task, text
+
+from openhands_rl_plugin.contrib.environments.nemo_gym import PARAMETERS, GymRow, NeMoGymClient, NeMoGymOptions
+from openhands_rl_plugin.contrib.environments.verifiers import VerifiersEnvironment, VerifiersOptions
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.types import Message, ToolCall
+from openhands_rl_plugin.testing import check_environment
+
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+
+
+def nemo_gym(url: str, **options: Any) -> NeMoGymClient:
+    return NeMoGymClient(NeMoGymOptions.model_validate({"base_url": url, "timeout": 30, **options}))
+
+
+@contextmanager
+def nemo_server(server: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    python = named("OPENHANDS_RL_NEMO_GYM_PYTHON")
+    with serving(python, "serve_nemo_gym.py", "PORT", server, path="/", cwd=HERE) as found:
+        yield found
+
+
+async def test_nemo_gym_s_blackjack_keeps_hands_apart():
+    with nemo_server("resources_servers.blackjack.app:BlackjackEnv") as (url, process):
+
+        async def play_hand() -> float:
+            player = nemo_gym(url)
+            found = await player.reset(task())
+            while not found.terminated:
+                hand = text(found)
+                value = int(re.findall(r"= (\d+)", hand)[-1])
+                assert hand.startswith("Your hand: [") and value < 22
+                found = await player.step(said(f"<action>{'hit' if value < 17 else 'stand'}</action>"))
+            info = (await player.evidence())["info"]
+            assert isinstance(info, dict) and info["result"] in ("win", "loss", "draw", "bust")
+            assert info["player"] != "[]", "a hand that the server does not know"
+            await player.close()
+            return found.reward
+
+        rewards = await asyncio.gather(*(play_hand() for _ in range(24)))
+        assert set(rewards) <= {-1.0, 0.0, 1.0} and len(set(rewards)) > 1
+        player = nemo_gym(url)
+        await player.reset(task())
+        process.kill()
+        process.wait()
+        with pytest.raises(InfrastructureError):
+            await player.step(said("<action>stand</action>"))
+        await player.close()
+
+
+async def test_nemo_gym_conforms_with_a_row_of_a_data_set():
+    row = {
+        "responses_create_params": {"input": [{"role": "user", "content": "What is the capital of France?"}]},
+        "follow_ups": ["How many live there?", "Name one famous landmark."],
+        "expected_answer": "Eiffel",
+    }
+    of = task(environment="nemo-gym/multi-turn", row=row)
+    with nemo_server("resources_servers.example_multi_turn_gymnasium.app:ExampleMultiTurnEnv") as (url, _):
+        await check_environment(lambda: nemo_gym(url), of, actions=["Action: Paris", "Action: two million"])
+        player = nemo_gym(url)
+        opening, one, two, last = await play(player, of, ["Paris", "two million", "the Eiffel Tower"])
+        await player.close()
+    assert [text(each) for each in (opening, one, two)] == ["What is the capital of France?", *row["follow_ups"]]
+    assert (last.reward, last.terminated, last.truncated) == (1.0, True, False)
+
+
+async def _as_its_own_agent_would(url: str, row: dict[str, Any], calls: list[tuple[str, str]], answer: str) -> float:
+    """The reward of the same calls, sent as NeMo Gym's ``simple_agent`` sends them."""
+    output: list[dict[str, Any]] = []
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        (await http.post("/seed_session", json=row)).raise_for_status()
+        for at, (name, arguments) in enumerate(calls):
+            call = {"type": "function_call", "call_id": f"c{at}", "name": name, "arguments": arguments}
+            output.append(call)
+            found = await http.post(f"/{name}", json=json.loads(arguments))
+            output.append({"type": "function_call_output", "call_id": f"c{at}", "output": found.text})
+        if answer:
+            text = {"type": "output_text", "text": answer, "annotations": []}
+            message = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+            output.append(message)
+        response = {"id": "r", "created_at": 0, "model": "m", "object": "response", "output": output}
+        response |= {"parallel_tool_calls": False, "tool_choice": "auto", "tools": []}
+        verified = await http.post("/verify", json={**row, "response": response})
+        verified.raise_for_status()
+        return float(verified.json()["reward"])
+
+
+def nemo_rows(server: str) -> list[dict[str, Any]]:
+    """The example rows of a server of the wheel."""
+    return [json.loads(line) for line in _examples()[f"resources_servers/{server}"].read_text().splitlines()]
+
+
+def _examples() -> dict[str, Path]:
+    root = next(Path(named("OPENHANDS_RL_NEMO_GYM_PYTHON")).parent.parent.glob("lib/python*/site-packages"))
+    return {str(file.parent.parent.relative_to(root)): file for file in sorted(root.glob("*/*/data/example.jsonl"))}
+
+
+def _synonyms(row: dict[str, Any]) -> list[tuple[str, str]]:
+    asked = [("get_synonym_value", json.dumps({"synonym": each})) for each in row["expected_synonyms"]]
+    return [*asked, ("extract_synonym_values", json.dumps({"synonym_values": row["expected_synonym_values"]}))]
+
+
+def _ground_truth(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(call["name"], call["arguments"]) for call in row["ground_truth"]]
+
+
+SIMPLE = "resources_servers.{0}.app:{1}ResourcesServer"
+TOOLS = [
+    (
+        "example_single_tool_call",
+        "SimpleWeather",
+        lambda row: [("get_weather", '{"city": "Paris"}')],
+        "It is cold.",
+        1.0,
+    ),
+    ("example_multi_step", "ExampleMultiStep", _synonyms, "done", 1.0),
+    ("example_multi_step", "ExampleMultiStep", lambda row: _synonyms(row)[:1], "done", 0.0),
+    (
+        "example_session_state_mgmt",
+        "StatefulCounter",
+        lambda row: [("increment_counter", json.dumps({"count": row["expected_count"] - row["initial_count"]}))],
+        "done",
+        1.0,
+    ),
+    ("example_session_state_mgmt", "StatefulCounter", lambda row: [("get_counter_value", "{}")], "done", 0.0),
+    (
+        "workplace_assistant",
+        "WorkbenchR",
+        lambda row: [(c["name"], c["arguments"]) for c in row["ground_truth"]],
+        "done",
+        1.0,
+    ),
+    ("workplace_assistant", "WorkbenchR", lambda row: [], "done", 0.0),
+]
+
+
+@pytest.mark.parametrize(("server", "name", "calls", "answer", "paid"), TOOLS)
+async def test_nemo_gym_s_tools_are_played_and_paid_as_by_its_own_agent(
+    server: str, name: str, calls: Any, answer: str, paid: float
+):
+    [row, *_] = nemo_rows(server)
+    path = (
+        SIMPLE.format(server, name)
+        if name != "WorkbenchR"
+        else f"resources_servers.{server}.app:WorkbenchResourcesServer"
+    )
+    made = calls(row)
+    with nemo_server(path) as (url, _):
+        own = await _as_its_own_agent_would(url, row, made, answer)
+        of = task(environment=f"nemo-gym/{server}", row=row)
+        for react in (True, False):
+            player = nemo_gym(url, react_format=react)
+            await player.reset(of)
+            for at, (tool, arguments) in enumerate(made):
+                text = f'Action: {{"name": "{tool}", "arguments": {arguments}}}'
+                native = (ToolCall(id=f"n{at}", name=tool, arguments=arguments),)
+                action = Message(role="assistant", content=text if react else None, tool_calls=() if react else native)
+                told = await player.step(action)
+                assert told.messages and not told.terminated
+            last = await player.step(Message(role="assistant", content=f"Action: {answer}" if react else answer))
+            assert (last.reward, last.terminated) == (own, True) and own == paid
+            await player.close()
+
+
+async def test_verifiers_plays_a_server_of_nemo_gym_and_pays_the_same():
+    python, server = named("OPENHANDS_RL_VERIFIERS_PYTHON"), "example_multi_step"
+    [row, *_] = nemo_rows(server)
+    with nemo_server(SIMPLE.format(server, "ExampleMultiStep")) as (url, _):
+        data = _examples()[f"resources_servers/{server}"]
+        taskset = {"dataset": str(data), "task": {"resources_url": url}}
+        for made, paid in ((_synonyms(row), 1.0), (_synonyms(row)[:1], 0.0)):
+            own = await _as_its_own_agent_would(url, row, made, "done")
+            player = VerifiersEnvironment(VerifiersOptions(python=python, taskset_options=taskset))
+            await player.reset(task(environment="verifiers/nemo_gym"))
+            for tool, arguments in made:
+                called = f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments}}}\n</tool_call>'
+                told = await player.step(Message(role="assistant", content=called))
+                assert told.messages and not told.terminated
+            last = await player.step(Message(role="assistant", content="done"))
+            assert (last.reward, last.terminated) == (own, True) and own == paid
+            await player.close()
+
+
+async def test_nemo_gym_s_graders_of_a_call_get_the_call():
+    with nemo_server("resources_servers.xlam_fc.app:XlamFcResourcesServer") as (url, _):
+        for row in nemo_rows("xlam_fc"):
+            [expected, *more] = row["expected_answers"]
+            wanted = json.dumps([expected, *more] if more else expected)
+            for action, paid in ((wanted, 1.0), ("nothing", 0.0)):
+                player = nemo_gym(url)
+                await player.reset(task(environment="nemo-gym/xlam_fc", row=row))
+                last = await player.step(said(action))
+                assert (last.reward, last.terminated) == (paid, True)
+                await player.close()
+
+
+def test_nemo_gym_s_rows_are_played_or_refused_by_name():
+    played, refused = set(), {}
+    for server, file in _examples().items():
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            try:
+                found = GymRow.of({PARAMETERS: {"input": []}, **row}, "t", f"nemo-gym/{file.parent.parent.name}")
+            except BadEnvironmentError as error:
+                refused[server] = str(error)
+                continue
+            if found.turns or found.system:
+                played.add(server)
+                assert len(found.tools.names) == len(row["responses_create_params"].get("tools") or []), server
+            else:
+                refused[server] = "no prompt"
+    of_servers = {each for each in (*played, *refused) if each.startswith("resources_servers/")}
+    assert len(of_servers) >= 90 and not played & refused.keys()
+    assert {each.rpartition("/")[2] for each in refused if each in of_servers} == {
+        *("asr_with_pc", "aviary", "circle_click", "circle_count", "cvdp", "gdpval", "scicode", "vlm_eval_kit"),
+        "terminal_multi_harness",
+    }
