@@ -91,7 +91,7 @@ SURFACES = {
             "/fork": (SessionReference, {"session": "fuzz"}),
             "/close": (SessionReference, {"session": "fuzz"}),
         },
-        ("/health", "/metrics", "/goals", "/observation?idx=1", "/state?session=%ff", "/available_actions?env_idx=-1"),
+        ("/health", "/metrics"),
         (
             ("/reset", '{"idx": 1, "session": "NAME"}'),
             ("/step", '{"session": "NAME", "action": "search[tea]"}'),

@@ -333,7 +333,6 @@ def _weight(documents: int, matching: int, count: int, relative_length: float) -
 
 
 Split = Literal["train", "heldout"]
-SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 _HELDOUT_SHARE = 0.2
 _PRICE_STEP = 5

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from html import escape
 
 from openhands_rl_plugin.contrib.webshop.catalogue import (
     Catalogue,
@@ -48,7 +47,6 @@ class Page:
     path: str
     parts: tuple[str, ...]
     clickables: tuple[str, ...]
-    has_search_bar: bool = False
 
     def text(self, separator: str = DEFAULT_SEPARATOR) -> str:
         """The observation."""
@@ -61,7 +59,6 @@ def search_page(instruction: str) -> Page:
         path="",
         parts=("WebShop", *_header(instruction), Button.SEARCH),
         clickables=(Button.SEARCH,),
-        has_search_bar=True,
     )
 
 
@@ -128,15 +125,6 @@ def final_page(breakdown: RewardBreakdown) -> Page:
     """The page after a purchase."""
     score = f"Your score (min 0.0, max 1.0): {round(breakdown.reward, 4)}"
     return Page(path="done", parts=("Thank you for shopping with us!", score), clickables=())
-
-
-def page_html(page: Page) -> str:
-    """A page as HTML, with a button for all that can be clicked."""
-    clickable = set(page.clickables)
-    rows = (
-        f"<button>{escape(part)}</button>" if part in clickable else f"<p>{escape(part)}</p>" for part in page.parts
-    )
-    return f"<html><body>{''.join(rows)}</body></html>"
 
 
 def _header(instruction: str) -> tuple[str, str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated
@@ -18,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from openhands_rl_plugin.contrib.webshop.catalogue import SPLITS, Split
-from openhands_rl_plugin.contrib.webshop.engine import StepResult, WebShop, WebShopSession, page_html
+from openhands_rl_plugin.contrib.webshop.engine import StepResult, WebShop, WebShopSession
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, listening, required_key, serving
 
@@ -68,12 +65,6 @@ _ENVIRONMENT_PREFIX = "env-"
 def environment_key(env_idx: int) -> str:
     """The session key of an AgentGym environment."""
     return f"{_ENVIRONMENT_PREFIX}{env_idx}"
-
-
-def environment_index(key: str) -> int | None:
-    """The AgentGym environment that `key` belongs to, or None for a session of the simple protocol."""
-    digits = key.removeprefix(_ENVIRONMENT_PREFIX)
-    return int(digits) if digits != key and digits.isascii() and digits.isdigit() else None
 
 
 def simple_reset_answer(key: str, session: WebShopSession) -> dict[str, JsonValue]:
@@ -126,93 +117,42 @@ def _evidence(session: WebShopSession) -> dict[str, JsonValue]:
 
 
 class UnknownSessionError(RLError):
-    """No session has that key: it was never started, was closed, or has expired."""
+    """No session has that key: it was never started, was closed, or made room for others."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"no session '{key}': start one with /reset or /create; idle ones expire")
-
-
-class TooManySessionsError(RLError):
-    """Every session is in use and no more may be started."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} sessions are in use: close some with /close, or try again later")
-
-
-@dataclass(slots=True)
-class _Entry:
-    session: WebShopSession
-    last_used: float
+        super().__init__(f"no session '{key}': start one with /reset or /create")
 
 
 class SessionTable:
-    """Sessions by key, least recently used first. For one thread.
+    """Sessions by key. Where there are ``limit``, the one that was longest unused makes room. For one thread."""
 
-    Args:
-        limit: the most sessions held at once.
-        ttl_s: seconds without use after which a session expires.
-        evictable_after_s: seconds without use after which a full table may drop a session for a new one; a
-            finished episode may be dropped at once.
-        clock: seconds that only grow.
-    """
-
-    def __init__(self, *, limit: int, ttl_s: float, evictable_after_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._ttl_s = ttl_s
-        self._evictable_after_s = evictable_after_s
-        self._clock = clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._sessions: OrderedDict[str, WebShopSession] = OrderedDict()
 
     def __len__(self) -> int:
-        self._drop_expired()
-        return len(self._entries)
+        return len(self._sessions)
 
     def __contains__(self, key: str) -> bool:
-        self._drop_expired()
-        return key in self._entries
-
-    def held(self) -> tuple[str, ...]:
-        """The keys of all sessions, least recently used first."""
-        self._drop_expired()
-        return tuple(self._entries)
+        return key in self._sessions
 
     def put(self, key: str, session: WebShopSession) -> None:
-        """Start or replace the session of `key`; raises TooManySessionsError."""
-        self._drop_expired()
-        if key not in self._entries and len(self._entries) >= self._limit:
-            self._make_room()
-        self._entries[key] = _Entry(session, self._clock())
-        self._entries.move_to_end(key)
+        """Start or replace the session of `key`."""
+        self._sessions[key] = session
+        self._sessions.move_to_end(key)
+        if len(self._sessions) > self._limit:
+            self._sessions.popitem(last=False)
 
     def get(self, key: str) -> WebShopSession:
         """The session of `key`, which counts as a use; raises UnknownSessionError."""
-        self._drop_expired()
-        entry = self._entries.get(key)
-        if entry is None:
+        if key not in self._sessions:
             raise UnknownSessionError(key)
-        entry.last_used = self._clock()
-        self._entries.move_to_end(key)
-        return entry.session
+        self._sessions.move_to_end(key)
+        return self._sessions[key]
 
     def close(self, key: str) -> bool:
         """Remove the session of `key`; returns whether there was one."""
-        self._drop_expired()
-        return self._entries.pop(key, None) is not None
-
-    def _make_room(self) -> None:
-        key, oldest = next(iter(self._entries.items()))
-        idle_s = self._clock() - oldest.last_used
-        if not oldest.session.done and idle_s < self._evictable_after_s:
-            raise TooManySessionsError(self._limit)
-        del self._entries[key]
-
-    def _drop_expired(self) -> None:
-        expired_before = self._clock() - self._ttl_s
-        while self._entries:
-            key, oldest = next(iter(self._entries.items()))
-            if oldest.last_used > expired_before:
-                return
-            del self._entries[key]
+        return self._sessions.pop(key, None) is not None
 
 
 MAX_BODY_BYTES = 64 * 1024
@@ -227,44 +167,22 @@ class BodyTooLargeError(RLError):
         super().__init__(f"the request body is longer than {MAX_BODY_BYTES} bytes")
 
 
-def create_app(
-    world: WebShop,
-    *,
-    session_ttl_s: float = 1800.0,
-    max_sessions: int = 10_000,
-    evictable_after_s: float = 60.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Starlette:
-    """An application over `world` with its own sessions.
-
-    Args:
-        world: the shop; shared, never changed.
-        session_ttl_s: seconds without use after which a session expires.
-        max_sessions: the most sessions at once; past it, finished or idle ones make room, else the answer is 429.
-        evictable_after_s: seconds without use that count as idle when room is needed.
-        clock: seconds that only grow.
-    """
-    sessions = SessionTable(limit=max_sessions, ttl_s=session_ttl_s, evictable_after_s=evictable_after_s, clock=clock)
+def create_app(world: WebShop, *, max_sessions: int = 10_000) -> Starlette:
+    """An application over `world`, which is shared and never changed, with at most `max_sessions` of its own."""
+    sessions = SessionTable(max_sessions)
     shop = _ShopRoutes(world, sessions)
     routes = [
         Route("/", shop.alive),
         Route("/health", shop.health),
-        Route("/goals", shop.goals),
         Route("/create", shop.create, methods=["POST"]),
         Route("/reset", shop.reset, methods=["POST"]),
         Route("/step", shop.step, methods=["POST"]),
         Route("/fork", shop.fork, methods=["POST"]),
         Route("/close", shop.close, methods=["POST"]),
-        Route("/list_envs", shop.list_environments),
-        Route("/observation", shop.observation),
-        Route("/available_actions", shop.available_actions),
-        Route("/instruction_text", shop.instruction_text),
-        Route("/state", shop.state),
     ]
     statuses: Mapping[type[RLError], HTTPStatus] = {
         BadFieldError: HTTPStatus.UNPROCESSABLE_ENTITY,
         UnknownSessionError: HTTPStatus.NOT_FOUND,
-        TooManySessionsError: HTTPStatus.TOO_MANY_REQUESTS,
         BodyTooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     }
     handlers = {error: partial(_error_answer, status) for error, status in statuses.items()}
@@ -290,12 +208,6 @@ class _ShopRoutes:
     async def health(self, request: Request) -> Response:
         counts = {"sessions": len(self._sessions), "goals": len(self._world.goals)}
         return JSONResponse({"status": "ok", **counts})
-
-    async def goals(self, request: Request) -> Response:
-        wanted = request.query_params.get("split")
-        splits = SPLITS if wanted is None else (_split(wanted),)
-        indices = [index for split in splits for index in self._world.goal_indices(split)]
-        return JSONResponse({"count": len(indices), "indices": indices})
 
     async def create(self, request: Request) -> Response:
         env_idx = self._new_environment()
@@ -372,41 +284,6 @@ class _ShopRoutes:
             closed = False
         return JSONResponse(closed)
 
-    async def list_environments(self, request: Request) -> Response:
-        numbers = (environment_index(key) for key in self._sessions.held())
-        return JSONResponse([number for number in numbers if number is not None])
-
-    async def observation(self, request: Request) -> Response:
-        return JSONResponse(self._named_in_query(request).observation)
-
-    async def available_actions(self, request: Request) -> Response:
-        page = self._named_in_query(request).page
-        clickables: list[JsonValue] = [text.lower() for text in page.clickables]
-        return JSONResponse({"has_search_bar": page.has_search_bar, "clickables": clickables})
-
-    async def instruction_text(self, request: Request) -> Response:
-        return JSONResponse(f"Instruction: {self._named_in_query(request).goal.instruction}")
-
-    async def state(self, request: Request) -> Response:
-        session = self._named_in_query(request)
-        return JSONResponse(
-            {
-                "url": f"{request.base_url}{session.page.path}",
-                "html": page_html(session.page),
-                "instruction_text": f"Instruction: {session.goal.instruction}",
-            }
-        )
-
-    def _named_in_query(self, request: Request) -> WebShopSession:
-        return self._sessions.get(self._key(_query_reference(request)))
-
-
-def _split(name: str) -> Split:
-    for split in SPLITS:
-        if split == name:
-            return split
-    raise BadFieldError(f"'split' is one of {', '.join(SPLITS)}, not '{name[:40]}'")
-
 
 _RESET = TypeAdapter(ResetBody)
 _STEP = TypeAdapter(StepBody)
@@ -422,13 +299,6 @@ async def _body[Body](request: Request, kind: TypeAdapter[Body]) -> Body:
             raise BodyTooLargeError
     try:
         return kind.validate_json(bytes(received) or b"{}")
-    except ValidationError as error:
-        raise BadFieldError(_first_problem(error)) from error
-
-
-def _query_reference(request: Request) -> SessionReference:
-    try:
-        return _REFERENCE.validate_strings(dict(request.query_params))
     except ValidationError as error:
         raise BadFieldError(_first_problem(error)) from error
 
@@ -450,8 +320,6 @@ def running_webshop(
     host: str = "127.0.0.1",
     port: int = 0,
     api_key_env: str = API_KEY,
-    session_ttl_s: float = 1800.0,
-    max_sessions: int = 10_000,
 ) -> Iterator[str]:
     """Serve the shop from a background thread and yield its base URL, `http://host:port`; stop on exit.
 
@@ -460,9 +328,6 @@ def running_webshop(
         host: the address to listen on; any but loopback needs a key.
         port: the port; 0 takes a free one.
         api_key_env: the environment variable with the key that clients must send; unset: no key is required.
-        session_ttl_s: seconds without use after which a session expires.
-        max_sessions: the most sessions at once.
-        limits: bounds on connections.
 
     Raises:
         ConfigError: a public host has no key.
@@ -470,7 +335,7 @@ def running_webshop(
     """
     door = AccessRules(required_key(host, api_key_env, protects="its sessions"))
     with listening(host, port) as listener:
-        app = create_app(world or WebShop(), session_ttl_s=session_ttl_s, max_sessions=max_sessions)
+        app = create_app(world or WebShop())
         with serving(
             app,
             listener,

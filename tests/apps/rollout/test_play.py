@@ -53,14 +53,14 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 Options = Callable[..., PlayOptions]
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
 def options(model: ScriptedModel, shop: Path) -> Options:
     def given(name: str = "base", **more: object) -> PlayOptions:
-        return PlayOptions.model_validate(
-            {"base_url": model.url, "model": name, "max_turns": 2, "config": shop, **more}
-        )
+        told = {"base_url": model.url, "model": name, "max_turns": 2, "config": shop}
+        return PlayOptions.model_validate({**told, **more})
 
     return given
 
@@ -181,16 +181,16 @@ def test_bad_input_is_one_line_and_a_kind(
     two.write_text('{"id": "a", "environment": "webshop"}\n{"id": "b", "environment": "webshop"}\n')
     there = ["--base-url", model.url, "--model", "base"]
     for words, kind, said in (
-        (["webshop-3", "--base-url", "http://127.0.0.1:1/v1", "--model", "base"], "infrastructure", "no model server"),
-        (["webshop-3"], "configuration", "give --base-url URL and --model NAME"),
-        (["webshop-3", "--base-url", model.url, "--model", "none"], "configuration", "does not serve none"),
+        (["3", "--base-url", "http://127.0.0.1:1/v1", "--model", "base"], "infrastructure", "no model server"),
+        (["3"], "configuration", "give --base-url URL and --model NAME"),
+        (["3", "--base-url", model.url, "--model", "none"], "configuration", "does not serve none"),
         (["sdist__Unidecode-1.4.0-edf4db8", *there], "configuration", "did you mean 'sdist__Unidecode-1.4.0-edf4db8e'"),
         ([str(two), *there], "configuration", "has 2 tasks (a, b, ...): choose one with --id"),
         ([str(two), "--id", "c", *there], "configuration", "unknown task 'c'"),
         (["-", *there], "configuration", "standard input is not JSON"),
-        (["webshop-3", "--strategy", "Best", *there], "configuration", "did you mean 'BestOfN'"),
-        (["webshop-3", "--temperature", "-1", *there], "configuration", "--temperature"),
-        (["webshop-3", "--api-key-env", "NOT_SET_ANYWHERE", *there], "configuration", "NOT_SET_ANYWHERE is not set"),
+        (["3", "--strategy", "Best", *there], "configuration", "did you mean 'BestOfN'"),
+        (["3", "--temperature", "-1", *there], "configuration", "--temperature"),
+        (["3", "--api-key-env", "NOT_SET_ANYWHERE", *there], "configuration", "NOT_SET_ANYWHERE is not set"),
     ):
         found = refused(capsys, "--task", *words)
         assert found[0] == kind and said in found[1], found
@@ -209,19 +209,8 @@ def test_a_suite_that_serves_its_environment(model: ScriptedModel, capsys: pytes
 def test_the_command_prints_one_object(
     model: ScriptedModel, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    words = [
-        "rollout",
-        "--task",
-        "webshop-3",
-        "--base-url",
-        model.url,
-        "--model",
-        "base",
-        "--max-turns",
-        "1",
-        "--config",
-        str(shop),
-    ]
+    words = ["rollout", "--task", "webshop-3", "--base-url", model.url, "--model", "base", "--config", str(shop)]
+    words += ["--max-turns", "1"]
     assert cli.main([*words, "--store", str(tmp_path / "store"), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert PlayedRollout.model_validate_json(line).task_id == "webshop-3"

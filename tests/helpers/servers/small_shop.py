@@ -14,29 +14,28 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from openhands_rl_plugin.core.servers import AccessRules, listening, serving
+from openhands_rl_plugin.core.servers import listening, serving
 
-PRODUCTS = {
-    f"B{number:03}": f"{colour} {thing}"
-    for number, (thing, colour) in enumerate(
-        itertools.product(
-            ("desk lamp", "floor lamp", "coffee table", "bench"), ("red", "blue", "green", "oak", "steel")
-        )
-    )
-}
+_NAMES = itertools.product(
+    ("desk lamp", "floor lamp", "coffee table", "bench"), ["red", "blue", "green", "oak", "steel"]
+)
+PRODUCTS = {f"B{number:03}": f"{colour} {thing}" for number, (thing, colour) in enumerate(_NAMES)}
 
 
 @dataclass(frozen=True)
 class Goal:
     index: int
-    product: str
+
+    @property
+    def product(self) -> str:
+        return f"B{self.index % len(PRODUCTS):03}"
 
     @property
     def instruction(self) -> str:
         return f"Find me a large {PRODUCTS[self.product]}, number {self.index}"
 
 
-GOALS = tuple(Goal(number, f"B{number % len(PRODUCTS):03}") for number in range(100))
+GOALS = tuple(map(Goal, range(100)))
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,8 @@ class ShopSession:
 
     @property
     def observation(self) -> str:
-        lines = ["Instruction:", self.goal.instruction]
-        for text in self.clickable():
-            lines += [text, PRODUCTS[text]] if text in PRODUCTS else [text]
-        return "\n".join(["Bought"] if self.done else [*lines, PRODUCTS[self.product]] if self.product else lines)
+        shown = [f"{text}\n{PRODUCTS[text]}" if text in PRODUCTS else text for text in self.clickable()]
+        return "Bought" if self.done else "\n".join(["Instruction:", self.goal.instruction, *shown])
 
     def clickable(self) -> list[str]:
         if self.product:
@@ -74,23 +71,20 @@ class ShopSession:
         return ["Back to Search", *turns, *shown]
 
     def step(self, action: str) -> Step:
+        """Earns 1 for a large one of the right product, 0.75 for another one of it."""
         verb, _, argument = action.strip().removesuffix("]").partition("[")
         if verb == "search" and argument:
             words = set(argument.split())
-            self.product, self.page = "", 0
-            self.found = tuple(sorted(PRODUCTS, key=lambda asin: -len(words & set(PRODUCTS[asin].split()))))
+            found = sorted(PRODUCTS, key=lambda asin: -len(words & set(PRODUCTS[asin].split())))
+            self.found, self.product, self.page = tuple(found), "", 0
         elif verb != "click" or argument not in self.clickable() or argument == "Search":
             return Step(f"Invalid action: You can search[keywords] or click[...] one of: {self.clickable()}")
         elif argument == "Back to Search":
             self.found, self.product, self.page = None, "", 0
-        elif argument == "Large":
-            self.large = True
-        elif argument == "Buy Now":
-            self.done = True
-        elif argument == "< Prev" and self.product:
-            self.product = ""
-        elif argument in PRODUCTS:
-            self.product, self.large = argument, False
+        elif argument in PRODUCTS or (self.product and argument == "< Prev"):
+            self.product, self.large = argument if argument in PRODUCTS else "", False
+        elif argument in ("Large", "Buy Now"):
+            self.large, self.done = self.large or argument == "Large", argument == "Buy Now"
         else:
             self.page += 1 if argument == "Next >" else -1
         bought = self.done and self.product == self.goal.product
@@ -100,50 +94,36 @@ class ShopSession:
 def create_shop() -> Starlette:
     """The shop with sessions of its own."""
     sessions: dict[int, ShopSession] = {}
-    numbers = itertools.count()
 
     def opened(session: ShopSession) -> int:
-        number = next(numbers)
-        sessions[number] = session
-        return number
+        sessions[len(sessions)] = session
+        return len(sessions) - 1
 
-    def named(body: dict[str, Any]) -> ShopSession:
-        return sessions[body["env_idx" if "env_idx" in body else "session"]]
+    async def answered(request: Request) -> JSONResponse:
+        body: dict[str, Any] = await request.json() if request.url.path != "/create" else {}
+        key = body.get("session", body.get("env_idx", -1))
+        match request.url.path:
+            case "/create":
+                return JSONResponse(opened(ShopSession(GOALS[0])))
+            case "/reset" if "env_idx" in body:
+                sessions[key] = ShopSession(GOALS[body["session_id"]])
+                return JSONResponse([sessions[key].observation, None])
+            case "/reset":
+                key = opened(ShopSession(GOALS[body["idx"]]))
+                return JSONResponse({"state": sessions[key].observation, "session": key})
+            case "/step":
+                return JSONResponse(asdict(sessions[key].step(body["action"])))
+            case "/fork":
+                return JSONResponse({"session": opened(copy.copy(sessions[key]))})
+            case _:
+                return JSONResponse(True)
 
-    async def create(request: Request) -> JSONResponse:
-        return JSONResponse(opened(ShopSession(GOALS[0])))
-
-    async def reset(request: Request) -> JSONResponse:
-        body = await request.json()
-        agentgym = "env_idx" in body
-        session = ShopSession(GOALS[body["session_id" if agentgym else "idx"]])
-        if agentgym:
-            sessions[body["env_idx"]] = session
-            return JSONResponse([session.observation, None])
-        return JSONResponse({"state": session.observation, "session": opened(session)})
-
-    async def step(request: Request) -> JSONResponse:
-        body = await request.json()
-        return JSONResponse(asdict(named(body).step(body["action"])))
-
-    async def fork(request: Request) -> JSONResponse:
-        return JSONResponse({"session": opened(copy.copy(named(await request.json())))})
-
-    async def close(request: Request) -> JSONResponse:
-        body = await request.json()
-        return JSONResponse(sessions.pop(body.get("session", body.get("env_idx")), None) is not None)
-
-    posted = (create, reset, step, fork, close)
-    return Starlette(routes=[Route(f"/{each.__name__}", each, methods=["POST"]) for each in posted])
+    paths = ("/create", "/reset", "/step", "/fork", "/close")
+    return Starlette(routes=[Route(path, answered, methods=["POST"]) for path in paths])
 
 
 @contextmanager
 def running_shop() -> Iterator[str]:
     """The URL of a shop on a free loopback port."""
-    app = create_shop()
-    paths = [route.path for route in app.routes if isinstance(route, Route)]
-    with (
-        listening("127.0.0.1", 0) as listener,
-        serving(app, listener, access=AccessRules(""), routes=paths, lifespan="off") as url,
-    ):
+    with listening("127.0.0.1", 0) as listener, serving(create_shop(), listener, lifespan="off") as url:
         yield url

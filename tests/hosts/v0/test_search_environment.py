@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from openhands.core.config.extended_config import ExtendedConfig
 from openhands.core.main import auto_continue_response, run_controller
 from openhands.events.action import MessageAction
@@ -27,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.servers import listening, serving
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     JsonObject,
@@ -86,19 +83,9 @@ def counted_shop() -> Iterator[CountedShop]:
         await app(scope, heard, said)
         shop.requests.append((scope["path"], json.loads(b"".join(parts) or b"{}")))
 
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    shop.port = listener.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(counting, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
+    with listening("127.0.0.1", 0) as listener, serving(counting, listener, lifespan="off"):
+        shop.port = listener.getsockname()[1]
         yield shop
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture
