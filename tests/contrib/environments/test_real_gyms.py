@@ -121,33 +121,20 @@ def _ground_truth(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["name"], call["arguments"]) for call in row["ground_truth"]]
 
 
+def _missing(row: dict[str, Any]) -> str:
+    return json.dumps({"count": row["expected_count"] - row["initial_count"]})
+
+
 SIMPLE = "resources_servers.{0}.app:{1}ResourcesServer"
+COUNTER = "example_session_state_mgmt"
 TOOLS = [
-    (
-        "example_single_tool_call",
-        "SimpleWeather",
-        lambda row: [("get_weather", '{"city": "Paris"}')],
-        "It is cold.",
-        1.0,
-    ),
+    ("example_single_tool_call", "SimpleWeather", lambda _: [("get_weather", '{"city": "Paris"}')], "It is cold.", 1.0),
     ("example_multi_step", "ExampleMultiStep", _synonyms, "done", 1.0),
     ("example_multi_step", "ExampleMultiStep", lambda row: _synonyms(row)[:1], "done", 0.0),
-    (
-        "example_session_state_mgmt",
-        "StatefulCounter",
-        lambda row: [("increment_counter", json.dumps({"count": row["expected_count"] - row["initial_count"]}))],
-        "done",
-        1.0,
-    ),
-    ("example_session_state_mgmt", "StatefulCounter", lambda row: [("get_counter_value", "{}")], "done", 0.0),
-    (
-        "workplace_assistant",
-        "WorkbenchR",
-        lambda row: [(c["name"], c["arguments"]) for c in row["ground_truth"]],
-        "done",
-        1.0,
-    ),
-    ("workplace_assistant", "WorkbenchR", lambda row: [], "done", 0.0),
+    (COUNTER, "StatefulCounter", lambda row: [("increment_counter", _missing(row))], "done", 1.0),
+    (COUNTER, "StatefulCounter", lambda row: [("get_counter_value", "{}")], "done", 0.0),
+    ("workplace_assistant", "Workbench", _ground_truth, "done", 1.0),
+    ("workplace_assistant", "Workbench", lambda row: [], "done", 0.0),
 ]
 
 
@@ -156,13 +143,8 @@ async def test_nemo_gym_s_tools_are_played_and_paid_as_by_its_own_agent(
     server: str, name: str, calls: Any, answer: str, paid: float
 ):
     [row, *_] = nemo_rows(server)
-    path = (
-        SIMPLE.format(server, name)
-        if name != "WorkbenchR"
-        else f"resources_servers.{server}.app:WorkbenchResourcesServer"
-    )
     made = calls(row)
-    with nemo_server(path) as (url, _):
+    with nemo_server(SIMPLE.format(server, name)) as (url, _):
         own = await _as_its_own_agent_would(url, row, made, answer)
         of = task(environment=f"nemo-gym/{server}", row=row)
         for react in (True, False):

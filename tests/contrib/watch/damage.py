@@ -67,11 +67,6 @@ def flipped(version: Path) -> None:
     (version / WEIGHTS_FILE).write_bytes(content)
 
 
-def noise(size: float) -> Damage:
-    """Noise with ``size`` times the standard deviation of each tensor."""
-    return each(lambda name, tensor: tensor + size * tensor.std() * torch.randn_like(tensor))
-
-
 def _swapped(tensors: Tensors) -> Tensors:
     other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
     names = {name: next((name.replace(a, b) for a, b in other.items() if a in name), name) for name in tensors}
@@ -85,7 +80,6 @@ DAMAGE: dict[str, Damage] = {
     "cut short before it was signed": cut_and_signed,
     "not a number": each(lambda name, tensor: torch.full_like(tensor, float("nan"))),
     "zeros": each(lambda name, tensor: torch.zeros_like(tensor)),
-    "noise, three times as large": noise(3.0),
     "the other way round": each(lambda name, tensor: -tensor if "lora_B" in name else tensor),
     "a hundred times as large": each(lambda name, tensor: 100 * tensor if "lora_B" in name else tensor),
     "two layers exchanged": weights(_swapped),

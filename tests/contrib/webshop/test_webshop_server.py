@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -101,26 +100,6 @@ def test_a_huge_body_is_refused_and_a_long_action_is_not(shop: httpx.Client) -> 
     shop.post("/reset", json={"idx": 0, "session": "long"})
     answer = shop.post("/step", json={"session": "long", "action": "x" * 60_000})
     assert answer.status_code == 200 and len(answer.json()["state"]) < 300
-
-
-def test_sixteen_interleaved_sessions_do_not_see_each_other(base_url: str) -> None:
-    def episode(number: int) -> list[str]:
-        goal_index = number // 2  # two sessions play each goal
-        with httpx.Client(base_url=base_url, trust_env=False) as client:
-            session = client.post("/reset", json={"idx": goal_index}).json()["session"]
-            body = {"session": session, "idx": goal_index}
-            states = []
-            for action in ("click[nothing]", *oracle_actions(WORLD, goal_index)):
-                states.append(client.post("/step", json={**body, "action": action}).json()["state"])
-                time.sleep(0.002)  # lets the others in
-            return states
-
-    def alone(number: int) -> list[str]:
-        session = WORLD.session(number // 2)
-        return [session.step(a).state for a in ("click[nothing]", *oracle_actions(WORLD, number // 2))]
-
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(episode, range(16))) == [alone(number) for number in range(16)]
 
 
 def test_the_session_that_was_longest_unused_makes_room() -> None:
