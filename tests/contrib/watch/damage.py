@@ -74,12 +74,10 @@ def _swapped(tensors: Tensors) -> Tensors:
 
 
 DAMAGE: dict[str, Damage] = {
-    "the file is cut short": cut,
     "a bit is flipped": flipped,
     "the file is gone": lambda version: (version / WEIGHTS_FILE).unlink(),
     "cut short before it was signed": cut_and_signed,
     "not a number": each(lambda name, tensor: torch.full_like(tensor, float("nan"))),
-    "zeros": each(lambda name, tensor: torch.zeros_like(tensor)),
     "the other way round": each(lambda name, tensor: -tensor if "lora_B" in name else tensor),
     "a hundred times as large": each(lambda name, tensor: 100 * tensor if "lora_B" in name else tensor),
     "two layers exchanged": weights(_swapped),
@@ -87,7 +85,6 @@ DAMAGE: dict[str, Damage] = {
     "of another base model's layers": weights(
         lambda tensors: {name.replace("layers.0", "layers.70"): tensor for name, tensor in tensors.items()}
     ),
-    "another lora_alpha": config(lora_alpha=512),
     "a rank that is not its own": config(r=64),
     "no adapter_config.json": lambda version: (version / "adapter_config.json").unlink(),
 }
