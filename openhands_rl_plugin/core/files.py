@@ -8,12 +8,14 @@ import os
 import secrets
 import shutil
 import tempfile
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import StorageError, describe
 
+_GITS = {".git", "git~1"}
 PRIVATE = 0o600
 """Mode of a file that only its owner may read."""
 
@@ -96,3 +98,22 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
+
+
+def is_contained(name: str) -> bool:
+    """Whether the name of a file that somebody else gave stays below a folder and out of git's own, by the rules of
+    every file system: relative, without ``..`` and control characters, and no spelling of ``.git`` in it.
+    """
+    return not any(unicodedata.category(sign) in ("Cc", "Cs") for sign in name) and not _parts(name) & {"", *_GITS}
+
+
+def is_gits_own(name: str) -> bool:
+    """Whether a file's name has a spelling of ``.git`` in it."""
+    return bool(_parts(name) & _GITS)
+
+
+def _parts(name: str) -> set[str]:
+    """The parts as the most lenient file system takes them: without case, signs that are not shown, trailing dots."""
+    shown = "".join(sign for sign in name.replace("\\", "/") if unicodedata.category(sign) not in ("Cc", "Cf"))
+    parts = unicodedata.normalize("NFKC", shown).casefold().split("/")
+    return {part.partition(":")[0].rstrip(". ") for part in parts}

@@ -197,8 +197,8 @@ def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -
     )
     folder = directory / "tasks"
     there = {"repository": str(repository.root), "commit": args.commit, **options.model_dump(mode="json")}
-    if not (directory / OPTIONS).exists() and resize(folder, there, options):
-        _say(args, "other numbers of tasks than before: they are made anew")
+    if not (directory / OPTIONS).exists() and resize(folder, there):
+        _say(args, "other options than before: tasks are made anew")
     claim(folder, there)
     of = pinned(repository, folder)
     _say(args, *repository_lines(of, repository.commit))

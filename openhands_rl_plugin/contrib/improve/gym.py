@@ -257,33 +257,16 @@ def pinned(repository: OwnRepository, folder: Path) -> OwnRepository:
     return repository if before is None else repository.model_copy(update={"commit": before.commit})
 
 
-def resize(folder: Path, identity: JsonObject, options: WantedTasks) -> bool:
-    """Let a folder of tasks that nothing was trained on take other options; whether tasks are made anew.
-
-    Before a survey nothing is kept. Where other numbers of tasks are wanted, and nothing else, the survey stays, and
-    what was made where it is enough. ``identity``: what ``claim`` will note.
-    """
-    noted = folder / OPTIONS
-    if not noted.exists():
+def resize(folder: Path, identity: JsonObject) -> bool:
+    """Empty a folder of tasks that nothing was trained on, where other numbers of tasks are wanted, or, before a
+    survey, anything else; whether it was emptied. ``identity``: what ``claim`` will note."""
+    if not (folder / OPTIONS).exists():
         return False
-    if not (folder / _SURVEY).exists():
-        (folder / _REPOSITORY).unlink(missing_ok=True)
-        noted.unlink()
+    before, sizes = noted_options(folder), {name: identity[name] for name in ("tasks", "held_out")}
+    if before == identity or ((folder / _SURVEY).exists() and {**before, **sizes} != identity):
         return False
-    before, made = noted_options(folder), folder / _MADE
-    tasks, held_out = before.get("tasks"), before.get("held_out")
-    resized = {**before, "tasks": options.tasks, "held_out": options.held_out}
-    if before == identity or resized != identity or not (isinstance(tasks, int) and isinstance(held_out, int)):
-        return False
-    enough = lineage_path(made).exists()
-    enough = enough and _made_of(tasks, held_out) >= _made_of(options.tasks, options.held_out)
-    (folder / _GYM).unlink(missing_ok=True)
-    if not enough:
-        shutil.rmtree(folder / _GATE, ignore_errors=True)  # its checks go by names, which other tasks may have
-        for file in (folder / _TRIED, lineage_path(made), made, made.with_name(f".{made.name}.journal")):
-            file.unlink(missing_ok=True)
-    noted.unlink()
-    return not enough
+    shutil.rmtree(folder)
+    return True
 
 
 def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cache: Path, progress: GymProgress) -> Gym:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -34,6 +35,8 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
 }
 """What Slime's bridge sends with evaluations by default. The last two are about how completions are written as text."""
 _HOSTS = {"openhands": None, "openhands_sdk": "v1", "openhands_v0": "v0", "openhands_v1": "v1"}
+_NAMES = ("strategy", "suite")
+_PLACE = re.compile(r"[/\\\0:]|\.(jsonl|json|parquet)$")
 _SETTINGS = {"step_limit": "max_turns"} | {
     name: name
     for name in (
@@ -112,7 +115,15 @@ class TaskRequest(_Given):
                 f"metadata.{_TASK}: which task? give an id (webshop-3, one of swe-local) or a row of a data set; the "
                 "instruction alone has no environment and no tests"
             )
-        if isinstance(found, str) and (len(found) > 500 or re.search(r"[/\\\0]|\.(jsonl|json|parquet)$", found)):
+        row = found if isinstance(found, dict) else {}
+        source = row.get("source") or {}
+        if (
+            (isinstance(found, str) and (len(found) > 500 or _PLACE.search(found) or Path(found).is_file()))
+            or not isinstance(source, dict)
+            or "path" in source
+            or not str(source.get("git", "https://")).startswith(("https://", "http://"))
+            or ":" in str(row.get("environment", ""))
+        ):
             raise ConfigError(f"metadata.{_TASK}: give an id or a row: files of this machine are not read for clients")
         return found
 
@@ -128,6 +139,8 @@ class TaskRequest(_Given):
         for name, value in self.agent.settings.items():
             if name == "model_kwargs" and isinstance(value, dict):
                 own |= _sampling(value)
+            elif name in _NAMES and _PLACE.search(str(value)):
+                raise ConfigError(f"agent.settings.{name}: give a name: files of this machine are not read for clients")
             elif name in _SETTINGS:
                 own[_SETTINGS[name]] = value
             else:

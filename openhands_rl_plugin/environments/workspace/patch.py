@@ -11,12 +11,12 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, search_path
+from openhands_rl_plugin.environments.workspace.git import git_script, run_git
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox
 
 MAX_PATCH_BYTES = 1_000_000
 MAX_NAMES_BYTES = 100_000
@@ -24,20 +24,9 @@ MAX_START_BYTES = 512 * 1024 * 1024
 MAX_START_FILES = 50_000
 
 _PATIENCE = 30
-_MEMORY_KIB = 8 * 1024**2
 _KINDS = {"A": "added", "D": "deleted", "M": "modified", "T": "modified"}
 _ATTRIBUTES = "* !diff !filter !text !eol !ident !working-tree-encoding\n"
-_SETTINGS = {
-    "core.fsmonitor": "false",
-    "core.hooksPath": "/dev/null",
-    "core.autocrlf": "false",
-    "core.quotePath": "false",
-    "core.excludesFile": "/dev/null",
-    "core.attributesFile": "/dev/null",
-    "core.compression": "0",
-    "gc.auto": "0",
-    "advice.addEmbeddedRepo": "false",
-}
+_SETTINGS = {"core.quotePath": "false", "core.compression": "0", "advice.addEmbeddedRepo": "false"}
 # The inodes and change times of copied files differ from those in the index.
 _OF_A_COPY = {"core.checkStat": "minimal", "core.trustctime": "false"}
 # An existing repository has read its files already: with its index and its objects, only changed files are read again.
@@ -115,36 +104,21 @@ class Baseline:
         return {**_patch(patch), **_changed_files(names)}
 
     def _run(self, sandbox: Sandbox, index: Path, script: str, *arguments: str, copied: bool = False) -> bytes:
-        # Git writes and holds no more than this, whatever the session left for it to read. In KiB.
-        bounds = f"ulimit -f {2 * MAX_START_BYTES // 1024}; ulimit -v {_MEMORY_KIB}\n"
-        bounded = ["timeout", "--signal=KILL", str(_PATIENCE), "bash", "-ec", bounds + script, "bash", *arguments]
-        command = sandbox.wrap(bounded, [self._directory])
-        done = subprocess.run(
-            command,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=self._environment(sandbox, index, {**_SETTINGS, **(_OF_A_COPY if copied else {})}),
-            timeout=2 * _PATIENCE,
+        # Git writes and holds no more than this, whatever the session left for it to read.
+        command = git_script(
+            lambda words: sandbox.wrap(words, [self._directory]),
+            script,
+            *arguments,
+            settings={**_SETTINGS, **(_OF_A_COPY if copied else {})},
+            variables={
+                "GIT_DIR": str(self._directory),
+                "GIT_WORK_TREE": os.path.join(sandbox.workspace, self._within) if self._within else sandbox.workspace,
+                "GIT_INDEX_FILE": str(index),
+            },
+            seconds=_PATIENCE,
+            largest=2 * MAX_START_BYTES,
         )
-        return done.stdout
-
-    def _environment(self, sandbox: Sandbox, index: Path, settings: Mapping[str, str]) -> dict[str, str]:
-        keys = {f"GIT_CONFIG_KEY_{number}": name for number, name in enumerate(settings)}
-        values = {f"GIT_CONFIG_VALUE_{number}": value for number, value in enumerate(settings.values())}
-        return {
-            "PATH": search_path(),
-            "HOME": "/nonexistent",
-            "LC_ALL": "C",
-            "GIT_DIR": str(self._directory),
-            "GIT_WORK_TREE": os.path.join(sandbox.workspace, self._within) if self._within else sandbox.workspace,
-            "GIT_INDEX_FILE": str(index),
-            "GIT_CONFIG_GLOBAL": "/dev/null",
-            "GIT_CONFIG_SYSTEM": "/dev/null",
-            "GIT_CONFIG_COUNT": str(len(settings)),
-            **keys,
-            **values,
-        }
+        return run_git(command)
 
 
 def _is_large(root: Path) -> bool:

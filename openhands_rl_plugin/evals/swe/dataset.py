@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import re
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.core.files import is_contained
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.types import Instance
 
@@ -79,6 +81,8 @@ def instance_of(row: Mapping[str, JsonValue]) -> Instance:
     identity = str(row["instance_id"])
     if "/" in identity or identity in (".", ".."):
         raise ConfigError(f"the id {identity!r} cannot name a folder")
+    if not is_contained(str(row["repo"])) or not re.fullmatch(r"\w[\w./-]*", str(row["base_commit"])):
+        raise ConfigError(f"{identity}: repo {row['repo']!r:.100} or base_commit {row['base_commit']!r:.100} is none")
     tests = {field: _tests([row[each] for each in row if each.upper() == name], name) for name, field in _TESTS.items()}
     if not any(tests.values()):
         raise ConfigError(f"columns {' and '.join(_TESTS)} name no test, so that no patch of it can be judged")

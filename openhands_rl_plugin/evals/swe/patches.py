@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.core.files import is_gits_own
 from openhands_rl_plugin.environments.workspace.processes import Ended
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 
@@ -123,7 +124,7 @@ def refusal(patch: str) -> str | None:
         if found := next((line for line in headers if first.match(line)), None):
             said = found.strip()[:60]
             return f"the patch holds {form} ({said!r}); only unified diffs are applied: make it with git diff"
-    if inside := next((name for name in sorted(names) if ".git" in name.split("/")), None):
+    if inside := next((name for name in sorted(names) if is_gits_own(name)), None):
         return f"the patch writes into git's own files ({inside})"
     return None
 
@@ -235,7 +236,7 @@ def _unnamed(found: Iterable[str], named: frozenset[str]) -> str:
     # Sections may have other prefixes than ``a/`` and ``b/``.
     allowed = named | {name.partition("/")[2] for name in named}
     allowed |= {name + left for name in allowed for left in _LEFT}
-    wrong = sorted(name for name in found if name not in allowed or name.split("/")[0] == ".git")
+    wrong = sorted(name for name in found if name not in allowed or is_gits_own(name))
     more = f" and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
     return f"applying it changes what it does not name: {', '.join(wrong[:_MOST])}{more}" if wrong else ""
 

@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from email.parser import Parser
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
@@ -21,12 +20,16 @@ from pydantic import Field, ValidationError, model_validator
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, problems
-from openhands_rl_plugin.core.files import file_sha256
+from openhands_rl_plugin.core.files import draft_folder, file_sha256, write_file
 from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.environments.workspace.copies import scratch_folder
+from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.environments.workspace.git import clone_command, git_folder, run_git
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
 from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
+from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.trees import GitRepository, SourceTree, bounded, read_archive
+from openhands_rl_plugin.evals.tasks.trees import MOST_BYTES, GitRepository, SourceTree, bounded, read_archive
 
 SUITE = "swe-local"
 SUITE_PLAN = "swe_local.toml"
@@ -234,19 +237,22 @@ def _arguments(tests: list[PurePosixPath]) -> tuple[str, ...]:
 
 
 def _requirements(tree: SourceTree) -> tuple[str, ...]:
+    """Those that are names with versions: files, addresses and options are left out."""
+    found: list[str] = []
     if (text := tree.text("PKG-INFO")) is not None:
         found = Parser().parsestr(text, headersonly=True).get_all("Requires-Dist") or []
-        return tuple(sorted(each for each in found if "extra ==" not in each.replace("'", '"')))
-    if (text := tree.text("pyproject.toml")) is not None:
+        found = [str(each) for each in found if "extra ==" not in str(each).replace("'", '"')]
+    elif (text := tree.text("pyproject.toml")) is not None:
         try:
             declared = tomllib.loads(text).get("project", {}).get("dependencies", [])
         except (tomllib.TOMLDecodeError, AttributeError):
             return ()
-        return tuple(sorted(each for each in declared if isinstance(each, str)))
-    return ()
+        found = [each for each in declared if isinstance(each, str)]
+    return tuple(sorted(each for each in found if _PLAIN_REQUIREMENT.fullmatch(each)))
 
 
 _INSTALLING = 900
+_PLAIN_REQUIREMENT = re.compile(rf"{_NAME} *(\[[\w ,.-]*\])?[ \w.*+!<>=~,()-]*(;[^\n]*)?")
 
 
 def make_environment(python: str, requirements: Sequence[str], cache: Path) -> Path:
@@ -259,10 +265,18 @@ def make_environment(python: str, requirements: Sequence[str], cache: Path) -> P
     if (final / "ready").exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
+    if wrong := [each for each in requirements if not _PLAIN_REQUIREMENT.fullmatch(each)]:
+        raise ConfigError(f"the requirement {wrong[0]!r:.100} is no name with versions: nothing else is installed")
+    interpreter = str(find_python(python).program)
     # Made in place, because a virtual environment cannot be moved.
     own = Path(tempfile.mkdtemp(dir=final.parent, prefix=f"{final.name}-"))
-    _create(own, python)
-    _install(own, requirements)
+    uv = str(find_uv())
+    _run([uv, "venv", "--quiet", "--clear", "--python", interpreter, str(own)], f"an environment of Python {python}")
+    if requirements:
+        # No code of a package is executed: wheels are unpacked, and compiled by a Python that does not see them.
+        words = [uv, "pip", "install", "--quiet", "--only-binary", ":all:", "--python", str(own / "bin" / "python")]
+        _run([*words, *requirements], f"the requirements {', '.join(requirements)}")
+        _run([interpreter, "-I", "-S", "-m", "compileall", "-q", str(own / "lib")], "compiling", checked=False)
     (own / "ready").touch()
     try:
         final.symlink_to(own.name)
@@ -271,37 +285,21 @@ def make_environment(python: str, requirements: Sequence[str], cache: Path) -> P
     return final
 
 
-def _create(folder: Path, python: str) -> None:
-    program = str(find_python(python).program)
-    words = [str(find_uv()), "venv", "--quiet", "--clear", "--python", program, str(folder)]
-    _run(words, f"an environment of Python {python}")
-
-
-def _install(folder: Path, requirements: Sequence[str]) -> None:
-    words = [
-        str(find_uv()),
-        "pip",
-        "install",
-        "--quiet",
-        "--compile-bytecode",
-        "--python",
-        str(folder / "bin" / "python"),
-    ]
-    if requirements:
-        _run([*words, *requirements], f"the requirements {', '.join(requirements)}")
-
-
-def _run(command: list[str], what: str) -> None:
+def _run(command: list[str], what: str, *, checked: bool = True) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALLING, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
         raise InfrastructureError(f"{what}: took more than {_INSTALLING} s; try again") from error
-    if done.returncode:
+    if done.returncode and checked:
         said = without_logins(" ".join(done.stderr.split()).encode()).decode("utf-8", "replace")[-300:]
-        raise InfrastructureError(f"{what}: could not be installed, is the package index within reach? {said}")
+        raise InfrastructureError(f"{what}: no wheels that fit, or the package index is not within reach: {said}")
 
 
 _FETCHING = 600
+_DOWNLOAD = """
+"$1" -m venv /tmp/pip
+/tmp/pip/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest /tmp/found "$2"
+"""
 
 
 class SourceOrigin(Frozen):
@@ -350,50 +348,35 @@ def fetch_release(name: str, release: Release, cache: Path) -> tuple[SourceOrigi
 
 
 def _download(name: str, version: str, folder: Path) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as fresh:
-        words = [*_pip(), "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", fresh]
-        said = _said([*words, f"{name}=={version}"], f"{name} {version}")
-        found = [path for path in sorted(Path(fresh).iterdir()) if re.search(r"\.(tar\.\w+|tgz|zip)$", path.name)]
-        if not found:
-            raise _why_not(name, version, said)
-        folder.mkdir(exist_ok=True)
-        return Path(shutil.move(str(found[0]), folder / found[0].name))
-
-
-def _pip() -> list[str]:
-    if find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
-    return [str(find_uv()), "tool", "run", "--quiet", "--python", sys.executable, "pip"]
-
-
-def _said(command: list[str], what: str) -> str:
-    """What a command says when it fails, and nothing when it does not."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCHING, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as error:
-        raise InfrastructureError(f"fetching {what} took more than {_FETCHING} s; try again") from error
-    except OSError as error:
-        raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from error
-    return done.stderr if done.returncode else ""
-
-
-def _why_not(name: str, version: str, said: str) -> ConfigError | InfrastructureError:
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing was said")
-    if re.search(r"from versions: none|Temporary failure|Name or service|Connection|timed out|dns error", said):
-        return InfrastructureError(
-            f"{name} {version} could not be fetched: the index does not know it with a source archive, or cannot be"
-            f" reached ({last.strip()})"
-        )
-    if "No matching distribution" in said:
-        return ConfigError(f"{name} has no version {version} with a source archive on the package index")
-    return ConfigError(f"{name} {version} could not be fetched: {last.strip()}")
+    """Fetched by pip, which executes code of the package: in a sandbox, which sees no variable and no login of the
+    user's."""
+    python = find_python(f"{sys.version_info.major}.{sys.version_info.minor}")
+    what = f"{name} {version}"
+    with scratch_folder("openhands-rl-fetch-") as scratch:
+        for part in ("layer", "tmp"):
+            (scratch / part).mkdir()
+        script = ["/bin/bash", "-ec", _DOWNLOAD, "bash", str(python.program), f"{name}=={version}"]
+        room = Room(scratch / "layer", scratch / "tmp")
+        command = InstanceSandbox(python, "").wrap(room, script, network=True, setup=True, logins=False)
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_FETCHING, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired as error:
+            raise InfrastructureError(f"fetching {what} took more than {_FETCHING} s; try again") from error
+        space = Workspace(scratch / "tmp")
+        found = space.entries("found") if space.kind("found") == "directory" else []
+        files = [file for file, kind in found if kind == "file" and re.search(r"\.(tar\.\w+|tgz|zip)$", file)]
+        if done.returncode or not files:
+            said = done.stderr.decode("utf-8", "replace").splitlines()
+            why = next((line.strip() for line in reversed(said) if "ERROR" in line), "there is none")
+            raise InfrastructureError(f"{what} could not be fetched as a source archive: {why}")
+        write_file(folder / files[0], space.read(f"found/{files[0]}", MOST_BYTES), parents=True)
+    return folder / files[0]
 
 
 def _from_git(package: Package, cache: Path) -> tuple[SourceOrigin, SourceTree]:
     repository = open_git(package, cache)
     try:
-        commit = repository.text("rev-parse", "--verify", f"{package.commit}^{{commit}}").strip()
+        commit = repository.text("rev-parse", "--verify", "--end-of-options", f"{package.commit}^{{commit}}").strip()
     except ConfigError as error:
         raise ConfigError(f"{package.git} has no commit {package.commit}") from error
     origin = SourceOrigin(kind="git", name=package.name, version=commit[:8], pin=commit, place=package.git or "")
@@ -401,15 +384,22 @@ def _from_git(package: Package, cache: Path) -> tuple[SourceOrigin, SourceTree]:
 
 
 def open_git(package: Package, cache: Path) -> GitRepository:
-    """The repository where it lies, or a copy in the cache of one that is elsewhere. Raises as ``fetch`` does."""
-    where = package.git or ""
-    if "://" not in where and Path(where).exists():
+    """The repository where it lies, or a copy in the cache of one at an HTTP address. Raises as ``fetch`` does."""
+    where = (package.git or "").removeprefix("file://")
+    if not re.match(r"https?://", where):
+        if not Path(where).exists():
+            raise ConfigError(f"{where}: give a folder, or an HTTPS address; a repository elsewhere is cloned by you")
         return GitRepository(Path(where))
     copy = cache / "git" / hashlib.sha256(where.encode()).hexdigest()[:16]
     if not (copy / "HEAD").exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if said := _said(["git", "clone", "--quiet", "--bare", where, str(copy)], where):
-            raise InfrastructureError(f"{where} could not be cloned: {said.strip().splitlines()[-1]}")
+        with draft_folder(copy.parent, f".{copy.name}-") as fresh:
+            try:
+                run_git(clone_command(where, fresh, "--bare"))
+            except subprocess.SubprocessError as error:
+                said = getattr(error, "stderr", None) or str(error).encode()
+                last = without_logins(said).decode("utf-8", "replace").strip().splitlines()[-1]
+                raise InfrastructureError(f"{where} could not be cloned: {last}") from error
+            fresh.rename(copy)
     return GitRepository(copy)
 
 
@@ -431,27 +421,25 @@ def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
     """The repository that ``path`` is in. Raises ``ConfigError`` where there is none, or it has no such commit."""
     if not path.is_dir():
         raise ConfigError(f"--repo {path}: there is no such folder")
-    here = GitRepository(path.resolve())
+    here = path.resolve()
+    root = next(
+        (each for each in (here, *here.parents) if (each / ".git").exists() or (each / "objects").is_dir()), here
+    )
     try:
-        here.git("rev-parse", "--git-dir")
+        bare = git_folder(root) == root
     except ConfigError as error:
-        if "not a git repository" not in str(error):
-            raise
         raise ConfigError(
-            f"--repo {path} is no git repository: tasks are made of commits; run `git init`, `git add` and "
-            "`git commit` in it, or give another folder"
+            f"--repo {error}: tasks are made of commits; run `git init`, `git add` and `git commit` in it, or give "
+            "another folder"
         ) from error
-    bare = here.text("rev-parse", "--is-bare-repository").strip() == "true"
-    root = path.resolve() if bare else Path(here.text("rev-parse", "--show-toplevel").rstrip("\n"))
     git = GitRepository(root)
     try:
-        found = git.text("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}").strip()
+        found = git.text("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").strip()
     except ConfigError as error:
         missing = "no commit yet (`git add`, `git commit`)" if commit == "HEAD" else f"no commit {commit}"
         raise ConfigError(f"--repo {path} has {missing}: tasks are made of commits") from error
-    # Without its locks git writes nothing into a repository that is only looked at.
-    status = ("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
-    changed = 0 if bare else len(git.text(*status).splitlines())
+    status = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
+    changed = 0 if bare else len(git.text(*status, work=root).splitlines())
     return OwnRepository(root=root, name=package_name(root), commit=found, uncommitted=changed)
 
 

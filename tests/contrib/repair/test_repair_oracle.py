@@ -164,7 +164,9 @@ def test_tasks_with_one_statement_are_told_apart_by_the_file():
 def test_it_is_served_as_a_model_is(instances: tuple[Instance, ...]):
     with serve_oracle(RepairOracle(instances[:2], V0)) as url:
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": instances[0].problem_statement}]})
-        with urllib.request.urlopen(f"{url}/chat/completions", body.encode(), timeout=20) as answer:
+        kind = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{url}/chat/completions", body.encode(), kind)
+        with urllib.request.urlopen(asked, timeout=20) as answer:
             said = json.load(answer)["choices"][0]["message"]["content"]
     assert said == oracle_calls(instances[0], V0, 0)[0]
     for each in instances[:40]:

@@ -80,6 +80,22 @@ def test_routes(client: TestClient):
         ({"metadata": {}}, "metadata.task: which task?"),
         ({"metadata": {"task": "/etc/passwd"}}, "files of this machine are not read"),
         ({"metadata": {"task": "rows.jsonl"}}, "files of this machine are not read"),
+        *(
+            (
+                {"metadata": {"task": {"instance_id": "a", "base_commit": "b", **row}}},
+                "files of this machine are not read",
+            )
+            for row in (
+                {"source": {"git": "/srv/private", "commit": "HEAD"}},
+                {"source": {"git": "file:///srv/private", "commit": "HEAD"}},
+                {"source": {"archive": "a", "path": "/etc/passwd"}},
+                {"environment": "module:Class"},
+            )
+        ),
+        *(
+            ({"agent": {"settings": {name: value}}}, "files of this machine are not read")
+            for name, value in (("suite", "/srv/rows"), ("suite", "rows.jsonl"), ("strategy", "module:Class"))
+        ),
         ({"runtime": {"backend": "docker"}}, "runtime: Input should be null"),
         ({"callback_url": "http://127.0.0.1/"}, "callback_url: Input should be null"),
         ({"agent": {"harness": "codex"}}, "agent.harness"),

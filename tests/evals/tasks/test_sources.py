@@ -5,21 +5,32 @@ from __future__ import annotations
 import io
 import subprocess
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.tasks.packages import (
     Package,
     Release,
     fetch_release,
     layout_of,
+    make_environment,
     parse_source,
     read_plan,
 )
-from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile, read_archive
+from openhands_rl_plugin.evals.tasks.trees import (
+    LINK,
+    PLAIN,
+    GitRepository,
+    SourceTree,
+    TreeFile,
+    make_repository,
+    read_archive,
+)
 
 
 def archive(path: Path, **files: str) -> Path:
@@ -61,17 +72,105 @@ def test_a_plan_is_refused_with_a_line_for_each_mistake(tmp_path: Path) -> None:
     assert "give one of release, archive and git" in str(caught.value)
 
 
-def test_an_archive_is_read_without_what_leaves_it(tmp_path: Path) -> None:
+GOOD = ("a.py", "a/.gitignore", ".github/x", "a b/\u00fc.py", "..a/b..", "git/x", "a.git/b")
+BAD = (
+    *(
+        "",
+        ".",
+        "/a",
+        "a//b",
+        "../a",
+        "a/../b",
+        ".. /x",
+        "a\\..\\b",
+        "a\0b",
+        "a\nb",
+        ".git",
+        "a/.GIT/hooks/x",
+        ".git./x",
+    ),
+    *(
+        ".git /x",
+        "git~1/x",
+        "GIT~1",
+        ".g\u200cit/x",
+        "\ufeff.git",
+        ".git::$INDEX_ALLOCATION/x",
+        ".git\\x",
+        "\uff0egit/x",
+    ),
+)
+
+
+def test_names_of_others_stay_below_their_folder(tmp_path: Path) -> None:
+    """Of archives they are left out; of rows and repositories they are refused."""
+    SourceTree.changed(SourceTree({}), dict.fromkeys(GOOD, "x")).write(tmp_path / "good")
     path = tmp_path / "a-1.tar.gz"
     with tarfile.open(path, "w:gz") as out:
-        for name in ("a-1/ok.py", "a-1/../evil.py", "/a-1/abs.py", "a-1/.git/config"):
-            member = tarfile.TarInfo(name)
+        for name in ("ok.py", *(each for each in BAD if "\0" not in each)):
+            member = tarfile.TarInfo(f"a-1/{name}")
             member.size, member.mode = 2, 0o755
             out.addfile(member, io.BytesIO(b"x\n"))
         link = tarfile.TarInfo("a-1/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         out.addfile(link)
     assert set(read_archive(path).files) == {"ok.py"}
+    behind = {"link": TreeFile(LINK, str(tmp_path).encode()), "link/out": TreeFile(PLAIN, b"x")}
+    for files in ({name: TreeFile(PLAIN, b"x") for name in [each]} for each in BAD):
+        with pytest.raises(ConfigError, match="leaves the folder"):
+            make_repository(SourceTree(files), tmp_path / "bad" / "bad")
+    with pytest.raises(ConfigError, match="leaves the folder"):
+        SourceTree(behind).write(tmp_path / "bad")
+    work = tmp_path / "work"
+    words = ["git", "-C", str(work)]
+    subprocess.run(["git", "init", "--quiet", str(work)], check=True)
+    tree = ""
+    for name in ("evil.py", "..", "a"):
+        kind = "040000 tree" if tree else "100644 blob"
+        found = tree or subprocess.check_output([*words, "hash-object", "-w", "--stdin"], input="x", text=True).strip()
+        tree = subprocess.check_output([*words, "mktree"], input=f"{kind} {found}\t{name}\n", text=True).strip()
+    with pytest.raises(ConfigError, match="leaves the folder"):
+        GitRepository(work).tree(tree)
+    assert {each.name for each in tmp_path.iterdir()} == {"good", path.name, "work"}
+
+
+BACKEND = """import os, pathlib
+try:
+    pathlib.Path("{marker}").touch()
+except OSError:
+    pass
+seen = [each for each in (*os.environ, os.path.expanduser("~/.netrc")) if "API_KEY" in each or os.path.exists(each)]
+raise SystemExit("ERROR the build saw %s" % (seen or "nothing"))
+"""
+PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+
+
+@needs_bubblewrap
+def test_code_of_packages_runs_in_a_sandbox_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker, links, home = tmp_path / "ran", tmp_path / "links", tmp_path / "home"
+    home.mkdir()
+    (home / ".netrc").write_text("machine index login me password secret\n")
+    files = {"backend_py": BACKEND.format(marker=marker), "pyproject.toml": PROJECT, "PKG-INFO": "Name: evil\n"}
+    archive(links / "evil-1.0.tar.gz", **{f"evil-1.0__{name}": text for name, text in files.items()})
+    with zipfile.ZipFile(links / "late-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("late.pth", f"import pathlib; pathlib.Path({str(marker)!r}).touch()\n")
+        wheel.writestr("late-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+        wheel.writestr("late-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("late-1.0.dist-info/RECORD", "")
+    settings = {"PIP_FIND_LINKS": str(links), "PIP_NO_INDEX": "1", "UV_FIND_LINKS": str(links), "UV_NO_INDEX": "1"}
+    for name, value in {**settings, "OPENAI_API_KEY": "sk-secret", "HOME": str(home)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InfrastructureError, match="the build saw nothing"):
+        fetch_release("evil", Release(version="1.0"), tmp_path / "cache")
+    with pytest.raises(InfrastructureError, match="no wheels that fit"):
+        make_environment("3.12", ("evil==1.0",), tmp_path / "cache")
+    for wrong in (f"evil @ file://{links}/evil-1.0.tar.gz", "-r /etc/passwd", "--index-url=x", "./evil", "a\nb"):
+        with pytest.raises(ConfigError, match="is no name with versions"):
+            make_environment("3.12", (wrong,), tmp_path / "cache")
+        tree = SourceTree({}).changed({"PKG-INFO": f"Name: x\nRequires-Dist: {wrong}\nRequires-Dist: late>=1\n"})
+        assert wrong not in layout_of(tree).requirements
+    made = make_environment("3.12", ("late==1.0",), tmp_path / "cache")
+    assert [*made.rglob("late.pth")] and not marker.exists()
 
 
 def test_an_archive_with_another_hash_is_refused(tmp_path: Path) -> None:

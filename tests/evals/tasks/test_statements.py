@@ -10,17 +10,9 @@ from openhands_rl_plugin.evals.tasks.sandbox import without_tests
 from openhands_rl_plugin.evals.tasks.suite import leaks
 from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile
 
-TESTS = '''import math as m
-import unittest
-from textwrap import dedent, fill
+TESTS = """import unittest
 
 import pytest
-
-LIMIT = 3
-
-
-def helper(value):
-    return value * LIMIT
 
 
 @pytest.fixture
@@ -30,16 +22,7 @@ def shop():
 
 @pytest.mark.parametrize("given", [1, 4])
 def test_equal(given):
-    """The docstring is not shown."""
-    unused = object()
-    root = m.sqrt(given)
-    assert root >= 0
-    assert helper(root) == 7
-
-
-def test_raises():
-    with pytest.raises(ZeroDivisionError):
-        m.sqrt(1)
+    assert given == 7
 
 
 def test_fixture(shop):
@@ -47,21 +30,12 @@ def test_fixture(shop):
 
 
 class TestText(unittest.TestCase):
-    kind = str
-
-    def setUp(self):
-        self.made = 1
-
     def test_unittest(self):
-        text = dedent("  a")
-        self.assertEqual("b", text)
-
-    def test_class_attribute(self):
-        self.assertTrue(self.kind(1) == "2")
+        self.assertEqual("b", "a")
 
     def test_set_up(self):
         self.assertEqual(self.made, 2)
-'''
+"""
 
 
 def test_a_leak_is_a_long_changed_line() -> None:
@@ -81,12 +55,8 @@ def test_failing_tests_are_taken_out() -> None:
     left = without("test_equal[1]", "test_equal[4]", "TestText::test_set_up") or ""
     assert "test_equal" not in left and "parametrize" not in left and "test_set_up" not in left
     assert "def test_fixture(shop):" in left and "def test_unittest(self):" in left
-    assert {node.name for node in ast.parse(left).body if isinstance(node, ast.FunctionDef)} == {
-        "helper",
-        "shop",
-        "test_raises",
-        "test_fixture",
-    }
+    functions = {node.name for node in ast.parse(left).body if isinstance(node, ast.FunctionDef)}
+    assert functions == {"shop", "test_fixture"}
 
 
 def test_a_class_without_tests_goes_as_well() -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.git import checked_git, git_command, git_folder
 from openhands_rl_plugin.environments.workspace.processes import checked, run
 from openhands_rl_plugin.environments.workspace.visible import installed_parts
 from openhands_rl_plugin.evals.swe.backends.caching import (
@@ -64,7 +66,7 @@ from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
 
 _HTTPBIN = ("httpbin==0.10.2", "flask<3.1", "werkzeug<3.1")
-_HTTPBIN_INSIDE = "/opt/httpbin"
+_HTTPBIN_INSIDE, _TARGET = "/opt/httpbin", "/tmp/httpbin"
 _HOSTS = "127.0.0.1 localhost httpbin.org\n::1 localhost\n"
 
 
@@ -97,8 +99,15 @@ async def services_of(cache: Cache, recipe: Recipe) -> Services:
 
     async def make(into: Path) -> None:
         (into / "hosts").write_text(_HOSTS)
-        install = [str(find_uv()), "pip", "install", "--quiet", "--python", sys.executable]
-        await checked([*install, "--target", str(into / "httpbin"), *_HTTPBIN], "install httpbin", timeout=600)
+        for part in ("layer", "tmp"):
+            (into / part).mkdir()
+        python = find_python(version)
+        install = [f"{CONDA}/bin/uv", "pip", "install", "--quiet", "--python", str(python.program), "--target", _TARGET]
+        room, variables = Room(into / "layer", into / "tmp"), {"UV_LINK_MODE": "copy"}
+        sandbox = InstanceSandbox(python, "")
+        command = sandbox.wrap(room, [*install, *_HTTPBIN], network=True, setup=True, logins=False, variables=variables)
+        await checked(command, "install httpbin", timeout=600)
+        (into / "tmp" / "httpbin").rename(into / "httpbin")
 
     if recipe.httpbin:
         await cache.made(place, make)
@@ -111,6 +120,10 @@ SETUP_TIME = 3600.0
 _LAYOUT = "4"
 """Increased when older layers become unusable."""
 
+_COMMIT = """
+git() { command git -c core.fileMode=false -c user.name=SWE-bench -c user.email=setup@swebench.config "$@"; }
+git diff --quiet HEAD || git commit --quiet --no-verify --all --message=SWE-bench
+"""
 _CLONED = re.compile(r"\bgit clone\b.*?(https://\S+)")
 # The clone is one pack already; to pack it again takes minutes.
 _PACKING = re.compile(r"^git gc\b.*$", re.MULTILINE)
@@ -145,11 +158,9 @@ class LocalBackend:
         """Raise ``ConfigError`` without bubblewrap, git, patch or uv. Removes leftovers of killed processes."""
         await asyncio.to_thread(check_bubblewrap)
         find_uv()
-        for program in ("git", "patch", "prlimit"):
-            try:
-                await checked([program, "--version"], program, timeout=20)
-            except InfrastructureError as error:
-                raise ConfigError(f"the local back end needs the program {program}: {error}") from error
+        for program in ("prlimit", "patch", "git"):
+            if shutil.which(program) is None:
+                raise ConfigError(f"the local back end needs the program {program}")
         await remove_left(self._runs())
 
     async def prepare(self, instance: Instance) -> Path:
@@ -323,14 +334,6 @@ def _cloned_from_origin(recipe: Recipe) -> dict[str, str]:
 
 async def _commit_changes(directory: Path) -> None:
     """Keep what set-up changed in tracked files as a commit, so that it does not count as the agent's change."""
-    git = ["git", "-C", str(directory), "-c", "core.fileMode=false", "-c", "core.hooksPath=/dev/null"]
-    who = ["-c", "user.name=SWE-bench", "-c", "user.email=setup@swebench.config", "-c", "gc.auto=0"]
-    variables = {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": "/nonexistent",
-        **git_settings({"safe.directory": "*"}),
-    }
-    changed = await run([*git, "diff", "--quiet", "HEAD"], variables=variables)
-    if changed.code:
-        commit = [*git, *who, "commit", "--quiet", "--no-verify", "--all", "--message=SWE-bench"]
-        await checked(commit, f"commit what set-up changed in {directory.name}", variables=variables)
+    git = await asyncio.to_thread(git_folder, directory)
+    command = git_command(git, script=_COMMIT, work=directory, writable=True)
+    await checked_git(command, f"commit what set-up changed in {directory.name}")

@@ -20,21 +20,22 @@ _PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")
 _LOGIN = re.compile(r"\bpassword\s+(\S+)")
 
 
-def files(home: Path | None = None) -> Iterator[tuple[Path, str]]:
-    """The files with settings and logins of the index, and the paths by which root reads them in a sandbox."""
+def files(home: Path | None = None, *, logins: bool = True) -> Iterator[tuple[Path, str]]:
+    """The files with settings of the index, and the paths by which root reads them in a sandbox; with ``logins``, those
+    that hold one, too."""
     home = home or Path.home()
-    for name in _OF_HOME:
-        if (home / name).exists():
-            yield home / name, f"/root/{name}"
-    for name in _OF_SYSTEM:
-        if Path(name).exists():
-            yield Path(name), name
+    paths = [(home / name, f"/root/{name}") for name in _OF_HOME] + [(Path(name), name) for name in _OF_SYSTEM]
+    for path, inside in paths:
+        if path.exists() and (logins or not any(map(_holds_login, _contents(path)))):
+            yield path, inside
 
 
-def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def variables(environ: Mapping[str, str] = os.environ, *, logins: bool = True) -> dict[str, str]:
     """The variables of pip and uv that hold for a sandbox too."""
     asked = {name: value for name, value in environ.items() if _VARIABLES.fullmatch(name)}
-    return {name: value for name, value in asked.items() if not name.startswith(_UNWANTED)}
+    wanted = {name: value for name, value in asked.items() if not name.startswith(_UNWANTED)}
+    secret = re.compile("PASSWORD|TOKEN|USERNAME|KEYRING", re.IGNORECASE)
+    return {name: value for name, value in wanted.items() if logins or not (secret.search(name) or _holds_login(value))}
 
 
 def folders(home: Path | None = None, environ: Mapping[str, str] = os.environ) -> list[Path]:
@@ -69,8 +70,16 @@ def has_login(address: str) -> bool:
 def _texts(home: Path | None, environ: Mapping[str, str]) -> Iterator[str]:
     yield from variables(environ).values()
     for path, _ in files(home):
-        for file in sorted(path.glob("*.toml")) if path.is_dir() else [path]:
-            try:
-                yield file.read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue
+        yield from _contents(path)
+
+
+def _contents(path: Path) -> Iterator[str]:
+    for file in sorted(path.glob("*.toml")) if path.is_dir() else [path]:
+        try:
+            yield file.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+
+
+def _holds_login(text: str) -> bool:
+    return bool(re.search(r"://[^/\s]*@", text) or _LOGIN.search(text))

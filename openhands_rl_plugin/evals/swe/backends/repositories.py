@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Protocol
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.environments.workspace.processes import checked, run
+from openhands_rl_plugin.environments.workspace.git import (
+    OTHER,
+    REPOSITORY,
+    checked_git,
+    clone_command,
+    git_command,
+    make_git_folder,
+)
+from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.evals.swe.backends.caching import Cache
 from openhands_rl_plugin.evals.swe.types import Instance
 
 BRANCH = "main"
 ORIGIN_INSIDE = "/var/lib/repository/origin.git"
-_CLONE_TIME = 3600.0
 
 
 class RepositorySource(Protocol):
@@ -36,7 +43,7 @@ class MirrorSource:
     async def find(self, instance: Instance) -> Path | None:
         """The mirror, whether bare or with a work tree; ``None`` when the folder has none that holds the commit."""
         for path in _spellings(self._folder, instance.repo):
-            git = next((each for each in (path / ".git", path / "repo", path) if (each / "HEAD").exists()), None)
+            git = next((each for each in (path / ".git", path / "repo", path) if (each / "config").exists()), None)
             if git is not None and await has_commit(git, instance.base_commit):
                 return git
         return None
@@ -54,13 +61,14 @@ class CloneSource:
         clone = self._cache.path("clones", instance.repo.lower().replace("/", "__") + ".git")
 
         async def make(into: Path) -> None:
-            await checked(["git", "clone", "--mirror", "--", url, str(into)], f"clone {url}", timeout=_CLONE_TIME)
+            await checked_git(clone_command(url, into, "--mirror"), f"clone {url}")
 
         await self._cache.made(clone, make)
         if not await has_commit(clone, instance.base_commit):
             async with self._cache.locked(clone):
-                fetch = _git(clone, "fetch", "--prune", "origin", "+refs/*:refs/*")
-                await checked(fetch, f"fetch {url}", timeout=_CLONE_TIME)
+                words = ("fetch", "--prune", "--update-head-ok", url, "+refs/*:refs/*")
+                fetch = git_command(clone, *words, writable=True, network=True)
+                await checked_git(fetch, f"fetch {url}")
         return clone if await has_commit(clone, instance.base_commit) else None
 
 
@@ -81,29 +89,29 @@ async def make_origin(git: Path, instance: Instance, origin: Path, branch: str) 
     Raises ``InfrastructureError``.
     """
     what, commit = f"{instance.repo} at {instance.base_commit[:12]}", instance.base_commit
-    await checked(["git", "init", "--quiet", "--bare", f"--initial-branch={branch}", str(origin)], what)
-    listed = _git(git, "for-each-ref", f"--merged={commit}", "--format=%(objectname) %(refname)", "refs/tags")
-    tags = (await checked(listed, what)).text.splitlines()
+    make_git_folder(origin, branch)
+    listed = git_command(git, "for-each-ref", f"--merged={commit}", "--format=%(objectname) %(refname)", "refs/tags")
+    tags = (await checked_git(listed, what)).text.splitlines()
     wanted = "".join(f"{name}\n" for name in (commit, *(line.split()[0] for line in tags)))
-    pack = _git(git, "pack-objects", "--quiet", "--revs", "--delta-base-offset", "--threads=2")
-    await checked([*pack, str(origin / "objects" / "pack" / "pack")], what, given=wanted.encode(), timeout=_CLONE_TIME)
+    words = ("pack-objects", "--quiet", "--revs", "--delta-base-offset", "--threads=2", f"{OTHER}/objects/pack/pack")
+    places = {"GIT_OBJECT_DIRECTORY": f"{OTHER}/objects", "GIT_ALTERNATE_OBJECT_DIRECTORIES": f"{REPOSITORY}/objects"}
+    pack = git_command(git, *words, other=origin, variables=places)
+    await checked_git(pack, what, wanted.encode())
     refs = sorted([f"{commit} refs/heads/{branch}", *tags], key=lambda line: line.split()[1])
     (origin / "packed-refs").write_text("# pack-refs with: sorted \n" + "".join(f"{line}\n" for line in refs))
 
 
 async def has_commit(git: Path, commit: str) -> bool:
     """Whether the git directory holds that commit."""
-    return (await run(_git(git, "cat-file", "-e", f"{commit}^{{commit}}"))).code == 0
+    command = git_command(git, "cat-file", "-e", f"{commit}^{{commit}}")
+    return (await run(command.words, variables=command.variables)).code == 0
 
 
 async def file_at(git: Path, commit: str, path: str) -> str | None:
     """A file's text at a commit, or ``None``."""
-    shown = await run(_git(git, "show", f"{commit}:{path}"))
+    command = git_command(git, "cat-file", "blob", f"{commit}:{path}")
+    shown = await run(command.words, variables=command.variables)
     return None if shown.code else shown.text
-
-
-def _git(git: Path, *words: str) -> list[str]:
-    return ["git", "-c", "safe.directory=*", f"--git-dir={git}", *words]
 
 
 def _spellings(folder: Path, repo: str) -> list[Path]:

@@ -108,18 +108,19 @@ class InstanceSandbox:
         *,
         network: bool,
         setup: bool = False,
+        logins: bool = True,
         shown: Sequence[Shown] = (),
         variables: Mapping[str, str] | None = None,
         capabilities: Sequence[str] = (),
     ) -> list[str]:
         """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists. ``capabilities``: more
-        than root has in a container. ``setup``: with the user's package index, and its credentials.
+        than root has in a container. ``setup``: with the user's package index, and its ``logins``.
         """
         parts = [(room.layer / name, inside) for name, inside in PARTS.items()]
         parts = [(host, inside) for host, inside in parts if room.overlay or host.exists()]
         has_testbed = any(inside == "/testbed" for _, inside in parts)
         limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
-        settings = {**self._variables(network=network, setup=setup), **(variables or {})}
+        settings = {**self._variables(network=network, setup=setup, logins=setup and logins), **(variables or {})}
         allowed = [word for name in (*CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
         # ``localhost`` is a name that resolves without a network.
         options = [*AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
@@ -131,7 +132,7 @@ class InstanceSandbox:
             ),
             *("--bind", str(room.tmp), "/tmp"),
             *(word for host, inside in parts for word in ("--bind", str(host), inside)),
-            *self._tools(setup=setup),
+            *self._tools(setup=setup, logins=logins),
             *(word for each in shown for word in bind(each)),
             *("--clearenv", *(word for pair in settings.items() for word in ("--setenv", *pair))),
             *("--chdir", "/testbed" if has_testbed else "/", "--"),
@@ -142,13 +143,13 @@ class InstanceSandbox:
         limits, disk = self._limits, self._limits.disk if has_testbed else 0
         return Bound(processes=limits.processes, memory=limits.memory, disk=disk, folder="/testbed")
 
-    def _tools(self, *, setup: bool) -> list[str]:
+    def _tools(self, *, setup: bool, logins: bool) -> list[str]:
         folder = Path(shim.__file__).parent
         binds = [
             Shown(folder / "activate.sh", f"{CONDA}/bin/activate"),
             Shown(folder, f"{CONDA}/shim"),
             Shown(self._uv, f"{CONDA}/bin/uv"),
-            *(self._index_settings() if setup else ()),
+            *(self._index_settings(logins) if setup else ()),
         ]
         host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
         links = {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS}
@@ -160,15 +161,17 @@ class InstanceSandbox:
     def _prefixes(self) -> set[str]:
         return {os.path.realpath(prefix) for prefix in (self._interpreter.prefix, sys.base_prefix)}
 
-    def _index_settings(self) -> Iterator[Shown]:
+    def _index_settings(self, logins: bool) -> Iterator[Shown]:
         """The user's settings of the package index, and indexes that are folders."""
-        yield from (Shown(file, inside) for file, inside in package_index.files())
+        yield from (Shown(file, inside) for file, inside in package_index.files(logins=logins))
         yield from (Shown(folder, str(folder)) for folder in package_index.folders() if str(folder) != CONDA)
 
-    def _variables(self, *, network: bool, setup: bool) -> dict[str, str]:
+    def _variables(self, *, network: bool, setup: bool, logins: bool) -> dict[str, str]:
         named = {name: value for name, value in os.environ.items() if network and _NETWORK_VARIABLES.fullmatch(name)}
-        settings = {name: value for name, value in named.items() if setup or not package_index.has_login(value)}
-        settings |= package_index.variables() if setup else {}
+        settings = {
+            name: value for name, value in named.items() if (setup and logins) or not package_index.has_login(value)
+        }
+        settings |= package_index.variables(logins=logins) if setup else {}
         return {
             **settings,
             "HOME": "/root",
