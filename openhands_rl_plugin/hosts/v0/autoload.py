@@ -1,8 +1,7 @@
 """Registers ``RLAgent`` when OpenHands' agents are imported.
 
-A ``.pth`` file imports this module in every Python process, so it costs next to nothing: one entry on
-``sys.meta_path`` that waits for ``openhands.agenthub`` and then removes itself. ``OPENHANDS_RL_AUTOLOAD=0`` switches it
-off.
+A ``.pth`` file, which every Python process executes, adds one entry to ``sys.meta_path``. The entry imports this module
+when ``openhands.agenthub`` is imported, and nothing before. ``OPENHANDS_RL_AUTOLOAD=0`` switches it off.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class AgentHubWatch:
         """The real spec of ``openhands.agenthub``, whose execution is followed by the registration."""
         if name != AWAITED:
             return None
-        sys.meta_path.remove(cls)
+        sys.meta_path[:] = [each for each in sys.meta_path if getattr(each, "__name__", "") != cls.__name__]
         from importlib.machinery import PathFinder
 
         spec = PathFinder.find_spec(name, path, target)
