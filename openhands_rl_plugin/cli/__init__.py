@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 from openhands_rl_plugin.cli.options.ending import ENDING, PATIENCE
 from openhands_rl_plugin.cli.options.foreground import sayable
+from openhands_rl_plugin.cli.options.numbers import finite, whole
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, describe
+from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, UsageError, describe
 
 COMMANDS: Mapping[str, str] = {
     "adapters": "list the versions of an adapter, publish one, or roll back",
@@ -51,10 +52,7 @@ exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` 
 ``PATIENCE`` (seconds to clean up in then) and ``OWN_INTERRUPT`` (Ctrl-C does not end it).
 """
 
-_MODULES = {
-    "import": "cli.import_",
-    "list": "cli.list_",
-}
+_MODULES = {"import": "cli.import_", "list": "cli.list_"}
 FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
 
 _EPILOG = """examples:
@@ -85,10 +83,12 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the nearest option for an unknown one."""
+    """Names the nearest option for an unknown one. Numbers are finite, and whole ones have at most 63 bits."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, **settings)
+        self.register("type", int, whole)
+        self.register("type", float, finite)
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
         known, unknown = super().parse_known_args(*args, **more)
@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        super().error(sayable(message))
+        self.exit(WRONG_USAGE, f"error: {sayable(message)}; see `{self.prog} --help`\n")
 
 
 def program() -> int:
@@ -182,7 +182,8 @@ def _run(command: ModuleType, args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except RLError as error:
-        return _fail("\n".join(f"error: {line}" for line in str(error).splitlines()), FAILED)
+        code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
+        return _fail("\n".join(f"error: {line}" for line in str(error).splitlines()), code)
     except Exception as error:
         if os.environ.get(DEBUG):
             print(sayable(traceback.format_exc()), file=sys.stderr)

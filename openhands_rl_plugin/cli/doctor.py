@@ -15,6 +15,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console
@@ -39,6 +40,7 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.core.types import FailureKind, Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -349,8 +351,12 @@ def check_model_server(base_url: str, model: str, api_key: str | None, *, probe:
     start = "start it, for example with `openhands-rl serve`, or change [rl.serving] base_url"
     try:
         listed = listed_models(base_url, api_key, SECONDS)
+    except InfrastructureError as error:
+        # A server of this machine that nobody has started yet is no error of the file.
+        yield (warn if not probe and _is_here(base_url) else fail)(what, str(error), start)
+        return
     except RLError as error:
-        yield fail(what, str(error), start if isinstance(error, InfrastructureError) else "correct it in [rl.serving]")
+        yield fail(what, str(error), "correct it in [rl.serving]")
         return
     if listed is None:
         yield fail(what, "has no list of models", start)
@@ -391,6 +397,10 @@ def _probe(client: httpx.Client, base_url: str, model: str) -> Finding:
     return fail(what, f"an answer has no {missing}", remedy)
 
 
+def _is_here(url: str) -> bool:
+    return is_loopback(urlsplit(url).hostname or "")
+
+
 def check_environment_server(url: str) -> Finding:
     """Whether an HTTP server answers; the content is up to the environment."""
     what = f"environment server {url}"
@@ -398,7 +408,7 @@ def check_environment_server(url: str) -> Finding:
     try:
         answer = httpx.get(url, timeout=SECONDS, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return fail(what, f"no answer: {describe(error)}", remedy)
+        return (warn if _is_here(url) else fail)(what, f"no answer: {describe(error)}", remedy)
     if answer.status_code >= 500:
         return warn(what, f"answers {answer.status_code}", "look at the server's own log")
     return ok(what, f"answers ({answer.status_code})")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import checked, given_fields
 from openhands_rl_plugin.cli.options.foreground import sayable, typed
-from openhands_rl_plugin.cli.options.stored import finite
+from openhands_rl_plugin.cli.options.numbers import above_zero, finite, natural, not_negative, positive
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
 from openhands_rl_plugin.core.errors import ConfigError
@@ -98,11 +98,11 @@ def _add_agent(group: argparse._ArgumentGroup) -> None:
     option = "option of the strategy; may be repeated"
     group.add_argument("--strategy-option", action="append", default=[], metavar="NAME=JSON", help=option)
     turns = "turns of an episode (default: 50; of an environment, [rl] max_turns)"
-    group.add_argument("--max-iterations", "--max-turns", type=int, metavar="TURNS", help=turns)
+    group.add_argument("--max-iterations", "--max-turns", type=positive, metavar="TURNS", help=turns)
     prompt = "tokens of the longest prompt of an environment's episode (default: [rl] max_prompt_length)"
-    group.add_argument("--max-prompt-length", type=int, metavar="TOKENS", help=prompt)
+    group.add_argument("--max-prompt-length", type=positive, metavar="TOKENS", help=prompt)
     observed = "tokens of an observation (default: [rl] max_obs_length, or the model's max_message_chars)"
-    group.add_argument("--max-obs-length", type=int, metavar="TOKENS", help=observed)
+    group.add_argument("--max-obs-length", type=positive, metavar="TOKENS", help=observed)
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -113,29 +113,29 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-model", metavar="NAME", help=base)
     group.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, up to and including /v1")
     group.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key")
-    group.add_argument("--temperature", type=float, metavar="TEMPERATURE", help="sampling temperature of all runs")
+    group.add_argument("--temperature", type=not_negative, metavar="TEMPERATURE", help="temperature of all runs")
     group.add_argument("--temperatures", metavar="LIST", help="of run 0, run 1, ...; the last one is repeated")
-    group.add_argument("--top-p", type=float, metavar="PROBABILITY", help="nucleus sampling: probability mass, up to 1")
-    group.add_argument("--max-output-tokens", type=int, metavar="TOKENS", help=_ANSWER)
+    group.add_argument("--top-p", type=above_zero, metavar="PROBABILITY", help="probability mass of nucleus sampling")
+    group.add_argument("--max-output-tokens", type=positive, metavar="TOKENS", help=_ANSWER)
     native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
     group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
     ids = "record token ids, for training (default: of RLAgent, where the server reports them)"
     group.add_argument("--token-ids", action=argparse.BooleanOptionalAction, help=ids)
-    group.add_argument("--input-cost-per-token", type=float, metavar="USD", help="price of a prompt token")
-    group.add_argument("--output-cost-per-token", type=float, metavar="USD", help="price of a sampled token")
+    group.add_argument("--input-cost-per-token", type=not_negative, metavar="USD", help="price of a prompt token")
+    group.add_argument("--output-cost-per-token", type=not_negative, metavar="USD", help="price of a sampled token")
 
 
 def _add_runs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--runs", type=int, default=1, metavar="RUNS", help="runs over all tasks")
+    group.add_argument("--runs", type=positive, default=1, metavar="RUNS", help="runs over all tasks")
     group.add_argument("--seed", type=int, default=0, metavar="SEED", help="sampling seed")
     group.add_argument("--shuffle", type=int, metavar="SEED", help="play the tasks in random order")
     at_a_time = "episodes at a time (default: 1; of an environment, [rl] max_workers)"
-    group.add_argument("--workers", type=int, metavar="EPISODES", help=at_a_time)
+    group.add_argument("--workers", type=positive, metavar="EPISODES", help=at_a_time)
     success = "least return of a resolved task of an environment (default: [rl.reward] threshold, else its own)"
     group.add_argument("--success-at", type=finite, metavar="RETURN", help=success)
     add_bounds(group)
     retries = "retries of an episode after an infrastructure failure"
-    group.add_argument("--retries", type=int, default=2, metavar="RETRIES", help=retries)
+    group.add_argument("--retries", type=natural, default=2, metavar="RETRIES", help=retries)
     failed = "play episodes again that ended with an infrastructure failure"
     group.add_argument("--retry-failed", action="store_true", help=failed)
     add_repositories(group)

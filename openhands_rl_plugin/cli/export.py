@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.stored import add_filters, filter_of, positive
+from openhands_rl_plugin.cli.options.numbers import positive
+from openhands_rl_plugin.cli.options.stored import add_filters, filter_of
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter

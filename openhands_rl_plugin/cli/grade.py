@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.stored import positive
+from openhands_rl_plugin.cli.options.numbers import positive
 from openhands_rl_plugin.cli.options.suites import add_repositories, open_backend
 from openhands_rl_plugin.core.errors import ConfigError
 
@@ -49,11 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repositories(parser)
     parser.add_argument("--workers", type=positive, default=1, metavar="INSTANCES", help="instances graded at a time")
     parser.add_argument(
-        "--timeout",
-        type=positive,
-        default=1800,
-        metavar="SECONDS",
-        help="for the tests of one instance",
+        "--timeout", type=positive, default=1800, metavar="SECONDS", help="for the tests of one instance"
     )
     parser.add_argument(
         "--run-id",

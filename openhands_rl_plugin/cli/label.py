@@ -8,14 +8,8 @@ from collections.abc import AsyncIterator, Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.stored import (
-    add_filters,
-    add_store,
-    author,
-    filter_of,
-    finite,
-    positive,
-)
+from openhands_rl_plugin.cli.options.numbers import finite, positive
+from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import asked_in_common, labels_of, newest_outcome, preferences, standing
@@ -262,7 +256,7 @@ async def _take_back(args: argparse.Namespace, storage: TrajectoryStorage) -> in
 
 # --- pairs
 
-_ASK = "which is better? [1], [2], [=] alike, [s]kip, [u]ndo, [q]uit: "
+_ASK_OF_TWO = "which is better? [1], [2], [=] alike, [s]kip, [u]ndo, [q]uit: "
 
 
 async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
@@ -285,7 +279,7 @@ async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
         show_task(out, both[0])
         for side, trajectory in enumerate(both, 1):
             show(out, trajectory, args.actions, f"pair {at + 1} of {len(pairs)}: {side}")
-        if (said := asked(_ASK, ("1", "2", "=", "s", "u"))) is None:
+        if (said := asked(_ASK_OF_TWO, ("1", "2", "=", "s", "u"))) is None:
             break
         word, note = said
         first, second = (trajectory.id for trajectory in both)

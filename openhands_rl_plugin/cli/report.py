@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.stored import finite
+from openhands_rl_plugin.cli.options.numbers import finite
 from openhands_rl_plugin.cli.options.stores import STORE_HELP
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.stored import positive
+from openhands_rl_plugin.cli.options.numbers import above_zero, positive
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("file", metavar="FILE", help=what_file)
     check.add_argument("--repeats", type=positive, default=2, metavar="RUNS", help="test runs of each task")
     check.add_argument("--workers", type=positive, default=2, metavar="TASKS", help="tasks checked at a time")
-    check.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one test run")
+    check.add_argument("--timeout", type=above_zero, default=600.0, metavar="SECONDS", help="for one test run")
     check.add_argument(
         "--results", type=Path, metavar="FILE", help="a policy's results: JSON, task id -> share of solved episodes"
     )
@@ -55,10 +55,7 @@ def _add_make(make: argparse.ArgumentParser) -> None:
     make.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
     make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     make.add_argument(
-        "--per-package",
-        type=positive,
-        metavar="TASKS",
-        help="tasks wanted per package (default: 4, or the plan's)",
+        "--per-package", type=positive, metavar="TASKS", help="tasks wanted per package (default: 4, or the plan's)"
     )
     make.add_argument("--seed", type=int, metavar="S", help="seed of the choice of bugs (default: 1, or the plan's)")
     make.add_argument("--python", metavar="VERSION", help="Python version of the tests (default: 3.12, or the plan's)")
@@ -69,7 +66,7 @@ def _add_make(make: argparse.ArgumentParser) -> None:
         metavar="REQ",
         help="also install this for the tests; may be repeated",
     )
-    make.add_argument("--timeout", type=float, metavar="SECONDS", help="for one run of the tests (default: 60)")
+    make.add_argument("--timeout", type=above_zero, metavar="SECONDS", help="for one run of the tests (default: 60)")
     make.add_argument("--only", action="append", metavar="NAME", help="only this package of the plan; may be repeated")
     _add_cache(make)
 

@@ -28,7 +28,7 @@ from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, TrainingError
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, TrainingError, UsageError
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -132,6 +132,17 @@ VERIFIER_TRAINING = TrainingSettings(
 """Those of SWE-Gym's verifier of 32B, which also had batches of 8: the defaults of --verifier without --config."""
 
 
+def _check_targets(model: Path, settings: TrainingSettings) -> None:
+    """Raise ``UsageError`` where the model in a folder has no such layers."""
+    from openhands_rl_plugin.training.trainer.memory_estimate import model_size
+
+    try:
+        if (model / "config.json").is_file():
+            model_size(model, settings)
+    except TrainingError as error:
+        raise UsageError(f"--target-modules: {error}") from error
+
+
 class TrainingRun:
     """One ``openhands-rl train``, in one of its processes."""
 
@@ -143,6 +154,8 @@ class TrainingRun:
         self._ranks = ranks
         self._leads = ranks is None or ranks.rank == 0
         self._training = settings_from(args, config.training)
+        if "target_modules" in given_fields(args, TrainingSettings):
+            _check_targets(args.model, self._training)
         self._name = check_name(args.adapter)
         self._where = filter_of(args).model_copy(update={"adapter": None})
         self._adapters = AdapterStore(args.adapters)

@@ -27,6 +27,10 @@ class ConfigError(RLError):
     """The configuration is wrong: an unknown key, a bad value, or a name that no plugin answers to."""
 
 
+class UsageError(ConfigError):
+    """The value of an option of the command line is wrong."""
+
+
 class MissingExtraError(RLError):
     """Optional dependencies are not installed: ``package`` may be several, ``extra`` too, with commas."""
 

@@ -184,8 +184,13 @@ async def opinions_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str])
     return found
 
 
+FOLDER = "folder_digest"
+"""In the data of a task in a workspace: the same only for the same text in the same folder."""
+
+
 def asked_in_common(task: Task) -> tuple[str, str, str]:
     """What attempts at one task have in common, and others have not."""
-    # The task of a session is named after the session: what it was asked is what it has in common with others.
-    name = task.id if pays_rewards(task.environment, {}) or not task.instruction else ""
+    # The task of a session may be named after the session: what it was asked, and where, is what it has in common.
+    own = pays_rewards(task.environment, {}) or not task.instruction
+    name = task.id if own else str(task.data.get(FOLDER, ""))
     return task.environment, name, task.instruction

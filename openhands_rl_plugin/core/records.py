@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from enum import StrEnum
 from typing import Self
@@ -297,7 +298,7 @@ class TrajectoryFilter(Frozen):
     split: str | None = None
     strategy: str | None = None
     adapter: str | None = None
-    policy_version: int | None = None
+    policy_version: int | None = Field(default=None, le=sys.maxsize)
     stop: StopReason | None = None
     failed: bool | None = None
     failure_kind: FailureKind | None = None
@@ -310,8 +311,8 @@ class TrajectoryFilter(Frozen):
     sort: TrajectoryOrder = TrajectoryOrder.STORED
     descending: bool = False
     after: str | None = None
-    offset: int = Field(default=0, ge=0)
-    limit: int | None = Field(default=None, ge=0)
+    offset: int = Field(default=0, ge=0, le=sys.maxsize)
+    limit: int | None = Field(default=None, ge=0, le=sys.maxsize)
 
     def only_measures(self, split: str) -> bool:
         """Whether this filter's matches of ``split`` must not be trained on."""

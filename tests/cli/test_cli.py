@@ -49,7 +49,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("words", [[], ["config"], ["config", "chekc"], ["env", "atari"]])
 def test_wrong_usage_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
-    assert capsys.readouterr().err.startswith("usage: openhands-rl")
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,26 @@ def test_config_check_prints_what_it_read_as_toml(capsys: pytest.CaptureFixture[
 
 
 def test_serve_names_the_option_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--model", "x", "--port", "99999"]) == 1
+    assert cli.main(["serve", "--model", "x", "--port", "99999"]) == 2
     assert capsys.readouterr().err == "error: --port: must be less than or equal to 65535, got '99999'\n"
     assert cli.main(["serve"]) == 2
 
 
+def test_serve_on_a_device_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch, tiny_model = pytest.importorskip("torch"), pytest.importorskip("tiny_model")
+    model = str(tiny_model.write_model(tmp_path / "model"))
+    wrong = {"gpu": "'gpu' is no device of PyTorch; use auto, cpu or cuda"}
+    if not torch.cuda.is_available():
+        wrong["cuda"] = "PyTorch finds no GPU for 'cuda'; leave the option out, or use cpu"
+    for device, said in wrong.items():
+        capsys.readouterr()
+        assert cli.main(["serve", "--model", model, "--port", "0", "--device", device]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == f"error: --device: {said}"
+
+
 @pytest.mark.parametrize("words", [["--products", "0"], ["--port", "70000"], ["--results-per-page", "0"]])
 def test_an_impossible_shop_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["env", "webshop", *words]) == 1
+    assert cli.main(["env", "webshop", *words]) in (1, 2)
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -114,7 +114,9 @@ def test_episodes_are_labelled_one_after_another_and_each_once(
     before = rewards(store, capsys)
     assert label(store, "y tests pass\nq\n", monkeypatch) == 0
     said = capsys.readouterr().out
-    assert "Mend the parser." in said and "+line 0" in said and "assistant: !" in said and "1 labelled" in said
+    assert "Mend the parser." in said and "+line 0" in said and "assistant: !" in said
+    assert said.count("solved? [y]es, [n]o, a number") == 2 and "which is better" not in said
+    assert "1 labelled" in said
     assert label(store, "maybe\ns\n0.25\n", monkeypatch) == 0, "the end of the input quits"
     said = capsys.readouterr().out
     assert "'maybe' is none of y, n, s, u, m, q or a number" in said and "+line 0" not in said and "1 labelled" in said
@@ -228,6 +230,7 @@ def test_attempts_at_one_task_are_compared_and_each_pair_once(
 ) -> None:
     assert label(store, "1 shorter\n=\nu\n3\n2\nq\n", monkeypatch, "--pairs") == 0
     said = capsys.readouterr().out
+    assert "which is better? [1], [2], [=] alike" in said and "solved?" not in said
     assert "pair 3 of 3" in said and "policy" not in said and "'3' is none of 1, 2, =, s, u, q" in said
     assert "taken back: preference 0.5" in said and "2 compared" in said
     found = preferences(read(store)[1])

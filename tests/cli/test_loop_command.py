@@ -289,11 +289,7 @@ WRONG = [
     (["--model", "MODEL", "--kind", "asynchronous"], "", "--kind: must be 'sync' or 'async'"),
     (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "temperature = 0: greedy answers have no probability"),
     (["--model", "MODEL"], "[rl.sampling]\ntop_p = 0.9", "[rl.sampling] top_p = 0.9: answers would not be"),
-    (
-        ["--model", "MODEL"],
-        "[rl.strategy]\nsampling = {top_k = 20}",
-        "[rl.strategy] sampling.top_k = 20: ",
-    ),
+    (["--model", "MODEL"], "[rl.strategy]\nsampling = {top_k = 20}", "[rl.strategy] sampling.top_k = 20: "),
     (
         ["--model", "MODEL"],
         '[extended.rl]\nrollout_strategy = "MCTS"\n[extended.rl.strategy]\nsampling = {min_p = 0.1}',
@@ -324,7 +320,7 @@ def test_wrong_input_is_one_line(
     config = tmp_path / "config.toml"
     config.write_text(f"[rl]\nreact_format = false\n[rl.loop]\nheld_out = 2\n{more}\n")
     given = [str(talker) if word == "MODEL" else word for word in options]
-    assert cli.main([*words(config), *given]) == 1
+    assert cli.main([*words(config), *given]) in (1, 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and says in line
     assert not (tmp_path / "run").exists()

@@ -40,11 +40,7 @@ def studio_beside(
 
 
 def _begun(
-    opened: ExitStack,
-    directory: Path,
-    storage: Callable[[], TrajectoryStorage],
-    adapters: Path,
-    tokenizer: Path | None,
+    opened: ExitStack, directory: Path, storage: Callable[[], TrajectoryStorage], adapters: Path, tokenizer: Path | None
 ) -> str:
     known = tokenizer is not None and (tokenizer / "tokenizer.json").is_file()
     name = sayable(directory.name) or "run"

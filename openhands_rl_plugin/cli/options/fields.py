@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from openhands_rl_plugin.config.fields import Settings
-from openhands_rl_plugin.core.errors import ConfigError, problems
+from openhands_rl_plugin.core.errors import UsageError, problems
 
 _METAVARS = {
     "url": "URL",
@@ -106,24 +106,24 @@ def given_fields(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, 
 
 
 def read_fields[M: BaseModel](args: argparse.Namespace, model: type[M], defaults: Mapping[str, object] = {}) -> M:
-    """``defaults`` with what the options change. Raises ``ConfigError`` that names the wrong options."""
+    """``defaults`` with what the options change. Raises ``UsageError`` that names the wrong options."""
     return checked(model, {**defaults, **given_fields(args, model)})
 
 
 def settings_from[M: BaseModel](args: argparse.Namespace, base: M) -> M:
-    """``base`` with what the options change. Raises ``ConfigError`` that names the wrong options."""
+    """``base`` with what the options change. Raises ``UsageError`` that names the wrong options."""
     return read_fields(args, type(base), base.model_dump())
 
 
 def checked[M: BaseModel](model: type[M], values: Mapping[str, object], names: Mapping[str, str] = {}) -> M:
-    """``model`` of ``values``; ``names``: the options of fields that are called otherwise. Raises ``ConfigError``."""
+    """``model`` of ``values``; ``names``: the options of fields that are called otherwise. Raises ``UsageError``."""
     try:
         # Not strictly: options are text.
         return model.model_validate(values, strict=False)
     except ValidationError as error:
         found = problems(error, model)
         lines = (f"{names.get(at[-1], option_of(at[-1]))}: {what}" if at else what for at, what in found)
-        raise ConfigError("\n".join(lines)) from error
+        raise UsageError("\n".join(lines)) from error
 
 
 def option_of(name: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import getpass
 import json
-import math
 from datetime import datetime
 
+from openhands_rl_plugin.cli.options.numbers import finite, natural
 from openhands_rl_plugin.cli.options.stores import STORE_HELP
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import SEARCHED, TrajectoryFilter
@@ -39,7 +39,7 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--split", metavar="NAME", help="episodes of tasks of this split, such as train or heldout")
     group.add_argument("--strategy", metavar="NAME", help="episodes of this rollout strategy, such as ReAct")
     group.add_argument("--adapter", metavar="NAME", help="sampled from a version of this adapter")
-    group.add_argument("--policy-version", type=int, metavar="VERSION", help="sampled from this version number")
+    group.add_argument("--policy-version", type=natural, metavar="VERSION", help="sampled from this version number")
     group.add_argument("--stop", choices=[each.value for each in StopReason], help="why the episode ended")
     group.add_argument(
         "--failed", action=argparse.BooleanOptionalAction, help="only failed episodes, or only those without failure"
@@ -105,31 +105,6 @@ def author() -> str:
         return getpass.getuser()
     except (OSError, KeyError):
         return ""
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1, as an option's type."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def natural(text: str) -> int:
-    """A whole number of at least 0, as an option's type."""
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return number
-
-
-def finite(text: str) -> float:
-    """Any number but NaN and infinity, as an option's type."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
-    return number
 
 
 def json_object(text: str) -> JsonObject:

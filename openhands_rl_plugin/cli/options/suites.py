@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.options.numbers import above_zero, natural, positive
+
 if TYPE_CHECKING:
     from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 
@@ -15,21 +17,23 @@ if TYPE_CHECKING:
 def add_tasks(group: argparse._ActionsContainer) -> None:
     """Which tasks of the suite."""
     group.add_argument("--dataset-file", type=Path, metavar="FILE", help="the suite's rows: .jsonl, .json or .parquet")
-    group.add_argument("--tasks", type=int, metavar="TASKS", help="number of tasks of an environment (from task 0 on)")
+    group.add_argument("--tasks", type=positive, metavar="TASKS", help="tasks of an environment, from task 0 on")
     group.add_argument("--include", nargs="+", default=[], metavar="ID", help="only these ids or patterns ('psf__*')")
     group.add_argument("--exclude", nargs="+", default=[], metavar="ID", help="all but these ids or patterns")
-    group.add_argument("--limit", type=int, metavar="TASKS", help="use at most so many tasks")
+    group.add_argument("--limit", type=positive, metavar="TASKS", help="use at most so many tasks")
 
 
 def add_bounds(group: argparse._ActionsContainer) -> None:
     """Processes and times."""
     played = "processes that play the episodes (0: this one only)"
-    group.add_argument("--processes", type=int, metavar="PROCESSES", help=played)
-    group.add_argument("--graders", type=int, metavar="PATCHES", help="patches tested at a time (default: one per CPU)")
+    group.add_argument("--processes", type=natural, metavar="PROCESSES", help=played)
+    group.add_argument(
+        "--graders", type=positive, metavar="PATCHES", help="patches tested at a time (default: each CPU)"
+    )
     for option, kind, seconds, what in (
-        ("--timeout", float, 7200.0, "an episode"),
-        ("--test-timeout", float, 1800.0, "a patch's tests"),
-        ("--command-timeout", int, 300, "one command of the agent"),
+        ("--timeout", above_zero, 7200.0, "an episode"),
+        ("--test-timeout", above_zero, 1800.0, "a patch's tests"),
+        ("--command-timeout", positive, 300, "one command of the agent"),
     ):
         text = f"seconds for {what}"
         group.add_argument(option, type=kind, default=seconds, metavar="SECONDS", help=text)
@@ -56,12 +60,7 @@ async def open_backend(
     from openhands_rl_plugin.evals.runs.backends import make_backend
 
     backend = make_backend(
-        args.backend,
-        mirror=args.mirror,
-        cache=args.cache,
-        network=network,
-        instances=instances,
-        images=args.images,
+        args.backend, mirror=args.mirror, cache=args.cache, network=network, instances=instances, images=args.images
     )
     try:
         yield backend

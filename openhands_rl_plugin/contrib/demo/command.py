@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
 from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.cli.options.foreground import silence_libraries, typed
+from openhands_rl_plugin.cli.options.numbers import natural, positive
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.tasks.packages import package_name
 from openhands_rl_plugin.models.generator.threads import prepare_threads
@@ -60,12 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of tasks, sampling and weights")
     parser.add_argument("--tiny", action="store_true", help=_TINY)
     parser.add_argument("--fresh", action="store_true", help="delete the files of an earlier run in the folder")
-    parser.add_argument("--iterations", type=int, metavar="ITERATIONS", help="iterations of roll out, train and reload")
-    parser.add_argument("--held-out", type=int, metavar="TASKS", help="tasks in each evaluation")
+    parser.add_argument("--iterations", type=positive, metavar="ITERATIONS", help="roll out, train, reload so often")
+    parser.add_argument("--held-out", type=positive, metavar="TASKS", help="tasks in each evaluation")
     kinds = "async: rollouts continue while the policy is trained"
     parser.add_argument("--loop", choices=["sync", "async"], default="sync", help=kinds)
     staleness = "async: versions that a rollout may be behind"
-    parser.add_argument("--max-staleness", type=int, default=1, metavar="VERSIONS", help=staleness)
+    parser.add_argument("--max-staleness", type=natural, default=1, metavar="VERSIONS", help=staleness)
     partial = "async: running episodes finish on their version, or continue on the newest"
     parser.add_argument("--partial-rollouts", choices=["finish", "continue"], default="finish", help=partial)
     parser.add_argument("--model", type=Path, metavar="DIR", help="another Hugging Face chat model to start from")

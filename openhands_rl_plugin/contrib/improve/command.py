@@ -15,8 +15,8 @@ from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import checked
 from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
 from openhands_rl_plugin.cli.options.jobs import loop_job
+from openhands_rl_plugin.cli.options.numbers import above_zero, natural, positive
 from openhands_rl_plugin.cli.options.serving import served_policy
-from openhands_rl_plugin.cli.options.stored import positive
 from openhands_rl_plugin.cli.options.weights import given_weights
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
@@ -77,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loop.add_argument("--samples-per-task", type=positive, metavar="EPISODES", help="episodes per task (default: 8)")
     loop.add_argument("--workers", type=positive, metavar="EPISODES", help="episodes at a time (default: 4)")
     processes = "processes that play the episodes (0: this one only)"
-    loop.add_argument("--processes", type=int, metavar="PROCESSES", help=processes)
+    loop.add_argument("--processes", type=natural, metavar="PROCESSES", help=processes)
     seconds = "seconds for an episode"
-    loop.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help=seconds)
+    loop.add_argument("--timeout", type=above_zero, default=1800.0, metavar="SECONDS", help=seconds)
     native = "tool calls by the server's API, or in the text (default: as context and chat template allow)"
     loop.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
 
@@ -92,7 +92,9 @@ def _add_tasks(group: argparse._ArgumentGroup) -> None:
     also = "also install this for the tests; may be repeated"
     group.add_argument("--with", dest="requirements", action="append", default=[], metavar="REQ", help=also)
     group.add_argument("--python", default="3.12", metavar="VERSION", help="Python version of the tests")
-    group.add_argument("--test-timeout", type=float, default=60.0, metavar="SECONDS", help="for one run of the tests")
+    group.add_argument(
+        "--test-timeout", type=above_zero, default=60.0, metavar="SECONDS", help="for a run of the tests"
+    )
     seed = "seed of the choice of bugs and of the split"
     group.add_argument("--seed", type=int, default=1, metavar="SEED", help=seed)
     text = "folder for Python environments (default: in the user's cache folder)"

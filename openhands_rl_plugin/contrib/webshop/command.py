@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
+from openhands_rl_plugin.cli.options.numbers import natural, positive
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers import API_KEY, required_key
 
@@ -23,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("environment", choices=["webshop"], help="the environment")
     host = "address to listen on; any but loopback needs a key"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
-    parser.add_argument("--port", type=int, default=8000, metavar="PORT", help="port; 0 takes a free one")
+    parser.add_argument("--port", type=natural, default=8000, metavar="PORT", help="port; 0 takes a free one")
     key = "environment variable with the key that clients must send; unset: no key is required"
     parser.add_argument("--api-key-env", default=API_KEY, metavar="VARIABLE", help=key)
     add_access_log(parser)
-    parser.add_argument("--products", type=int, default=1000, metavar="PRODUCTS", help="size of the catalogue")
+    parser.add_argument("--products", type=positive, default=1000, metavar="PRODUCTS", help="size of the catalogue")
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of catalogue and goals")
-    parser.add_argument("--results-per-page", type=int, default=10, metavar="RESULTS", help="results on a page")
+    parser.add_argument("--results-per-page", type=positive, default=10, metavar="RESULTS", help="results on a page")
     text = "separator of a page's texts: WebShop's ' [SEP] ', or a newline, which costs fewer tokens"
     parser.add_argument("--separator", choices=sorted(SEPARATORS), default="sep", help=text)
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
+from openhands_rl_plugin.core.errors import UsageError
 from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, KVCache, StepPlan, StepRow
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
@@ -50,7 +51,7 @@ class ServedModel:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.name = config.model
-        self.device = torch.device(_pick_device(config.device))
+        self.device = _pick_device(config.device)
         self.dtype = _pick_dtype(config.dtype, self.device)
         self.tokenizer, self.model = _load(str(directory or config.model), self.dtype, self.device)
         self.directory = directory or _directory_of(config.model)
@@ -195,10 +196,16 @@ def _segments(rows: Sequence[StepRow]) -> tuple[LoRASegment, ...]:
     return tuple(segments)
 
 
-def _pick_device(device: str) -> str:
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _pick_device(device: str) -> torch.device:
+    """Raises ``UsageError`` for a device that is not here."""
+    gpu = torch.cuda.is_available()
+    try:
+        picked = torch.device(device if device != "auto" else "cuda" if gpu else "cpu")
+    except RuntimeError as error:
+        raise UsageError(f"--device: {device!r} is no device of PyTorch; use auto, cpu or cuda") from error
+    if picked.type == "cuda" and not gpu:
+        raise UsageError(f"--device: PyTorch finds no GPU for {device!r}; leave the option out, or use cpu")
+    return picked
 
 
 def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype:

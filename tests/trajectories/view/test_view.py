@@ -204,7 +204,17 @@ def test_a_wrong_store_or_id_is_one_line(
     assert list(empty.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [["--since", "noon"], ["--min-reward", "much"], ["--limit", "0"], ["--stop", "soon"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--since", "noon"],
+        ["--min-reward", "much"],
+        ["--limit", "0"],
+        ["--limit", "9" * 20],
+        ["--offset", "9" * 20],
+        ["--stop", "soon"],
+    ],
+)
 def test_a_wrong_option_is_wrong_usage(words: list[str], store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", str(store), *words]) == 2
     assert words[0] in capsys.readouterr().err
