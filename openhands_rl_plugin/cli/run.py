@@ -13,6 +13,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
+from openhands_rl_plugin.cli.options.numbers import positive
 from openhands_rl_plugin.config.work import WorkOptions, work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import visible
@@ -20,6 +21,7 @@ from openhands_rl_plugin.core.messages import visible
 EPILOG = """examples:
   openhands-rl run -t "Make the failing test pass" --model policy --base-url http://127.0.0.1:8100/v1
   openhands-rl run -t "Make the failing test pass" --workspace ./my-repository --config config.toml
+  openhands-rl run -t "Make the failing test pass" --attempts 4 --config config.toml --store ./trajectories
   openhands-rl run -f task.md --strategy BestOfN --max-turns 30 --store ./trajectories
   echo "Say what this code does" | openhands-rl run -f -
   openhands-rl run --base-url http://127.0.0.1:8100/v1 --store ./trajectories -- python my_agent.py
@@ -48,12 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder that the agent works in (default: this one)",
     )
+    parser.add_argument("--create", action="store_true", help="make the folder of --workspace where there is none")
+    several = "roll out the task so many times, each in a copy of the folder: a group that can be trained on"
+    parser.add_argument("--attempts", type=positive, default=1, metavar="COUNT", help=several)
     add_fields(parser, WorkOptions, lists="commas")
     parser.add_argument("agent", nargs="*", metavar="-- COMMAND", help="run this command instead, and record it")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Roll out the task; exit code 1 where the agent did not finish, 130 after Ctrl-C. Of a command: its exit code.
+    """Roll out the task; exit code 1 where an attempt failed, 130 after Ctrl-C. Of a command: its exit code.
 
     Raises ``ConfigError``.
     """
@@ -61,11 +66,20 @@ def run(args: argparse.Namespace) -> int:
     given = args.task is not None or args.file is not None
     if given == bool(args.agent):
         raise ConfigError("give either a task (-t TEXT, -f FILE) or a command after --")
+    if not args.workspace.is_dir():
+        if not args.create:
+            raise ConfigError(f"--workspace: there is no folder {args.workspace}; --create makes it")
+        try:
+            args.workspace.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"--workspace: {args.workspace} cannot be made: {error.strerror}") from error
     if args.agent:
+        if args.attempts > 1:
+            raise ConfigError("--attempts: of a task; a command is run again by the same line again")
         return ENDING.run(_run_command(args.agent, args.workspace, options))
     from openhands_rl_plugin.hosts.local import run_task
 
-    return run_task(_task(args), args.workspace, options, _show)
+    return run_task(_task(args), args.workspace, options, _show, attempts=args.attempts)
 
 
 def _task(args: argparse.Namespace) -> str:

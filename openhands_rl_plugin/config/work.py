@@ -19,6 +19,8 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 
 DEFAULT_FILE = Path("config.toml")
+NO_KEY = "none"
+"""Given to a server that asks for no key, because clients refuse an empty one."""
 
 # For work on a repository, where no file says anything else.
 _LIMITS: JsonObject = {"max_turns": 50, "max_response_length": 4096, "max_obs_length": 8192}
@@ -97,7 +99,7 @@ def _llm_with(options: WorkOptions, llm: JsonObject, environ: Mapping[str, str])
             raise ConfigError(f"--api-key-env: the environment variable {options.api_key_env} is not set")
         changed["api_key"] = key
     if changed.get("base_url") and not changed.get("api_key"):
-        changed["api_key"] = "none"
+        changed["api_key"] = NO_KEY
     return changed
 
 

@@ -5,21 +5,27 @@ Importing it does not import OpenHands.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import tomllib
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import read_document, starting_config, toml_of
-from openhands_rl_plugin.config.work import OwnWork, WorkOptions, work_of
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
+from openhands_rl_plugin.config.work import NO_KEY, OwnWork, WorkOptions, work_of
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import EpisodeRequest, Score, Trajectory
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.options import HostOptions, check_isolation, check_prompt
 from openhands_rl_plugin.hosts.shared.session_runner import EnvironmentSessions
@@ -66,32 +72,81 @@ def local_runner(
     return ConversationRunner(settings, options, storage=storage)
 
 
-def run_task(task: str, workspace: Path, options: WorkOptions, show: Callable[[str], None]) -> int:
-    """Play one task in a folder and say what was recorded; the exit code. ``show`` prints a line.
+def run_task(
+    task: str, workspace: Path, options: WorkOptions, show: Callable[[str], None], *, attempts: int = 1
+) -> int:
+    """Roll out one task in a folder, and print what was recorded. ``show`` prints a line.
 
-    Raises ``ConfigError`` for settings that cannot be used and a folder that cannot be made.
+    Several attempts are a group: each has a copy of the folder, ``FOLDER-attempt-1`` and so on beside it. Returns 0,
+    1 where an attempt failed or was not recorded, 130 after Ctrl-C. Raises ``RLError`` before the host starts for
+    settings that cannot be used, a model server that is away or does not serve the model, and a strategy that cannot
+    search here.
     """
     work = work_of(options)
     host = host_of(work.settings)
-    try:
-        workspace.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--workspace: {workspace} cannot be made: {error.strerror}") from error
-    if host == "v0":
-        return _run_main(task, workspace.resolve(), work)
-    for name, value in {**_QUIET, "LOG_LEVEL": "WARNING"}.items():
+    for name, value in {**_QUIET, **({"LOG_LEVEL": "WARNING"} if host == "v1" else {})}.items():
         os.environ.setdefault(name, value)
-    from openhands_rl_plugin.hosts.v1.task import run_task as run_in_sdk
+    from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt, check_workspace_strategy
+    from openhands_rl_plugin.hosts.shared.standalone_run import RUN_VARIABLE, OwnRun, group_summary, run_summary
 
-    return run_in_sdk(task, workspace.resolve(), work, show)
+    FirstPrompt(work.settings, work.llm).check_server()
+    check_workspace_strategy(work.settings)
+    workspace = workspace.resolve()
+    folders = [workspace] if attempts == 1 else _copies(workspace, work.settings, attempts)
+    run, codes = OwnRun(run_id=f"run-{uuid.uuid4().hex}", workspace=str(workspace)), list[int]()
+    for sample, folder in enumerate(folders):
+        if attempts > 1:
+            show(f"attempt {sample + 1} of {attempts}, in {folder}")
+        os.environ[RUN_VARIABLE] = run.model_copy(update={"sample": sample}).model_dump_json()
+        if host == "v0":
+            codes.append(_run_main(task, folder, work))
+        else:
+            from openhands_rl_plugin.hosts.v1.task import run_task as run_in_sdk
+
+            codes.append(run_in_sdk(task, folder, work, show))
+        os.environ.pop(RUN_VARIABLE, None)
+        if codes[-1] == _INTERRUPTED:
+            break
+    recorded = background().wait_for(_recorded(work.settings, run.run_id))
+    for trajectory, scores in recorded if host == "v1" else ():
+        show(run_summary(trajectory, scores, work.settings))
+    if attempts > 1:
+        show(group_summary(recorded, work.settings))
+    if _INTERRUPTED in codes:
+        return _INTERRUPTED
+    failed = any(trajectory.failure is not None for trajectory, _ in recorded)
+    if not any(codes) and len(recorded) < attempts:
+        show("not recorded: the log of the host says why")
+    return int(failed or any(codes) or len(recorded) < attempts)
+
+
+def _copies(workspace: Path, settings: RLSettings, attempts: int) -> list[Path]:
+    """A new copy of the folder for each attempt, without a store that lies in it."""
+    free = (workspace.with_name(f"{workspace.name}-attempt-{number}") for number in itertools.count(1))
+    made = list(itertools.islice((folder for folder in free if not folder.exists()), attempts))
+    store = settings.storage.directory.resolve() if settings.storage_backend == "file" else workspace
+    own = frozenset({store.relative_to(workspace).parts[0]}) if workspace in store.parents else frozenset[str]()
+    limits = ForkLimits(size=sys.maxsize, files=sys.maxsize, seconds=600.0)
+    for folder in made:
+        copy_tree(workspace, folder, limits=limits, stop=threading.Event(), leave_out=own)
+    return made
+
+
+async def _recorded(settings: RLSettings, group: str) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+    storage = open_storage(settings)
+    try:
+        return [each async for each in storage.find(TrajectoryFilter(group_id=group, finished=None))]
+    finally:
+        await storage.close()
 
 
 def _run_main(task: str, workspace: Path, work: OwnWork) -> int:
     """``python -m openhands.core.main``, in a process of its own."""
-    environ = {**_QUIET, **os.environ, "LLM_MODEL": str(work.llm["model"])}
+    environ = {**os.environ, "LLM_MODEL": str(work.llm["model"])}
     for name, variable in (("base_url", "LLM_BASE_URL"), ("api_key", "LLM_API_KEY")):
-        if work.llm.get(name):
-            environ[variable] = str(work.llm[name])
+        # OpenHands takes the value of such a variable out of all that it logs: the word for no key is none.
+        if (given := work.llm.get(name)) and given != NO_KEY:
+            environ[variable] = str(given)
     with tempfile.TemporaryDirectory(prefix="openhands-rl-") as folder:
         file = Path(folder) / "config.toml"
         file.write_text(toml_of(_main_document(work, workspace)), encoding="utf-8")
@@ -118,6 +173,8 @@ def _main_document(work: OwnWork, workspace: Path) -> dict[str, object]:
         own.pop("rl", None)
         agents["RLAgent"] = own
     llm.pop("api_key", None)
+    if work.llm.get("api_key") == NO_KEY:
+        llm["api_key"] = NO_KEY
     core.setdefault("runtime", _WORKSPACE_RUNTIME)
     core["workspace_base"] = str(workspace)
     return {**document, "core": core, "llm": llm, "agent": agents, "extended": extended, "rl": work.rl}

@@ -115,15 +115,27 @@ def test_a_key_is_read_from_the_environment_and_never_among_the_settings(file: P
         (["run", "--", "true"], "error: which model server? give --base-url URL"),
         (["run", "--strategy", "MCTS", "--", "true"], "error: --strategy and --max-turns: a command decides"),
         ([*COMMAND, "--", "./absent"], "error: ./absent cannot be started in .: No such file or directory"),
+        ([*COMMAND, "--workspace", "./typo", "--", "true"], "error: --workspace: there is no folder typo; --create"),
+        ([*COMMAND, "--attempts", "2", "--", "true"], "error: --attempts: of a task;"),
+        (["run", "-t", "Think.", "--workspace", "./typo"], "error: --workspace: there is no folder typo; --create"),
+        (["run", "-t", "Think.", "--model", "nosuch"], "does not serve nosuch. It has: m; name one of them with"),
+        (["run", "-t", "Think.", "--model", "m", "--strategy", "MCTS"], "a workspace pays none: set value = "),
+        (["run", "-t", "Think.", "--model", "m", "--base-url", "http://127.0.0.1:9/v1"], "no model server answers at"),
     ],
 )
 def test_what_cannot_be_used_is_said_in_one_line(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Before the host starts, and before a folder is made."""
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 1
+    with serve() as server:
+        server.script("m", [])
+        server.context = 8192
+        where = ["--base-url", server.url] if "--model" in words and "--base-url" not in words else []
+        assert main([*words, *where]) == (2 if "here" in words else 1)
     err = capfd.readouterr().err
     assert said in err and err.count("\n") == 1, err
+    assert not (tmp_path / "typo").exists() and not server.requests["m"]
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -165,7 +177,7 @@ def has_v0() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(800)
 @pytest.mark.skipif(not has_v0(), reason="needs OpenHands V0")
 @pytest.mark.shows("openhands-rl run")
 def test_run_plays_a_task_with_openhands_v0(tmp_path: Path) -> None:
@@ -178,16 +190,22 @@ def test_run_plays_a_task_with_openhands_v0(tmp_path: Path) -> None:
         "HOME": str(tmp_path),
         "TMPDIR": str(tmp_path),
         "MY_KEY": "sk-secret",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
     with serve() as server:
-        server.script("writer", answers)
+        server.script("writer", answers * 2)
         given = ["--model", "writer", "--base-url", server.url, "--api-key-env", "MY_KEY", "--store", "store"]
         (tmp_path / "config.toml").write_text("[llm]\nnative_tool_calling = true\n[agent]\nenable_mcp = false\n[rl]\n")
-        command = ["openhands-rl", "run", "-t", "Write hello", "--workspace", "project", *given]
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=250)
+        command = ["openhands-rl", "run", "-t", "Write hello", "--workspace", "project", "--create", *given]
+        several, options = [*command, "--attempts", "2"], {"cwd": tmp_path, "env": environ, "timeout": 250}
+        done = subprocess.run(several, capture_output=True, text=True, **options)
+        command[command.index("--api-key-env") : command.index("--store")] = []
+        failed = subprocess.run(command, capture_output=True, text=True, **options)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
-    assert (tmp_path / "project/greeting.txt").read_text() == "hello\n"
-    assert re.search(r"recorded in store as \w{8}: 2 completions; token ids: yes", output), output
+    assert [(tmp_path / f"project-attempt-{at}/greeting.txt").read_text() for at in (1, 2)] == ["hello\n"] * 2
+    assert len(re.findall(r"recorded in store as \w{8}: 2 completions; token ids: yes", output)) == 2, output
+    assert re.search(r"2 attempts at write-hello-\w{8}: 0 scored; openhands-rl label store --pairs", output), output
+    assert failed.returncode == 1 and "0 completions; token ids: none" in failed.stderr, failed.stderr
     assert "sk-secret" not in output and server.requests["writer"]
     assert not list(tmp_path.glob("openhands-rl-*"))

@@ -37,11 +37,7 @@ def test_the_host_that_is_used(packages: dict[str, str], installed: dict[str, st
 @pytest.mark.parametrize(
     ("installed", "asked", "said"),
     [
-        (
-            {},
-            "auto",
-            r"needs openhands-sdk and openhands-tools 1\.15 or newer \(not installed\).*\[sdk\]",
-        ),
+        ({}, "auto", r"needs openhands-sdk and openhands-tools 1\.15 or newer \(not installed\).*\[sdk\]"),
         (V1, "v0", r"OpenHands V0 needs openhands-ai 1\.6 \(not installed\); in an environment of its own"),
         ({"openhands-ai": "1.7.0"}, "v0", r"needs openhands-ai 1\.6 \(openhands-ai 1\.7\.0 installed\)"),
         ({"openhands-sdk": "1.11.0", "openhands-tools": "1.11.0"}, "v1", r"openhands-sdk 1\.11\.0"),

@@ -101,14 +101,7 @@ def assert_takes_linear_time(head: str, piece: str) -> None:
     "piece",
     [
         *("key=", "key:", "API_KEY:aaaa", "secret='", "authorization: basic ", "bearer ", "key" + " " * 20),
-        *(
-            "cookie:",
-            "cookie: a=b;",
-            "curl -u a:",
-            "mysql -p",
-            ";pwd=aaaa",
-            ";user=a;pwd=aaaa",
-        ),
+        *("cookie:", "cookie: a=b;", "curl -u a:", "mysql -p", ";pwd=aaaa", ";user=a;pwd=aaaa"),
         *("--password ", "password='a b", "auth=YTpi", "?sig=", "KEY_1", "A1"),
         *(
             "password='1",
@@ -123,14 +116,7 @@ def assert_takes_linear_time(head: str, piece: str) -> None:
             "api.key=1#",
             "key>1a<",
         ),
-        *(
-            "postgres://a:b",
-            "password=1#&a=",
-            "token='\\\\'",
-            "a-token: 1a",
-            "_auth=1\n",
-            "secret=[(",
-        ),
+        *("postgres://a:b", "password=1#&a=", "token='\\\\'", "a-token: 1a", "_auth=1\n", "secret=[("),
         *("eyJ", "eyJaaaaaaa.", "sk-", "://a:", "-----BEGIN PRIVATE KEY-----", "A: x\n", "\\"),
     ],
 )

@@ -105,11 +105,7 @@ def _tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(texts, trainer)
     end = "<|im_end|>"
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token=end,
-        pad_token=end,
-        chat_template=CHAT_TEMPLATE,
+        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token=end, pad_token=end, chat_template=CHAT_TEMPLATE
     )
 
 

@@ -30,10 +30,7 @@ ADDRESS = "RAY_ADDRESS"
 """The environment variable that names the cluster; without it a local one is started."""
 
 # Send no usage statistics. On a busy machine Ray's own processes need longer than its 30 seconds to register.
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_agent_register_timeout_ms": "120000",
-}
+_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
 
 
 class Actor(ABC):

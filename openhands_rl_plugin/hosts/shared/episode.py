@@ -288,11 +288,7 @@ class HostEpisode:
         return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
 
     def freeze(
-        self,
-        *,
-        stop: StopReason | None = None,
-        failure: Failure | None = None,
-        evidence: JsonObject | None = None,
+        self, *, stop: StopReason | None = None, failure: Failure | None = None, evidence: JsonObject | None = None
     ) -> Trajectory:
         """The episode as a trajectory. With a failure it ends as an error; the agent's own failure takes precedence,
         because it came first and says more. ``stop`` and ``evidence`` take precedence over the agent's."""

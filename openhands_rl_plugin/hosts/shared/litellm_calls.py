@@ -177,6 +177,13 @@ def _knows_token_ids(asked: Mapping[str, Any]) -> bool:
     return provider in OPENAI_COMPATIBLE
 
 
+def missing_keys(model: str) -> list[str]:
+    """The environment variables of keys that a vendor's model needs and this process has not."""
+    asked = litellm.validate_environment(model=model)["missing_keys"]
+    # AWS has roles and profiles, too; what is no key has a default.
+    return [name for name in asked if name.endswith("_KEY") and not name.startswith("AWS_")]
+
+
 def split_provider(model: str) -> tuple[str, str]:
     """``"openai/Qwen/Qwen3-8B"`` -> ``("openai", "Qwen/Qwen3-8B")``; the provider is empty when unknown."""
     provider, slash, name = model.partition("/")

@@ -31,12 +31,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SandboxLimits,
     check_bubblewrap,
 )
-from openhands_rl_plugin.environments.workspace.session_fork import (
-    TEMPORARY,
-    changes_in,
-    copy_temporary,
-    fork_session,
-)
+from openhands_rl_plugin.environments.workspace.session_fork import TEMPORARY, changes_in, copy_temporary, fork_session
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import logging
 import os
 import re
@@ -16,19 +17,22 @@ import threading
 import uuid
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 from pydantic import ValidationError
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy, open_storage, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.judgements import FOLDER, newest_outcome
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.records import CHECKED, MISSING, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Node, Score, StopReason, Task, Trajectory
+from openhands_rl_plugin.core.statistics import pass_at_k
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Frozen, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.sessions import workspace_command
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -37,10 +41,22 @@ from openhands_rl_plugin.rollout.scoring import judge
 
 WORKSPACE = "workspace"
 
+RUN_VARIABLE = "OPENHANDS_RL_RUN"
+"""An ``OwnRun`` as JSON for the episode that begins next in this process, which is an attempt of that run."""
+
 _TITLE, _WORDS, _SHORT = 36, 7, 8
 
 # OpenHands' own logger, by its name: nothing here imports OpenHands.
 log = logging.getLogger("openhands")
+
+
+class OwnRun(Frozen):
+    """One attempt of ``openhands-rl run``. ``workspace`` is the folder that was given, of which this may be a copy."""
+
+    run_id: str
+    workspace: str
+    sample: int = 0
+
 
 TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
 """The index of the environment's task for ``python -m openhands.core.main``; default 0."""
@@ -54,25 +70,29 @@ def standalone_episode(
     base_model: str,
     environment_mode: bool,
     served_model: str | None = None,
+    workspace: str | Path = "",
 ) -> HostEpisode:
     """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded.
 
     ``served_model``: the adapter's name on the server, if the session samples from one.
 
-    In environment mode its task is the environment's, else the session itself. With a ``[rl.sampling] seed`` the same
-    task is sampled the same way in every run; without one every run differs.
+    In environment mode its task is the environment's, else that of this ``instruction`` in this ``workspace``. With a
+    ``[rl.sampling] seed`` the same attempt is sampled the same way in every run; without one every run differs.
     """
-    task = Task(id=workspace_task_id(instruction, session), environment=WORKSPACE, instruction=instruction)
+    given = os.environ.pop(RUN_VARIABLE, "")
+    run = OwnRun.model_validate_json(given) if given else OwnRun(run_id="", workspace=str(Path(workspace).resolve()))
+    task = workspace_task(instruction, run.workspace)
     if environment_mode:
         task = task_from_environment_variable(settings).model_copy(update={"instruction": instruction})
-    run_id = f"standalone-{uuid.uuid4().hex}"
-    given = "seed" in settings.sampling.model_fields_set
-    seed = (str(settings.sampling.seed), task.environment, str(task.data), instruction) if given else (run_id,)
+    run_id = run.run_id or f"standalone-{uuid.uuid4().hex}"
+    asked = (task.environment, str(task.data if environment_mode else {}), instruction)
+    seed = (str(settings.sampling.seed), *asked) if "seed" in settings.sampling.model_fields_set else (run_id,)
     request = EpisodeRequest(
         task=task,
         run_id=run_id,
-        group_id=session,
-        seed=zlib.crc32("\0".join(seed).encode()),
+        group_id=run.run_id or session,
+        sample=run.sample,
+        seed=zlib.crc32("\0".join([*seed, *([str(run.sample)] if run.sample else [])]).encode()),
         served_model=served_model,
     )
     return HostEpisode(
@@ -85,10 +105,14 @@ def standalone_episode(
     )
 
 
-def workspace_task_id(instruction: str, session: str) -> str:
-    """The instruction's first words and the session's first characters: ``make-the-failing-test-pass-1f0c2a9b``."""
+def workspace_task(instruction: str, place: str) -> Task:
+    """What is asked in a folder. The id has the first words and a digest of text and folder, which attempts share:
+    ``make-the-failing-test-pass-1f0c2a9b``.
+    """
     words = re.findall(r"\w+", instruction[:_TITLE])[:_WORDS]
-    return "-".join([*(word.lower() for word in words), session[:_SHORT]])
+    digest = hashlib.sha256(f"{place}\0{instruction}".encode("utf-8", "surrogatepass")).hexdigest()
+    name = "-".join([*(word.lower() for word in words), digest[:_SHORT]])
+    return Task(id=name, environment=WORKSPACE, instruction=instruction, data={FOLDER: digest[:16]})
 
 
 def task_from_environment_variable(settings: RLSettings) -> Task:
@@ -220,6 +244,22 @@ def run_summary(trajectory: Trajectory, scores: tuple[Score, ...], settings: RLS
     return "; ".join(parts)
 
 
+def group_summary(recorded: Sequence[tuple[Trajectory, tuple[Score, ...]]], settings: RLSettings) -> str:
+    """One line on the attempts at one task: how many succeeded, pass@k, and what can be done with them."""
+    valid = [(episode, scores) for episode, scores in recorded if episode.failure is None]
+    task, store = recorded[0][0].task if recorded else None, store_name(settings)
+    if task is None or not valid:
+        return "no attempt counts: all failed"
+    judged = [(episode, reward) for episode, scores in valid if (reward := _reward(episode, scores)) is not None]
+    line = f"{len(valid)} attempts at {task.id}: "
+    if len(judged) < len(valid):
+        return f"{line}{len(judged)} scored; openhands-rl label {store} --pairs --task {task.id}"
+    rule = success_rule(task.environment, settings.reward)
+    won, tried = sum(rule.holds(reward, episode.stop) for episode, reward in judged), len(judged)
+    passes = ", ".join(f"pass@{k} {pass_at_k(tried, won, k):.2f}" for k in sorted({1, tried}))
+    return f"{line}{won} of {tried} succeeded; {passes}; openhands-rl stats {store} --task {task.id} --by task,version"
+
+
 def store_name(settings: RLSettings) -> str:
     """The store as an argument of ``openhands-rl``."""
     if settings.storage_backend == "mongodb":
@@ -247,6 +287,11 @@ def _why_not_sent(without: list[Node]) -> str:
     return f"{refusal}; `openhands-rl serve`, vLLM and SGLang send them" if refusal else _NOT_SENT
 
 
+def _reward(trajectory: Trajectory, scores: tuple[Score, ...]) -> float | None:
+    judged = newest_outcome(scores)
+    return trajectory.known_return if judged is None else judged.reward
+
+
 def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str, command: str | None) -> str:
     """``command``: of the reward, which judges the workspace of a run that ended. One that was stopped in the middle
     is no result of the policy."""
@@ -255,8 +300,7 @@ def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str, comm
         kind, message = trajectory.failure.kind.value, one_line(trajectory.failure.message, 120)
         left = f", nor judged by {unchecked}" if unchecked else ""
         return f"failed, so never trained on ({kind}: {message}){left}"
-    judged = newest_outcome(scores)
-    reward = trajectory.known_return if judged is None else judged.reward
+    reward = _reward(trajectory, scores)
     if reward is not None:
         return f"reward: {reward:g}"
     why = f"; {unchecked} judges a run that ended, and the process ended first" if unchecked else ""

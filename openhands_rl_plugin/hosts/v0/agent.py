@@ -32,23 +32,24 @@ from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, system_prompt
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, current_episode
+from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt, too_long
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
+from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import WorkspaceConversation
-from openhands_rl_plugin.hosts.shared.sessions import (
-    EnvironmentHost,
-    deciding,
-    end_evidence,
-    runtime_of,
-    stop_deciding,
-)
+from openhands_rl_plugin.hosts.shared.sessions import EnvironmentHost, deciding, end_evidence, runtime_of, stop_deciding
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v0.condensation import CompactMemory, record_condenser, recorded_condensations
 from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn, described_tools
 from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentActions
-from openhands_rl_plugin.hosts.v0.first_prompt import FirstPrompt, check_reward, refuse, too_long
 from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
-from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, watch_for_rl_section
+from openhands_rl_plugin.hosts.v0.settings import (
+    RLAgentHostConfig,
+    check_reward,
+    host_settings,
+    refuse,
+    watch_for_rl_section,
+)
 from openhands_rl_plugin.hosts.v0.workspace_world import ForkableRuntime, Position, WorkspaceWorld
 
 ENVIRONMENT_RUNTIME = "EnvironmentRuntime"
@@ -100,6 +101,7 @@ class RLAgent(CodeActAgent):
         if isinstance(self.llm, RouterLLM):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
         self._served_model: str | None = None
+        self._workspace = llm_registry.config.workspace_base or ""
         record_condenser(self.condenser)
         if bound is not None:
             check_reward(self._settings.reward, config.runtime)
@@ -113,7 +115,10 @@ class RLAgent(CodeActAgent):
 
     def _check_first_prompt(self) -> str | None:
         """Raises ``RLError`` when the run cannot begin; returns the served name of the adapter that it samples from."""
-        first = FirstPrompt(self.llm.config, self._settings)
+        check_engine_setting(self._settings)
+        llm = self.llm.config
+        key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
+        first = FirstPrompt(self._settings, llm.model_dump() | key)
         first.check_server()
         if not self._environment_mode:
             system = self.get_system_message()
@@ -177,6 +182,7 @@ class RLAgent(CodeActAgent):
             base_model=self._settings.serving.model or split_provider(self.llm.config.model)[1],
             environment_mode=self._environment_mode,
             served_model=self._served_model,
+            workspace=self._workspace,
         )
         return self._begin(episode, StandaloneRun(episode))
 

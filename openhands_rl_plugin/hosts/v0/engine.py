@@ -221,10 +221,7 @@ class ControllerEngine:
             raise model_server_error(error) from error
 
     def _arguments(
-        self,
-        prompt: list[dict[str, Any]],
-        tools: Sequence[JsonObject],
-        wanted: SamplingParams,
+        self, prompt: list[dict[str, Any]], tools: Sequence[JsonObject], wanted: SamplingParams
     ) -> dict[str, Any]:
         config, request = self._llm.config, self._episode.request
         longest = min(filter(None, (wanted.max_tokens, config.max_output_tokens)))

@@ -14,13 +14,7 @@ from pathlib import Path
 from openhands.core.config import OpenHandsConfig
 from openhands.core.exceptions import AgentRuntimeError
 from openhands.events import EventSource
-from openhands.events.action import (
-    CmdRunAction,
-    FileEditAction,
-    FileReadAction,
-    FileWriteAction,
-    MessageAction,
-)
+from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, FileWriteAction, MessageAction
 from openhands.events.action.mcp import MCPAction
 from openhands.events.event import Event
 from openhands.events.observation import ErrorObservation, Observation

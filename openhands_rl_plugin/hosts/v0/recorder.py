@@ -22,18 +22,9 @@ from pydantic_core import from_json
 
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import describe
-from openhands_rl_plugin.core.messages import (
-    WireMessage,
-    whole_json,
-)
+from openhands_rl_plugin.core.messages import WireMessage, whole_json
 from openhands_rl_plugin.core.records import MISSING
-from openhands_rl_plugin.core.types import (
-    TURN,
-    Completion,
-    JsonObject,
-    PolicyRef,
-    Tokens,
-)
+from openhands_rl_plugin.core.types import TURN, Completion, JsonObject, PolicyRef, Tokens
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
     TokenInterceptor,
     asks_for_tokens,
@@ -50,12 +41,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     usage_of,
     wanted_fields,
 )
-from openhands_rl_plugin.models.engines.extensions import (
-    LOGPROBS,
-    TOKEN_IDS,
-    ExtensionAttempt,
-    missing_parts,
-)
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, ExtensionAttempt, missing_parts
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
 
@@ -181,11 +167,7 @@ def _is_refused(asking: ExtensionAttempt, error: BaseException) -> bool:
 
 
 def _attempt(
-    asked: Mapping[str, Any],
-    latency: float,
-    kind: str,
-    completion: Completion | None = None,
-    error: str | None = None,
+    asked: Mapping[str, Any], latency: float, kind: str, completion: Completion | None = None, error: str | None = None
 ) -> Attempt:
     return Attempt(
         messages=asked.get("messages") or (),

@@ -21,13 +21,7 @@ import zipfile
 from pathlib import Path
 
 from openhands.core.config import OpenHandsConfig
-from openhands.events.action import (
-    CmdRunAction,
-    FileEditAction,
-    FileReadAction,
-    FileWriteAction,
-    IPythonRunCellAction,
-)
+from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, FileWriteAction, IPythonRunCellAction
 from openhands.events.action.mcp import MCPAction
 from openhands.events.event import FileEditSource, FileReadSource
 from openhands.events.observation import (

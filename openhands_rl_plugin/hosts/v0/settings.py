@@ -11,18 +11,23 @@ import logging
 import re
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from openhands.core.config import AgentConfig, OpenHandsConfig
 from openhands.core.config.arg_utils import get_headless_parser
 from openhands.core.logger import openhands_logger
+from openhands.runtime import get_runtime_cls
 from pydantic import Field
 
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings, settings_from_sections
+from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.shared.sessions import workspace_command
 
 _UNKNOWN_RL = re.compile(r"Unknown section \[rl\] in (?P<file>.+)")
 _HEADLESS_MAIN = "openhands.core.main"
+_OWN_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
 
 
 class RLAgentHostConfig(AgentConfig):
@@ -87,3 +92,24 @@ def _file_of_headless_main() -> Path | None:
     arguments, _ = get_headless_parser().parse_known_args()
     file = Path(arguments.config_file).absolute()
     return file if file.is_file() else None
+
+
+def refuse(error: RLError) -> NoReturn:
+    """End ``openhands.core.main``, which would print a traceback, with one line; other hosts get the error itself."""
+    if under_headless_main():
+        raise SystemExit("\n".join(f"error: {line}" for line in str(error).splitlines())) from error
+    raise error
+
+
+def check_reward(reward: RewardSettings, runtime: str | None) -> None:
+    """Raises ``ConfigError`` when the reward needs a command's result that this runtime cannot give.
+
+    ``runtime``: its name or class path, as in ``[core] runtime``; ``None`` when it is not known.
+    """
+    asked = workspace_command(reward)
+    if asked is None or not runtime or hasattr(get_runtime_cls(runtime), "check"):
+        return
+    raise ConfigError(
+        f"[rl.reward]: `{asked.command}` judges a workspace at the end of an episode, and runtime = {runtime!r} cannot "
+        f"run it there: set runtime = {_OWN_RUNTIME!r} in [core], or choose another reward"
+    )

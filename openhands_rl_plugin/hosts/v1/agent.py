@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -16,11 +16,7 @@ from typing import Any, ClassVar
 import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent, AgentBase
 from openhands.sdk.context.condenser import CondenserBase
-from openhands.sdk.conversation import (
-    ConversationCallbackType,
-    ConversationTokenCallbackType,
-    LocalConversation,
-)
+from openhands.sdk.conversation import ConversationCallbackType, ConversationTokenCallbackType, LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.llm import LLM, LLMResponse
 from openhands.sdk.llm import Message as SdkMessage
@@ -31,7 +27,6 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.redaction import redact_text
-from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, EpisodeOver
@@ -110,14 +105,14 @@ class RLAgent(Agent):
     def verify(self, persisted: AgentBase, events: Sequence[Any] | None = None) -> AgentBase:
         """As the stock agent's. A conversation that is resumed with other settings goes on, and that is said."""
         verified = super().verify(persisted, events)
-        if isinstance(persisted, RLAgent):
-            told = settings_that_changed(persisted.rl, persisted.llm.model, self.rl, self.llm.model)
-            if told:
-                log.warning(
-                    "openhands_rl_plugin: the conversation is resumed with other settings (%s): it goes on, and is "
-                    "recorded with these; give the former ones to go on as before",
-                    told,
-                )
+        was, now = (_deciding(agent) if isinstance(agent, RLAgent) else {} for agent in (persisted, self))
+        changed = "; ".join(f"{name}: {was[name]:.60}, now {now[name]:.60}" for name in was if was[name] != now[name])
+        if changed:
+            log.warning(
+                "openhands_rl_plugin: the conversation is resumed with other settings (%s): it goes on, and is "
+                "recorded with these; give the former ones to go on as before",
+                redact_text(changed),
+            )
         return verified
 
     def close(self) -> None:
@@ -208,30 +203,14 @@ def _recorded(condenser: CondenserBase | None, summaries: _Summaries) -> Condens
     return condenser.model_copy(update=changed) if changed else condenser
 
 
-_WORKSPACE = ("isolation", "prompt", "visible", "writable", "network")
-_LONGEST = 60
-
-
-def settings_that_changed(before: JsonObject, model_before: str, now: JsonObject, model_now: str) -> str:
-    """The differences of two ``[rl]`` sections and models that make it another policy or another place, in words.
-
-    Empty without any. Raises ``ConfigError`` for a section that is none any more.
-    """
-    was, is_now = _deciding(before, model_before), _deciding(now, model_now)
-    told = (f"{name}: {_shown(was[name])}, now {_shown(is_now[name])}" for name in was if was[name] != is_now[name])
-    return redact_text("; ".join(told))
-
-
-def _deciding(rl: JsonObject, model: str) -> Mapping[str, object]:
-    settings = settings_from_sections({"rl": rl})
-    workspace = settings.workspace
-    return {
-        "model": settings.serving.model or model,
+def _deciding(agent: RLAgent) -> dict[str, str]:
+    """What makes it another policy or another place, as JSON."""
+    settings = settings_from_sections({"rl": agent.rl})
+    places = ("isolation", "prompt", "visible", "writable", "network")
+    found = {
+        "model": settings.serving.model or agent.llm.model,
         "[rl] rollout_strategy": settings.rollout_strategy,
         "[rl.strategy]": settings.strategy,
-        **{f"[rl.workspace] {name}": getattr(workspace, name) for name in _WORKSPACE},
+        **{f"[rl.workspace] {name}": getattr(settings.workspace, name) for name in places},
     }
-
-
-def _shown(value: object) -> str:
-    return f"{json.dumps(value):.{_LONGEST}}"
+    return {name: json.dumps(value) for name, value in found.items()}

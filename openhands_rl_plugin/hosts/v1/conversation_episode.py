@@ -15,12 +15,9 @@ from openhands.sdk.conversation.state import ConversationExecutionStatus as Stat
 from openhands.sdk.event import Event
 from openhands.sdk.llm import LLM, LLMResponse
 from openhands.sdk.llm import Message as SdkMessage
-from openhands.sdk.llm.exceptions import (
-    LLMBadRequestError,
-    LLMContextWindowExceedError,
-    LLMServiceUnavailableError,
-)
+from openhands.sdk.llm.exceptions import LLMBadRequestError, LLMContextWindowExceedError, LLMServiceUnavailableError
 from openhands.sdk.tool import ToolDefinition
+from pydantic import SecretStr
 
 from openhands_rl_plugin.core.concurrency import Job, background
 from openhands_rl_plugin.core.errors import (
@@ -33,11 +30,12 @@ from openhands_rl_plugin.core.errors import (
     boundary,
     describe,
 )
-from openhands_rl_plugin.core.messages import one_line, to_message
+from openhands_rl_plugin.core.messages import WireMessage, one_line, to_message
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import trajectory_id
-from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, StopReason
+from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
+from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import WorkspaceConversation
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import SHORT_ID, RunBeside, StandaloneRun, store_name
@@ -249,7 +247,9 @@ class ConversationEpisode:
     ) -> LLMResponse | Exception:
         """The response, or what the agent's LLM would raise. Raises ``RLError`` when the plugin fails."""
         episode, self._decided = self.episode, None
-        turn = self._turn(llm, messages, tools, arguments)
+        turn, wire = self._turn(llm, messages, tools, arguments)
+        if not episode.turns and (refused := self._refused(llm, wire, turn.offered)) is not None:
+            return refused
         if (stop := episode.limit_reached()) is not None:
             return EpisodeOver(stop)
         self._engine.open(turn)
@@ -270,7 +270,8 @@ class ConversationEpisode:
 
     def _turn(
         self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
-    ) -> ConversationTurn:
+    ) -> tuple[ConversationTurn, Sequence[WireMessage]]:
+        """The turn, and its prompt as it is sent."""
         prompt = self._calls.put_back(messages) if self._exact else messages
         tree = self.episode.tree
         written = self._writer.write(llm, prompt)
@@ -280,7 +281,26 @@ class ConversationEpisode:
             tree.tools = tree.tools or offered
         wire = as_sent(llm, written, offered, arguments, compact=self._engine.compact)
         rewritten = self._followed.follow(wire)
-        return ConversationTurn(llm, tree.messages(), prompt, written, tools, offered, arguments, rewritten)
+        return ConversationTurn(llm, tree.messages(), prompt, written, tools, offered, arguments, rewritten), wire
+
+    def _refused(self, llm: LLM, wire: Sequence[WireMessage], offered: Sequence[JsonObject]) -> Exception | None:
+        """The SDK's error for a first prompt that the model's context has no room for; no such episode is stored."""
+        serving = self.episode.settings.serving
+        if not isinstance(self._standalone, StandaloneRun):
+            return None
+        key = llm.api_key.get_secret_value() if isinstance(llm.api_key, SecretStr) else llm.api_key
+        asked = {"model": llm.model, "base_url": llm.base_url, "api_key": key}
+        if serving.base_url:
+            model = f"openai/{self.episode.base_model}"
+            asked = {"model": model, "base_url": serving.base_url, "api_key": serving.api_key()}
+        try:
+            first = FirstPrompt(self.episode.settings, asked)
+            first.check_length(wire, () if is_text(llm, offered) else offered)
+        except ConfigError as error:
+            self._claim()
+            self.episode.refuse(error)
+            return LLMBadRequestError(str(error))
+        return None
 
     def _world(self, turn: ConversationTurn) -> SessionWorld | None:
         runtime, conversation = runtime_of(self.session), self.conversation

@@ -220,11 +220,7 @@ def _published(settings: RLSettings, base_model: str) -> str | None:
 
 
 def _episode(
-    conversation: LocalConversation,
-    llm: LLM,
-    settings: RLSettings,
-    calls: SampledCalls,
-    exact: bool,
+    conversation: LocalConversation, llm: LLM, settings: RLSettings, calls: SampledCalls, exact: bool
 ) -> ConversationEpisode:
     episode = current_episode()
     standalone = None
@@ -238,6 +234,7 @@ def _episode(
             base_model=base_model,
             environment_mode=False,
             served_model=_published(settings, base_model),
+            workspace=str(conversation.workspace.working_dir),
         )
         standalone = StandaloneRun(episode)
     own = _own_engine(episode) if exact else None

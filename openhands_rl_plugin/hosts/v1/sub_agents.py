@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.shared.standalone_run import workspace_task_id
+from openhands_rl_plugin.hosts.shared.standalone_run import workspace_task
 
 Adopt = Callable[[AgentBase, str], AgentBase]
 """Makes the agent of a registered kind one whose completions are recorded, where it can."""
@@ -58,7 +58,7 @@ def sub_agent_episode(
     Its run and its group are its own, because it is no sample of the parent's task. Its split is the parent's.
     """
     asked, data = parent.request, {SUB_AGENT: {"parent": trajectory_id(parent.request), "kind": kind}}
-    named = {"id": workspace_task_id(instruction, session), "instruction": instruction, "data": data}
+    named = {"id": workspace_task(instruction, asked.task.id).id, "instruction": instruction, "data": data}
     changes = {
         "task": asked.task.model_copy(update=named),
         "run_id": sub_agents_run(asked.run_id),

@@ -21,17 +21,11 @@ from openhands.tools.task_tracker import TaskTrackerTool
 from openhands.tools.terminal import TerminalTool
 from pydantic import ValidationError
 
-from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.work import OwnWork
-from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, problems
 from openhands_rl_plugin.core.messages import one_line
-from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
-from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
 from openhands_rl_plugin.hosts.v1.agent import RLAgent
-from openhands_rl_plugin.hosts.v1.endings import said_finish
 from openhands_rl_plugin.hosts.v1.values import price_of
 
 log = logging.getLogger("openhands")
@@ -55,9 +49,10 @@ def run_task(task: str, workspace: Path, work: OwnWork, show: Callable[[str], No
     """
     tools = [Tool(name=tool.name) for tool in (TerminalTool, FileEditorTool, TaskTrackerTool)]
     agent = RLAgent.model_validate({"llm": make_llm(work.llm), "tools": tools, "rl": work.rl})
-    conversation = Conversation(agent=agent, workspace=str(workspace), visualizer=None, callbacks=[_show_event(show)])
-    assert isinstance(conversation, LocalConversation)
     failed: list[str] = []
+    callbacks = [_show_event(show, failed)]
+    conversation = Conversation(agent=agent, workspace=str(workspace), visualizer=None, callbacks=callbacks)
+    assert isinstance(conversation, LocalConversation)
 
     def playing() -> None:
         try:
@@ -65,18 +60,17 @@ def run_task(task: str, workspace: Path, work: OwnWork, show: Callable[[str], No
                 conversation.send_message(task)
                 _play(conversation)
         except CaughtFailure as caught:
-            failed.append(one_line(caught.failure.message, 500))
+            failed.append(caught.failure.message)
 
     thread = threading.Thread(target=playing, name="openhands-conversation", daemon=True)
     thread.start()
     interrupted = _wait(thread, conversation)
-    status = conversation.state.execution_status
+    status, played = conversation.state.execution_status, agent.episode_of(conversation)
     conversation.close()
-    if _was_cut(conversation):
-        show(f"stopped at [rl] max_turns = {work.settings.max_turns} or another limit; --max-turns raises it")
-    for line in failed:
-        show(f"failed: {line}")
-    background().wait_for(_show_recorded(str(conversation.id), work.settings, show))
+    if played is not None and isinstance(played.episode.error, ConfigError):
+        raise played.episode.error
+    for line in failed[:1]:
+        show(f"failed: {one_line(line, 500)}")
     if interrupted:
         return INTERRUPTED
     return DONE if status == Status.FINISHED and not failed else FAILED
@@ -92,15 +86,6 @@ def _wait(thread: threading.Thread, conversation: LocalConversation) -> bool:
     with suppress(KeyboardInterrupt):
         thread.join()
     return True
-
-
-async def _show_recorded(session: str, settings: RLSettings, show: Callable[[str], None]) -> None:
-    storage = open_storage(settings)
-    try:
-        async for trajectory, scores in storage.find(TrajectoryFilter(group_id=session, finished=None)):
-            show(run_summary(trajectory, scores, settings))
-    finally:
-        await storage.close()
 
 
 def _play(conversation: LocalConversation) -> None:
@@ -122,18 +107,9 @@ def _stop(conversation: LocalConversation) -> None:
         conversation.pause()
 
 
-def _was_cut(conversation: LocalConversation) -> bool:
-    """Whether the conversation ended although the agent had more to do: at a limit of ``[rl]``."""
-    state = conversation.state
-    if state.execution_status != Status.FINISHED or said_finish(state.events):
-        return False
-    said = (event for event in reversed(state.events) if event.source == "agent")
-    last = next((event for event in said if isinstance(event, ActionEvent | MessageEvent)), None)
-    return isinstance(last, ActionEvent)
-
-
-def _show_event(show: Callable[[str], None]) -> Callable[[Event], None]:
-    """A callback that shows what is said, which tools are called, and how they fail."""
+def _show_event(show: Callable[[str], None], failed: list[str]) -> Callable[[Event], None]:
+    """A callback that shows what is said, which tools are called, and how they fail; what ends the conversation is
+    added to ``failed``."""
 
     def show_event(event: Event) -> None:
         if isinstance(event, ActionEvent):
@@ -149,7 +125,7 @@ def _show_event(show: Callable[[str], None]) -> Callable[[Event], None]:
             if said := _text_of(event.llm_message.content):
                 show(said)
         elif isinstance(event, ConversationErrorEvent):
-            show(f"{event.code}: {event.detail}")
+            failed.append(f"{event.code}: {event.detail}")
         elif isinstance(event, AgentErrorEvent) and event.tool_name not in _SAYING:
             show(f"  failed: {one_line(event.error, _LONGEST)}")
         elif isinstance(event, ObservationEvent) and event.observation.is_error and event.tool_name not in _SAYING:

@@ -50,11 +50,7 @@ def message_of(said: SdkMessage) -> Message:
     """The SDK's message as one of the project."""
     text = "\n".join(part.text for part in said.content if isinstance(part, TextContent))
     return Message(
-        role=said.role,
-        content=text or None,
-        tool_calls=_calls_of(said),
-        tool_call_id=said.tool_call_id,
-        name=said.name,
+        role=said.role, content=text or None, tool_calls=_calls_of(said), tool_call_id=said.tool_call_id, name=said.name
     )
 
 
@@ -200,12 +196,7 @@ def chunks_of(response: LLMResponse) -> list[ModelResponseStream]:
     if not isinstance(raw, ModelResponse) or not isinstance(choice := raw.choices[0], Choices):
         return []
     calls = [
-        {
-            "index": at,
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
+        {"index": at, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for at, call in enumerate(response.message.tool_calls or ())
     ]
     thought = response.message.reasoning_content

@@ -18,11 +18,7 @@ from typing import Any, cast
 
 import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent
-from openhands.sdk.conversation import (
-    ConversationCallbackType,
-    ConversationTokenCallbackType,
-    LocalConversation,
-)
+from openhands.sdk.conversation import ConversationCallbackType, ConversationTokenCallbackType, LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.conversation.state import ConversationState
 from openhands.sdk.llm import LLM, LLMResponse, MessageToolCall
@@ -95,11 +91,7 @@ class ConversationWorld:
         return await self.branch(self._conversation.state, self._workspace, self._turn, self._calls)
 
     async def branch(
-        self,
-        state: ConversationState,
-        workspace: ConversationWorkspace,
-        turn: ConversationTurn,
-        calls: SampledCalls,
+        self, state: ConversationState, workspace: ConversationWorkspace, turn: ConversationTurn, calls: SampledCalls
     ) -> ConversationBranch:
         """A branch that goes on from the end of ``state``."""
         return await self._branches.add(self._fork(state, workspace, turn, calls))
@@ -114,11 +106,7 @@ class ConversationWorld:
         await self._branches.close()
 
     async def _fork(
-        self,
-        state: ConversationState,
-        workspace: ConversationWorkspace,
-        turn: ConversationTurn,
-        calls: SampledCalls,
+        self, state: ConversationState, workspace: ConversationWorkspace, turn: ConversationTurn, calls: SampledCalls
     ) -> ConversationBranch:
         def make() -> ConversationBranch:
             forked = workspace.fork(self._stop)

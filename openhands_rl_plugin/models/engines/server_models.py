@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from difflib import get_close_matches
@@ -145,7 +146,7 @@ def listed_models(
     try:
         answer = models_answer(base_url, api_key, timeout)
     except httpx.TransportError as error:
-        raise away(base_url, error) from error
+        raise _away(base_url, error, "the URL") from error
     if answer.status_code in _NOT_OFFERED:
         return None
     if answer.status_code in (401, 403):
@@ -167,14 +168,6 @@ def models_answer(base_url: str, api_key: str | None, timeout: float) -> httpx.R
             return client.get(f"{base_url}/models")
     except httpx.InvalidURL as error:
         raise ConfigError(f"{base_url!r:.100} is not a URL: {error}") from error
-
-
-def away(base_url: str, error: httpx.TransportError) -> InfrastructureError:
-    """The error of a server that does not answer, with the remedy."""
-    return InfrastructureError(
-        f"no model server answers at {base_url} ({type(error).__name__}): start it with `openhands-rl serve` or "
-        "correct the URL"
-    )
 
 
 def uses_proxy(url: str) -> bool:
@@ -213,23 +206,38 @@ _PORTS = {"http": 80, "https": 443}
 def check_model_server(base_url: str, model: str, api_key: str | None = None, *, named_by: str = "--base-url") -> None:
     """Raise for a server that does not answer, refuses the key, or does not serve ``model``; ``named_by``: the option.
 
-    A server may serve what it does not list (a proxy does): only a refused request for one token says that it does
-    not. Raises ``InfrastructureError`` and ``ConfigError``.
+    A server may serve what it does not list (a proxy does), and list nothing: only a refused request for one token says
+    that it does not serve it. Raises ``InfrastructureError`` and ``ConfigError``.
     """
-    secure = base_url.startswith("https:")
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(headers=headers, timeout=_SECONDS, verify=secure, trust_env=secure) as client:
-        try:
-            answer = client.get(f"{base_url}/models")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise _away(base_url, error, named_by) from error
-        if answer.status_code in (401, 403):
-            raise ConfigError(
-                f"{base_url} refuses the API key ({answer.status_code}): name the variable that holds it with "
-                "--api-key-env, or in [llm] api_key"
-            )
-        if (served := _listed(answer)) and model not in served:
-            _check_unlisted(client, base_url, model, served)
+    try:
+        answer = models_answer(base_url, api_key, _SECONDS)
+    except httpx.HTTPError as error:
+        if _of_tls(error) or uses_proxy(base_url):
+            return  # who sends the completions may be set to trust it, or to go another way
+        raise _away(base_url, error, named_by) from error
+    if answer.status_code == 401:
+        raise ConfigError(
+            f"{base_url} refuses the API key ({answer.status_code}): name the variable that holds it with "
+            "--api-key-env, or in [llm] api_key"
+        )
+    if not (served := _listed(answer)) or model in served:
+        return
+    body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
+    try:
+        with _client(base_url, api_key, _PROBE_SECONDS) as client:
+            answer = client.post(f"{base_url}/chat/completions", json=body)
+    except httpx.HTTPError:
+        return  # what is wrong shows in the episodes
+    if 400 <= answer.status_code < 500 and answer.status_code != 429:
+        nearest = get_close_matches(model, served, n=1)
+        meant = f", did you mean {one_line(nearest[0], 100)}?" if nearest else "."
+        known = one_line(", ".join(served[:_SHOWN]), 300) + (", ..." if len(served) > _SHOWN else "")
+        raise ConfigError(f"{base_url} does not serve {model}{meant} It has: {known}; name one of them with --model")
+
+
+def _of_tls(error: BaseException) -> bool:
+    below = error.__cause__ or error.__context__
+    return isinstance(error, ssl.SSLError) or (below is not None and _of_tls(below))
 
 
 def check_answers(base_url: str) -> None:
@@ -263,16 +271,3 @@ def _listed(answer: httpx.Response) -> list[str]:
         return [each.id for each in ListedModels.model_validate_json(answer.content).data] if answer.is_success else []
     except ValidationError:
         return []
-
-
-def _check_unlisted(client: httpx.Client, base_url: str, model: str, served: list[str]) -> None:
-    body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
-    try:
-        answer = client.post(f"{base_url}/chat/completions", json=body, timeout=_PROBE_SECONDS)
-    except httpx.HTTPError:
-        return  # what is wrong shows in the episodes
-    if 400 <= answer.status_code < 500 and answer.status_code != 429:
-        nearest = get_close_matches(model, served, n=1)
-        meant = f", did you mean {one_line(nearest[0], 100)}?" if nearest else "."
-        known = one_line(", ".join(served[:_SHOWN]), 300) + (", ..." if len(served) > _SHOWN else "")
-        raise ConfigError(f"{base_url} does not serve {model}{meant} It has: {known}; name one of them with --model")

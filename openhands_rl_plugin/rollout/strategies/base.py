@@ -8,7 +8,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
-from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, info_of
+from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, info_of
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Failure, Frozen, SamplingParams
@@ -71,7 +71,7 @@ class SearchStrategy(ABC):
 
         Raises ``ConfigError`` when the search needs forks and there are none, ``CaughtFailure`` when every branch died.
         """
-        self.check_world(world)
+        self.check_world(None if world is None else info_of(world))
         async with Search(tree, engine, world, self._options, self._account(tree)) as search:
             chosen = await self._choose(search) if not search.exhausted() else None
             if chosen is None:
@@ -98,8 +98,8 @@ class SearchStrategy(ABC):
             self._accounts[tree] = Spending.resumed(self._options.episode_budget, last)
         return self._accounts[tree]
 
-    def check_world(self, world: Forkable | None) -> None:
-        """Raise ``ConfigError`` when the strategy cannot do without what is missing."""
+    def check_world(self, world: EnvInfo | None) -> None:
+        """Raise ``ConfigError`` when the strategy cannot do without what is missing; ``None``: it cannot fork."""
         if world is None and self._value.needs_world:
             raise ConfigError(
                 f"{self.name} with value = {self._value.name!r} needs an environment that can fork, and this one "
@@ -110,7 +110,7 @@ class SearchStrategy(ABC):
                 f"{self.name} with value = 'none' compares the rewards of steps in forks, and this environment cannot "
                 'fork: set value = "model" or "verifier", or act without a search (StandardReAct)'
             )
-        if not info_of(world).emits_rewards and isinstance(self._value, NoValue | RolloutValue):
+        if world is not None and not world.emits_rewards and isinstance(self._value, NoValue | RolloutValue):
             raise ConfigError(
                 f"{self.name} with value = {self._value.name!r} adds up the rewards of steps, "
                 'and a workspace pays none: set value = "model", "verifier" or "reward" in [rl.strategy]'

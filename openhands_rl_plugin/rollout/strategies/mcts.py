@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.protocols import Forkable
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.tree import DraftNode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, count_return
 from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, ended, note, notes, options_of
@@ -99,7 +99,7 @@ class MCTSStrategy(SearchStrategy):
         self.options = options_of(MCTSOptions, options, changes, value)
         super().__init__(self.options, value)
 
-    def check_world(self, world: Forkable | None) -> None:
+    def check_world(self, world: EnvInfo | None) -> None:
         """MCTS looks ahead, so it always needs forks."""
         if world is None:
             raise ConfigError(

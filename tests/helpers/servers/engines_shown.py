@@ -34,7 +34,7 @@ SHOWN: Mapping[str, Shown] = {
             "reinforce++": {"correction": "truncate", "dual_clip": 3.0},
         },
         cosine=0.999,
-    ),
+    )
 }
 
 FIRST_UPDATE = 0.99

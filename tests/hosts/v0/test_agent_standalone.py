@@ -16,6 +16,7 @@ from openhands_rl_plugin import FileTrajectoryStorage, Message, RLSettings, Traj
 from openhands_rl_plugin.apps.rl_agent import task_id_of
 from openhands_rl_plugin.config.rl import SamplingSettings, StorageSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
 from openhands_rl_plugin.hosts.pool.connection import FromWorker, Store, Stored
@@ -64,7 +65,17 @@ async def test_stored_once_however_often_the_end_is_announced(tmp_path):
         end.join()
     (trajectory,) = await stored(tmp_path)
     assert trajectory.stop is StopReason.TRUNCATED
-    assert (trajectory.task.id, trajectory.task.instruction) == ("do-it-session-", "Do it.")
+    assert trajectory.task.id.startswith("do-it-") and trajectory.task.instruction == "Do it."
+
+
+def test_a_task_follows_from_its_text_and_its_folder(tmp_path):
+    def task(instruction, folder):
+        given = {"session": uuid.uuid4().hex, "base_model": "m", "environment_mode": False, "workspace": folder}
+        return standalone_episode(RLSettings(), instruction=instruction, **given).request.task
+
+    asked = [("Do it.", tmp_path), ("Do that.", tmp_path), ("Do it.", tmp_path / "other")]
+    assert all(task(*each) == task(*each) for each in asked)
+    assert len({task(*each).id for each in asked}) == len({asked_in_common(task(*each)) for each in asked}) == 3
 
 
 async def test_two_runs_of_one_named_session_are_two_trajectories(tmp_path):

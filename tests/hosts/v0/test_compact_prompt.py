@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 from compact_ends import COMMANDS, MAIN, at_an_end, check_command, check_first_request, start, write_config
-from compact_play import (
-    check_both_prompts,
-    check_offered_tools,
-    check_one_sequence,
-    check_repaired_call,
-)
+from compact_play import check_both_prompts, check_offered_tools, check_one_sequence, check_repaired_call
 from needs import needs_bubblewrap
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig
 from openhands.core.config.extended_config import ExtendedConfig

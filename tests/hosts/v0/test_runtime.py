@@ -13,11 +13,7 @@ import pytest
 from needs import needs_bubblewrap
 from openhands.core.config import OpenHandsConfig
 from openhands.events import EventSource, EventStreamSubscriber
-from openhands.events.action import (
-    CmdRunAction,
-    FileEditAction,
-    FileReadAction,
-)
+from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction
 from openhands.events.event import FileEditSource, FileReadSource
 from openhands.events.observation import CmdOutputObservation, Observation
 from openhands.events.stream import EventStream

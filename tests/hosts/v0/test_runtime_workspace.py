@@ -35,8 +35,7 @@ def test_the_host_name_works_too(files: Workspace, root: Path):
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["../secret", "/workspace/../secret", "dir/../../secret", "/etc/passwd", "/workspace2/file", "..", "a\0b"],
+    "path", ["../secret", "/workspace/../secret", "dir/../../secret", "/etc/passwd", "/workspace2/file", "..", "a\0b"]
 )
 def test_paths_that_leave_are_refused(files: Workspace, path: str):
     with pytest.raises(PermissionError):

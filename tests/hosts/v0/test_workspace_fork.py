@@ -182,10 +182,7 @@ def test_what_is_too_large_or_slow_is_refused(make: Make, tmp_path: Path):
     runtime = make("copy")
     before = set(Path(tempfile.gettempdir()).glob("openhands-rl-fork-*"))
     run(runtime, "head -c 3000000 /dev/zero > large; mkdir d; touch d/1 d/2 d/3")
-    for limits, reason in (
-        (ForkLimits(size=2 << 20), "more than 2 MiB"),
-        (ForkLimits(files=3), "more than 3 files"),
-    ):
+    for limits, reason in ((ForkLimits(size=2 << 20), "more than 2 MiB"), (ForkLimits(files=3), "more than 3 files")):
         runtime.fork_limits = limits
         with pytest.raises(BadEnvironmentError, match=f"{reason}; make it smaller, or"):
             runtime.fork(threading.Event())

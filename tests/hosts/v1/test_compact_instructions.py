@@ -8,13 +8,7 @@ import httpx
 import pytest
 from agent_server_process import NO_AGENTS_OF_OTHERS, running_agent_server, takes_agents_of_others
 from compact_ends import COMMANDS, TASK, at_an_end, check_command, check_first_request, write_config
-from compact_play import (
-    check_both_prompts,
-    check_offered_tools,
-    check_one_sequence,
-    check_repaired_call,
-    undescribed,
-)
+from compact_play import check_both_prompts, check_offered_tools, check_one_sequence, check_repaired_call, undescribed
 from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think

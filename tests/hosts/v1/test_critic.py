@@ -164,10 +164,7 @@ ADDS = "echo more > left; python3 -c 'from calc import add; assert add(2, 1) == 
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    ("reward", "more"),
-    [("command", {"options": {"command": ADDS}}), ("tests", {"tests": ADDS})],
-)
+@pytest.mark.parametrize(("reward", "more"), [("command", {"options": {"command": ADDS}}), ("tests", {"tests": ADDS})])
 @pytest.mark.shows("rewards by a command")
 async def test_commands_judge_a_copy_of_the_workspace_after_every_action(
     server: ScriptedModel, workspace: Path, reward: str, more: dict[str, Any]

@@ -20,7 +20,7 @@ def test_the_line_that_waits_for_v0_is_silent_and_loads_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, check=True)
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert {name.removeprefix("openhands_rl_plugin") for name in loaded} <= {
-        *("", ".hosts", ".hosts.v0", ".hosts.v0.autoload"),
+        *("", ".hosts", ".hosts.v0", ".hosts.v0.autoload")
     }
     assert "openhands_rl_plugin" not in done.stderr and "Traceback" not in done.stderr
 

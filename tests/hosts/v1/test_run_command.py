@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_model import ScriptedModel
-from sdk_play import repair, stored, think
+from scripted_model import ScriptedModel, call, says
+from sdk_play import finish, repair, stored, think
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import StopReason
@@ -30,9 +30,11 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(folder),
         "TMPDIR": str(folder),
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        "HF_HUB_OFFLINE": "1",
     }
     return subprocess.Popen(
-        [PROGRAM, "run", *words], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [PROGRAM, *words], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -42,7 +44,7 @@ async def test_a_task_is_worked_on_and_the_last_line_says_what_was_recorded(
 ) -> None:
     server.script("run-repair", repair(Path("/workspace")))
     given = ["--workspace", str(workspace), "--model", "run-repair", "--base-url", server.url, "--store", "store"]
-    process = start(tmp_path, "-t", "Correct calc.py.", *given)
+    process = start(tmp_path, "run", "-t", "Correct calc.py.", *given)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     lines = out.splitlines()
@@ -69,7 +71,7 @@ async def test_ctrl_c_ends_a_completion_at_once_and_what_was_sampled_stays(
         f'[llm]\nmodel = "openai/run-stopped"\nbase_url = "{server.url}"\nnum_retries = 0\nnative_tool_calling = true\n'
         '[rl]\nstorage = {path = "store"}\n'
     )
-    process = start(tmp_path, "-t", "Think.", "--workspace", str(workspace))
+    process = start(tmp_path, "run", "-t", "Think.", "--workspace", str(workspace))
     assert process.stdout is not None
     assert process.stdout.readline() == "(one)\n"
     while not server.at_once:
@@ -91,7 +93,7 @@ async def test_what_was_answered_before_a_kill_is_stored(
 ) -> None:
     server.policies["run-killed"] = lambda body: think("hm", f"call-{len(body['messages'])}")
     given = ["--workspace", str(workspace), "--model", "run-killed", "--base-url", server.url, "--store", "store"]
-    process = start(tmp_path, "-t", "Think.", *given)
+    process = start(tmp_path, "run", "-t", "Think.", *given)
     try:
         while len(server.requests["run-killed"]) < 3:
             assert process.poll() is None, process.communicate()
@@ -106,6 +108,99 @@ async def test_what_was_answered_before_a_kill_is_stored(
     assert len(list(episode.sampled())) in (asked - 1, asked)
     heard = [message.content for message in episode.messages() if message.role == "tool"]
     assert len(heard) >= 1 and all(node.tokens is not None for node in episode.sampled())
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
+    """The exit code, and the lines of both outputs."""
+    out, err = process.communicate(timeout=400)
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+ATTEMPTS = """
+[llm]
+model = "openai/{model}"
+base_url = "{url}"
+native_tool_calling = true
+[rl]
+max_response_length = 64
+storage = {{ path = "store" }}
+workspace = {{ prompt = "compact" }}
+reward = {{ name = "command", options = {{ command = "python3 -c 'import calc; assert calc.add(1, 2) == 3'" }} }}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_attempts_at_a_task_of_ones_own_are_a_group_to_train_on(
+    server: ScriptedModel, workspace: Path, tmp_path: Path
+) -> None:
+    from tiny_model import write_model
+
+    begun: list[str] = []
+
+    def mends_every_second(body: dict) -> dict:
+        turn = sum(message["role"] == "assistant" for message in body["messages"])
+        if not turn:
+            begun.append("")
+        right, wrong = "sed -i 's/a - b/a + b/' calc.py", "sed -i 's/a - b/b - a/' calc.py"
+        return finish() if turn else says(None, call("terminal", {"command": (wrong, right)[len(begun) % 2]}))
+
+    server.policies["run-attempts"] = mends_every_second
+    (tmp_path / "config.toml").write_text(ATTEMPTS.format(model="run-attempts", url=server.url))
+    code, out, err = finished(
+        start(tmp_path, "run", "-t", "Correct calc.py.", "--workspace", "project", "--attempts", "3")
+    )
+    assert code == 0, (out, err)
+    episodes = await stored(tmp_path / "store")
+    assert [each.stop for each in episodes] == [StopReason.TERMINATED] * 3
+    task, group = episodes[0].task.id, episodes[0].group_id
+    assert task.startswith("correct-calc-py-") and {(each.task.id, each.group_id) for each in episodes} == {
+        (task, group)
+    }
+    assert f"3 attempts at {task}: 2 of 3 succeeded; pass@1 0.67, pass@3 1.00" in out[-1]
+    assert "a - b" in (workspace / "calc.py").read_text(), "the folder itself stays as it is"
+    mended = [(tmp_path / f"project-attempt-{number}" / "calc.py").read_text() for number in (1, 2, 3)]
+    assert ["a + b" in text for text in mended] == [True, False, True]
+
+    code, out, err = finished(start(tmp_path, "run", "-t", "Correct calc.py.", "--workspace", "project"))
+    assert code == 0, (out, err)
+    *_, again = await stored(tmp_path / "store")
+    assert again.task == episodes[0].task and again.group_id != group, "the same task, of another start"
+
+    write_model(tmp_path / "model", max_position_embeddings=8192)
+    options = ["--model", "model", "--adapters", "adapters", "--task", task, "--num-epochs", "1", "--algorithm"]
+    code, out, err = finished(start(tmp_path, "train", "store", *options, "dpo", "--dry-run"))
+    assert code == 0 and "  pairs: 2, of them said by people 0" in out, (out, err)
+    options += ["grpo", "--dtype", "float32", "--lora-rank", "2"]
+    code, out, err = finished(start(tmp_path, "train", "store", *options))
+    assert code == 0 and "  episodes: 4 used; left out: none" in out, (out, err)
+    assert (tmp_path / "adapters" / "policy-v000001" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "nosuch"], r"does not serve nosuch\. It has: .*; name one of them with --model"),
+        (["--strategy", "MCTS"], r"MCTS with value = 'rollout' .* a workspace pays none: set value = "),
+        (
+            [],
+            r"OpenHands' first prompt has .* more than the 8,192 of .* or set \[rl\.workspace\] prompt = \"compact\"$",
+        ),
+    ],
+    ids=lambda given: given[0].strip("-") if isinstance(given, list) and given else None,
+)
+def test_what_cannot_begin_is_one_line(words: list[str], said: str, server: ScriptedModel, tmp_path: Path) -> None:
+    server.script("run-short", [])
+    server.context = 8192
+    try:
+        given = ["--model", "run-short", "--base-url", server.url, "--store", "store"]
+        code, out, err = finished(start(tmp_path, "run", "-t", "Do it.", *given, *words))
+    finally:
+        server.context = None
+    assert code == 1 and out == []
+    assert re.search(rf"error: .*{said}", err[-1]), err
+    assert not [line for line in err if "Traceback" in line or "litellm" in line]
+    assert not server.requests["run-short"]
 
 
 def test_a_setting_that_the_sdk_refuses_is_named_without_its_value() -> None:

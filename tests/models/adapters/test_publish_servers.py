@@ -457,5 +457,5 @@ def test_the_command_lists_publishes_and_goes_back(
     assert "no earlier one to roll back to" in capsys.readouterr().err
     assert cli.main(["adapters", "publish", *where, "--version", "9", "--base-url", embedded]) == 1
     assert "available: 1, 2" in capsys.readouterr().err
-    assert cli.main(["adapters", "publish", *where, "--base-url", "nowhere"]) == 1
+    assert cli.main(["adapters", "publish", *where, "--base-url", "nowhere"]) == 2
     assert "--base-url: must be an http:// or https:// URL" in capsys.readouterr().err

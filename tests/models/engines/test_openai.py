@@ -282,8 +282,7 @@ async def test_a_refused_field_is_tried_again():
 
 
 @pytest.mark.parametrize(
-    "body",
-    ["<html>", "", "[]", "null", '{"choices": []}', '{"choices": [{"message": 5}]}', "[" * 100_000, b"\xff"],
+    "body", ["<html>", "", "[]", "null", '{"choices": []}', '{"choices": [{"message": 5}]}', "[" * 100_000, b"\xff"]
 )
 async def test_nonsense_is_a_model_error(body: Any):
     with pytest.raises(ModelError, match="not a chat completion"):

@@ -21,12 +21,7 @@ from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, check_s
 pytestmark = pytest.mark.contract
 
 PLANNER = MCTSOptions(
-    num_simulations=40,
-    exploration_weight=0.3,
-    use_priors=False,
-    first_branches=4,
-    num_branches=4,
-    value="rollout",
+    num_simulations=40, exploration_weight=0.3, use_priors=False, first_branches=4, num_branches=4, value="rollout"
 )
 
 

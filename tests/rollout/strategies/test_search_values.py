@@ -17,12 +17,7 @@ from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.options import SearchBudget
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
-from openhands_rl_plugin.rollout.strategies.value import (
-    RewardValue,
-    ValueFunction,
-    VerifierValue,
-    VerifierValueOptions,
-)
+from openhands_rl_plugin.rollout.strategies.value import RewardValue, ValueFunction, VerifierValue, VerifierValueOptions
 
 Make = Callable[[ValueFunction], Strategy]
 

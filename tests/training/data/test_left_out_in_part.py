@@ -101,13 +101,7 @@ async def test_an_import_is_worth_what_was_said_of_it(
     imported = episode([said(None, "q"), answer(0, "x", tokens=False)], strategy="imported")
     storage: Any = Stored(imported, scores)
     loaded = await load_episodes(
-        storage,
-        TrajectoryFilter(),
-        base_model="m",
-        adapter="z",
-        reward=Opinion(),
-        demonstrations=True,
-        presume=presume,
+        storage, TrajectoryFilter(), base_model="m", adapter="z", reward=Opinion(), demonstrations=True, presume=presume
     )
     assert (loaded.returns, loaded.excluded.presumed) == (returns, presumed)
     assert bool(presumed) == any("judged by nobody" in cause for cause in loaded.excluded.causes())

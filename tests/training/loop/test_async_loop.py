@@ -236,9 +236,7 @@ async def test_a_cancelled_loop_ends_with_the_step_under_way(world: ShopWorld, t
     plan = make_plan("cancelled", iterations=1, demonstrations=())
     long = plan.reinforcement.model_copy(update={"num_epochs": 5_000})
     parts, steps = world.parts(tmp_path), Steps()
-    running = asyncio.create_task(
-        ClosedLoop(plan.model_copy(update={"reinforcement": long}), parts, steps).run(),
-    )
+    running = asyncio.create_task(ClosedLoop(plan.model_copy(update={"reinforcement": long}), parts, steps).run())
     while not steps.done:
         await asyncio.sleep(0.02)
     running.cancel()

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from raw_server import raw_server, respond
 
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
-from openhands_rl_plugin.core.types import (
-    Adapter,
-    Message,
-    Node,
-    PolicyRef,
-    Tokens,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import Adapter, Message, Node, PolicyRef, Tokens, Trajectory
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.testing import example_trajectory

@@ -1,0 +1,119 @@
+"""What is checked of the model server before a run, and which adapter the run samples from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from raw_server import raw_server, respond
+from scripted_model import ScriptedModel, serve
+
+from openhands_rl_plugin import AdapterStore
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt, check_workspace_strategy
+
+PROMPT = [{"role": "user", "content": "x" * 100}]  # 103 tokens
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        model.script("base", [])
+        model.context = 200
+        yield model
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger = logging.getLogger("openhands")  # OpenHands' own, which hands nothing on
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, logger.name)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def checked(server: ScriptedModel, tmp_path: Path, model: str = "openai/base", **rl: object) -> FirstPrompt:
+    serving = {"base_url": server.url, "adapters_path": str(tmp_path / "adapters")}
+    settings = RLSettings.model_validate({"serving": serving, **rl})
+    first = FirstPrompt(settings, {"model": model, "base_url": server.url, "api_key": "none"})
+    first.check_server()
+    return first
+
+
+def published(tmp_path: Path) -> Adapter:
+    store = AdapterStore(tmp_path / "adapters")
+    adapter = store.create("policy", lambda folder: (folder / "adapter_model.safetensors").touch(), base_model="base")
+    store.point(adapter)
+    return adapter
+
+
+def test_prompt_and_answer_must_fit_into_the_context(server: ScriptedModel, tmp_path: Path) -> None:
+    checked(server, tmp_path, max_response_length=97).check_length(PROMPT, ())
+    with pytest.raises(ConfigError, match=r"has 103 tokens and .* leaves 98 for the answer: more than the 200 of"):
+        checked(server, tmp_path, max_response_length=98).check_length(PROMPT, ())
+    server.context = None
+    checked(server, tmp_path, max_response_length=98).check_length(PROMPT, ())
+
+
+def test_a_server_that_is_away_is_one_line_with_a_remedy() -> None:
+    first = FirstPrompt(RLSettings(), {"model": "openai/base", "base_url": "http://127.0.0.1:9/v1"})
+    with pytest.raises(InfrastructureError, match=r"no model server answers at .*: start it, for example with"):
+        first.check_server()
+
+
+NULL = '{"data": [{"id": "m", "owned_by": null}]}'
+LISTS = [respond(text) for text in ('[{"id": "m"}]', NULL, "<html>")]
+
+
+@pytest.mark.parametrize("answer", [*LISTS, *(respond("{}", f"{status} X") for status in (400, 403, 404, 429, 500))])
+async def test_a_server_that_lists_nothing_may_still_complete(answer: bytes) -> None:
+    async with raw_server(lambda path, body: answer) as server:
+        await asyncio.to_thread(FirstPrompt(RLSettings(), {"model": "openai/m", "base_url": server.url}).check_server)
+
+
+async def test_a_key_that_is_refused_ends_the_run() -> None:
+    async with raw_server(lambda path, body: respond("{}", "401 X")) as server:
+        first = FirstPrompt(RLSettings(), {"model": "openai/m", "base_url": server.url})
+        with pytest.raises(ConfigError, match="refuses the API key"):
+            await asyncio.to_thread(first.check_server)
+
+
+def test_a_name_that_is_neither_listed_nor_answered_is_refused(server: ScriptedModel, tmp_path: Path) -> None:
+    server.policies["behind-a-proxy"] = lambda body: {"role": "assistant", "content": "."}
+    checked(server, tmp_path, model="openai/behind-a-proxy")
+    with pytest.raises(ConfigError, match=r"does not serve bsae, did you mean base\? It has: base"):
+        checked(server, tmp_path, model="openai/bsae")
+
+
+@pytest.mark.parametrize(
+    ("rl", "said"),
+    [
+        ({"rollout_strategy": "MCTS"}, "a workspace pays none: set value"),
+        ({"rollout_strategy": "MCTS", "workspace": {"isolation": "none"}}, "needs an environment that can fork"),
+        ({"rollout_strategy": "MCTS", "strategy": {"value": "model"}}, ""),
+        ({"rollout_strategy": "BestOfN", "workspace": {"isolation": "none"}}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_search_that_can_simulate_nothing_is_refused(rl: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_workspace_strategy(RLSettings.model_validate(rl))
+
+
+def test_the_published_adapter_is_sampled_from_when_the_server_has_it(
+    server: ScriptedModel, tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    assert checked(server, tmp_path).adapter_in_use() is None
+    adapter = published(tmp_path)
+    assert checked(server, tmp_path).adapter_in_use() is None
+    assert f"--adapters {tmp_path}/adapters --adapter policy --version 1 --base-url {server.url}" in warnings.text
+    server.adapters = {adapter.name: "another"}
+    assert checked(server, tmp_path).adapter_in_use() is None
+    server.adapters = {adapter.name: "base"}
+    assert checked(server, tmp_path).adapter_in_use() == adapter.name
