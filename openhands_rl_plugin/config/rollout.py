@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.servers import named_key
 
 _OF_TRAINERS = frozenset({"base_url", "model", "base_model", "api_key_env"})
 
@@ -70,8 +70,7 @@ class PlayOptions(PlaySettings):
         serving = settings.serving.model_copy(update={name: value for name, value in own.items() if value})
         if not (serving.base_url and serving.model):
             raise ConfigError("which endpoint? give --base-url URL and --model NAME, or [rl.serving] of a --config")
-        if serving.api_key_env and not os.environ.get(serving.api_key_env):
-            raise ConfigError(f"--api-key-env: the environment variable {serving.api_key_env} is not set")
+        named_key(serving.api_key_env, "--api-key-env")
         sampled = {"temperature": self.temperature, "seed": self.seed}
         bounds = ("max_turns", "max_prompt_length", "max_response_length", "max_obs_length")
         given: dict[str, object] = {name: value for name in bounds if (value := getattr(self, name)) is not None}

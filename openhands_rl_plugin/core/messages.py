@@ -1,23 +1,37 @@
-"""Where the reasoning of an answer stands: beside its content, under one of several names, or among its parts."""
+"""Reads chat messages of OpenAI-like servers, clients and files, and compares them with those of a tree.
+
+Absent, null, empty and ``"null"`` are one thing for arguments and lists of calls, and absent, null and empty for
+contents and usage.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.templates.function_text import read_function_text
-from openhands_rl_plugin.core.types import Message, Node, Observation, ToolCall, Trajectory
+from openhands_rl_plugin.core.types import (
+    JsonObject,
+    Message,
+    Node,
+    Observation,
+    SamplingParams,
+    ToolCall,
+    Trajectory,
+    Usage,
+)
 
-REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
-"""Types of content parts that hold reasoning (or a cipher of it) instead of what the assistant says."""
-
-_NAMES = ("reasoning_content", "reasoning", "thinking")
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""The fields of a chat message that hold its reasoning as a text."""
+_REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning")  # and OpenRouter's "reasoning.text"
+_PART_LISTS = ("thinking_blocks", "reasoning_details", "content")
 _ENDS = ("</think>", "</thinking>", "</reasoning>")
-_TEXTS = ("thinking", "reasoning", "text")
+_TEXTS = ("thinking", "reasoning", "text", "summary", "content")
 
 
 class SpokenMessage(Message):
@@ -41,11 +55,28 @@ def reasoning_with(message: Message) -> str | None:
 
 def reasoning_in(wire: Mapping[str, object]) -> str | None:
     """The reasoning of a chat message in any of the forms of OpenAI-like and Anthropic-like servers, or ``None``."""
-    for name in _NAMES:
-        if isinstance(text := wire.get(name), str) and text:
+    for name in REASONING_NAMES:
+        if isinstance(given := wire.get(name), str | list) and (text := text_of(given)):
             return text
-    said = ([text for name in _TEXTS if isinstance(text := part.get(name), str) and text][:1] for part in _parts(wire))
-    return "\n".join(text for texts in said for text in texts) or None
+    for name in _PART_LISTS:
+        parts = wire.get(name)
+        texts = [_thought(part) for part in _list(parts) if _is_reasoning(part)]
+        if text := "\n".join(filter(None, texts)):
+            return text
+    return None
+
+
+def _thought(part: Mapping[str, object]) -> str | None:
+    found = (text_of(given) for name in _TEXTS if isinstance(given := part.get(name), str | list))
+    return next(filter(None, found), None)
+
+
+def _is_reasoning(part: object) -> TypeGuard[Mapping[str, object]]:
+    return isinstance(part, Mapping) and str(part.get("type")).partition(".")[0] in _REASONING_PARTS
+
+
+def _list(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def reasoning_of(node: Node) -> str | None:
@@ -56,7 +87,8 @@ def reasoning_of(node: Node) -> str | None:
 def has_reasoning(node: Node) -> bool:
     """Whether an answer had a part of thinking: in its text, or beside it, where it may be a cipher."""
     in_text = any(mark in (node.message.content or "") for mark in _ENDS)
-    return in_text or any(reasoning_in(wire) or any(_parts(wire)) for wire in _wires(node))
+    parts = (part for wire in _wires(node) for name in _PART_LISTS for part in _list(wire.get(name)))
+    return in_text or any(map(_is_reasoning, parts)) or reasoning_of(node) is not None
 
 
 def _wires(node: Node) -> Iterator[Mapping[str, object]]:
@@ -67,13 +99,6 @@ def _wires(node: Node) -> Iterator[Mapping[str, object]]:
             yield wire
 
 
-def _parts(wire: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    for parts in (wire.get("thinking_blocks"), wire.get("content")):
-        for part in parts if isinstance(parts, list | tuple) else ():
-            if isinstance(part, Mapping) and part.get("type") in REASONING_PARTS:
-                yield part
-
-
 def _first_message(response: object) -> object:
     choices = response.get("choices") if isinstance(response, Mapping) else None
     first = choices[0] if isinstance(choices, list) and choices else None
@@ -82,6 +107,14 @@ def _first_message(response: object) -> object:
 
 WireMessage = Mapping[str, Any]
 """A chat message as a client sends it: content is text or a list of parts."""
+_ROLES: Mapping[str, Any] = {"developer": "system", "function": "tool"}
+_COUNTS_END = 2**63
+_LONGEST_ERROR = 300
+_BUSY = re.compile("rate_?limit|overload|exhaust|unavailable|time_?out|quota|too_?many")
+_REFUSED = re.compile(
+    "invalid|bad_?request|not_?found|context_?(?:length|window)|auth|permission|forbidden|content_?(?:filter|policy)"
+    "|unsupported|unprocessable"
+)
 
 RECORDED_PARAMETERS = (
     "temperature",
@@ -119,6 +152,24 @@ They are sent, because servers have other defaults: vLLM and SGLang take absent 
 """
 
 
+def recorded_parameters(given: Mapping[str, Any]) -> JsonObject:
+    """The sampling parameters of a request that are stored."""
+    return {name: given[name] for name in RECORDED_PARAMETERS if given.get(name) is not None}
+
+
+def sampling_in(given: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters of a request, unchecked; ``None`` for what is left to the server."""
+    stop = given.get("stop") or ()
+    return SamplingParams.model_construct(
+        temperature=given.get("temperature"),
+        top_p=given.get("top_p"),
+        **{name: given.get(name) for name in NEUTRAL_PARAMETERS},
+        max_tokens=given.get("max_completion_tokens") or given.get("max_tokens"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        seed=given.get("seed"),
+    )
+
+
 def altering_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``given`` beside the temperature with which a server samples from another distribution, with values."""
     neutral = {"top_p": 1.0, **NEUTRAL_PARAMETERS}
@@ -127,32 +178,106 @@ def altering_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_message(wire: WireMessage) -> Message:
-    """The message in whole characters, with its text parts joined by line breaks, as chat templates join them."""
+    """The message in whole characters, with its text parts joined by line breaks, as chat templates join them.
+
+    Raises ``ValueError``, ``LookupError``, ``TypeError`` or ``AttributeError`` for another format.
+    """
     said = Message(
-        role=wire["role"],
+        role=_ROLES.get(wire["role"], wire["role"]),
         content=text_of(wire.get("content")),
-        tool_calls=tuple(
-            ToolCall(
-                id=call.get("id") or "",
-                name=call["function"]["name"],
-                arguments=call["function"]["arguments"],
-            )
-            for call in wire.get("tool_calls") or ()
-        ),
-        tool_call_id=wire.get("tool_call_id"),
+        tool_calls=calls_in(wire),
+        tool_call_id=_identity(wire.get("tool_call_id")),
         name=wire.get("name"),
     )
     return whole_message(said)
+
+
+def calls_in(wire: WireMessage) -> tuple[ToolCall, ...]:
+    """The calls of a chat message: a list, the same as JSON text, or the former ``function_call``.
+
+    A call's name and arguments stand below ``function``, or beside its id. Raises as ``to_message`` does.
+    """
+    given = wire.get("tool_calls")
+    if isinstance(given, str):
+        given = json.loads(given.strip() or "null")
+    if not given and (alone := wire.get("function_call")):
+        given = [alone]
+    calls = [(call, call.get("function") or call) for call in given or () if call is not None]
+    return tuple(
+        ToolCall(id=_identity(call.get("id")) or "", name=function["name"], arguments=function.get("arguments"))
+        for call, function in calls
+    )
+
+
+def usage_in(given: object) -> Usage:
+    """The token counts of one request from the ``usage`` of a completion; what is no count is 0."""
+    usage = given if isinstance(given, Mapping) else {}
+    details = usage.get("prompt_tokens_details")
+    return Usage(
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        completion_tokens=_count(usage.get("completion_tokens")),
+        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, Mapping) else 0,
+        calls=1,
+    )
+
+
+def finish_in(choice: Mapping[str, object]) -> str | None:
+    """The finish reason of a choice, or of a chunk of it; ``None`` while there is none."""
+    reason = choice.get("finish_reason")
+    return whole_text(reason) if isinstance(reason, str) and reason not in ("", "null") else None
+
+
+def logprobs_in(choice: Mapping[str, Any], expected: int) -> list[float]:
+    """One logprob for each sampled id, or nothing."""
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or len(content) != expected:
+        return []
+    try:
+        values = [float(token["logprob"]) for token in content]
+    except (TypeError, LookupError, ValueError):
+        return []
+    # One value that is not finite makes the sum not finite.
+    return values if math.isfinite(sum(values)) else []
+
+
+def error_in(document: object) -> tuple[int, str] | None:
+    """The HTTP status that an error in a body or an event stands for, and its message; ``None`` without an error.
+
+    It stands in ``error``, in a choice, or in the body itself. An unknown code is the server's own failure, 500.
+    """
+    held = document[0] if isinstance(document, list) and document else document
+    if not isinstance(held, Mapping):
+        return None
+    choices = [choice for choice in _list(held.get("choices")) if isinstance(choice, Mapping)]
+    found = held.get("error") or next(filter(None, (choice.get("error") for choice in choices)), None)
+    if not found and not choices and isinstance(held.get("message"), str):
+        found = held
+    if not found:
+        return None
+    error = found if isinstance(found, Mapping) else {"message": found}
+    codes = [str(error.get(name) or "") for name in ("code", "status", "type")]
+    status = next((int(code[:3]) for code in codes if code[:3].isdecimal() and 400 <= int(code[:3]) < 600), 0)
+    if not status:
+        words = " ".join(codes).lower()
+        status = 429 if _BUSY.search(words) else 400 if _REFUSED.search(words) else 500
+    return status, " ".join(str(error.get("message") or found).split())[:_LONGEST_ERROR]
+
+
+def _count(value: object) -> int:
+    return int(value) if type(value) in (int, float) and 0 <= value < _COUNTS_END else 0  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+
+
+def _identity(value: object) -> Any:
+    """Some servers and files number their calls."""
+    return str(value) if isinstance(value, int) else value
 
 
 def to_wire(message: Message) -> dict[str, Any]:
     """The message as an OpenAI chat message."""
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        wire["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
+        wire["tool_calls"] = wire_calls(message.tool_calls)
     if message.tool_call_id is not None:
         wire["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -160,18 +285,30 @@ def to_wire(message: Message) -> dict[str, Any]:
     return wire
 
 
+def wire_calls(calls: Sequence[ToolCall]) -> list[JsonValue]:
+    """The calls as the ``tool_calls`` of an OpenAI chat message."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+
+
 def text_of(content: object) -> str | None:
     """Content as plain text, without reasoning; another part that is no text (an image) is named in brackets."""
     if content is None or isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        return str(content)
-    if any(part.get("type") in REASONING_PARTS for part in content):
-        spoken = [part for part in content if part.get("type") not in REASONING_PARTS]
-        return text_of(spoken) if spoken else None
-    if len(content) == 1 and (only := content[0]).get("type") == "text":
-        return only["text"]
-    return "\n".join(part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in content)
+    parts = content if isinstance(content, list | tuple) else [content]
+    spoken = [part for part in parts if not _is_reasoning(part)]
+    if parts and not spoken:
+        return None
+    return "\n".join(text for part in spoken if (text := _part_text(part)) is not None)
+
+
+def _part_text(part: object) -> str | None:
+    if not isinstance(part, Mapping):
+        return None if part is None else str(part)
+    kind, text = part.get("type"), part.get("text")
+    return text if isinstance(text, str) or kind == "text" else f"[{kind}]"
 
 
 def says(wire: WireMessage, message: Message) -> bool:
@@ -181,15 +318,12 @@ def says(wire: WireMessage, message: Message) -> bool:
     said, kept = text_of(wire.get("content")), message.content
     if said != kept and not _same(said or "", kept or ""):
         return False
-    calls, own_calls = wire.get("tool_calls") or (), message.tool_calls
-    return (not calls and not own_calls) or (
-        len(calls) == len(own_calls)
-        and all(
-            (call.get("id") or "") == own.id
-            and call["function"]["name"] == own.name
-            and _same(call["function"]["arguments"], own.arguments)
-            for call, own in zip(calls, own_calls, strict=True)
-        )
+    if not wire.get("tool_calls") and not wire.get("function_call"):
+        return not message.tool_calls
+    calls, own_calls = calls_in(wire), message.tool_calls
+    return len(calls) == len(own_calls) and all(
+        call.id == own.id and call.name == own.name and _same(call.arguments, own.arguments)
+        for call, own in zip(calls, own_calls, strict=True)
     )
 
 

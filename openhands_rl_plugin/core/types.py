@@ -6,12 +6,13 @@ have several paths (segments) that were all acted on.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Literal, Protocol, Self
+from typing import Annotated, Literal, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 TURN, CONDENSATION, SIDE = "turn", "condensation", "side request"
 """Kinds of nodes: a message of the episode; a host's request to summarise its history, and the summary; another request
@@ -170,12 +171,19 @@ class Task(Frozen):
     limits: Limits | None = None
 
 
+def _arguments_text(given: object) -> object:
+    """The text of a call's arguments: absent, null, empty and "null" are ``{}``, and an object is written as JSON."""
+    if isinstance(given, str):
+        return given if given.strip() not in ("", "null") else "{}"
+    return "{}" if given is None else json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+
+
 class ToolCall(Frozen):
-    """A call exactly as the model emitted it: ``arguments`` is the raw text, never re-serialised."""
+    """A call exactly as the model emitted it: ``arguments`` is the raw text, never re-serialised, ``{}`` for none."""
 
     id: str = ""
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[str, BeforeValidator(_arguments_text)] = "{}"
 
 
 class Message(Frozen):

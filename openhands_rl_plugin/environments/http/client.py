@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -16,8 +15,9 @@ import httpx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
+from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
 from openhands_rl_plugin.environments.http.transport import (
@@ -247,11 +247,7 @@ class HttpEnvironmentOptions(Frozen):
 
     def key(self) -> str:
         """The server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""
-        if not self.api_key_env:
-            return ""
-        if key := os.environ.get(self.api_key_env, ""):
-            return key
-        raise ConfigError(f"api_key_env: the environment variable {self.api_key_env} is not set; export it")
+        return named_key(self.api_key_env, "api_key_env")
 
 
 class RefusedActionError(BadEnvironmentError):

@@ -17,6 +17,7 @@ from openhands_rl_plugin.config.host import HostName
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.errors import ConfigError, problems, unknown_name
+from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
 
 
@@ -122,8 +123,7 @@ def evaluated_model(
         where = f"[llm.{_short(section)}] " if section else ""
         lines = (f"{where}{'.'.join(at)}: {what}" for at, what in problems(error, EvaluatedModel))
         raise ConfigError("\n".join(lines)) from error
-    if found.api_key_env and not os.environ.get(found.api_key_env):
-        raise ConfigError(f"the environment variable {found.api_key_env} is not set; export {found.api_key_env}=...")
+    named_key(found.api_key_env, "api_key_env")
     return found
 
 

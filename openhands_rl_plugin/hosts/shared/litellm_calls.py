@@ -22,9 +22,9 @@ from openai import OpenAI
 
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError, describe
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, RECORDED_PARAMETERS, text_of, whole_message
+from openhands_rl_plugin.core.messages import text_of, usage_in, whole_message
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens, ToolCall, Usage
+from openhands_rl_plugin.core.types import Completion, Message, Tokens, ToolCall, Usage
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
@@ -190,33 +190,26 @@ def split_provider(model: str) -> tuple[str, str]:
     return (provider, name) if slash and provider in litellm.provider_list else ("", model)
 
 
-def recorded_parameters(asked: Mapping[str, Any]) -> JsonObject:
-    """The parameters of a call that are stored."""
-    given = {**(asked.get("extra_body") or {}), **asked}
-    return {name: given[name] for name in RECORDED_PARAMETERS if given.get(name) is not None}
-
-
 def take_message(choice: Choices) -> Message:
-    """The message. Lone surrogates are replaced in the choice, too: OpenHands could not send them again."""
-    said = _message(choice)
-    whole = whole_message(said)
-    if whole is not said:
-        choice.message.content = whole.content
-        for call, own in zip(choice.message.tool_calls or (), whole.tool_calls, strict=True):
-            call.id, call.function.name, call.function.arguments = own.id, own.name, own.arguments
-    return whole
-
-
-def _message(choice: Choices) -> Message:
+    """The message. Lone surrogates and arguments that are absent are replaced in the choice, too: OpenHands could
+    neither send them again nor read them."""
     message = choice.message
-    return Message(
+    calls = message.tool_calls or ()
+    said = Message(
         role="assistant",
         content=text_of(message.content),
         tool_calls=tuple(
-            ToolCall(id=call.id or "", name=call.function.name or "", arguments=call.function.arguments or "")
-            for call in message.tool_calls or ()
+            ToolCall(id=call.id or "", name=call.function.name or "", arguments=call.function.arguments)
+            for call in calls
         ),
     )
+    whole = whole_message(said)
+    if whole is not said:
+        message.content = whole.content
+    for call, own in zip(calls, whole.tool_calls, strict=True):
+        if (call.id, call.function.name, call.function.arguments) != (own.id, own.name, own.arguments):
+            call.id, call.function.name, call.function.arguments = own.id, own.name, own.arguments
+    return whole
 
 
 def take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
@@ -239,27 +232,7 @@ def take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
 def usage_of(response: ModelResponse) -> Usage:
     """Tokens of one call."""
     usage = getattr(response, "usage", None)
-    details = getattr(usage, "prompt_tokens_details", None)
-    return Usage(
-        prompt_tokens=getattr(usage, "prompt_tokens", 0) or 0,
-        completion_tokens=getattr(usage, "completion_tokens", 0) or 0,
-        cached_tokens=getattr(details, "cached_tokens", 0) or 0,
-        calls=1,
-    )
-
-
-def sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
-    """What a call was sampled with; ``None`` for what was left to the server."""
-    given = {**(asked.get("extra_body") or {}), **asked}
-    stop = given.get("stop") or ()
-    return SamplingParams.model_construct(
-        temperature=given.get("temperature"),
-        top_p=given.get("top_p"),
-        **{name: given.get(name) for name in NEUTRAL_PARAMETERS},
-        max_tokens=given.get("max_completion_tokens") or given.get("max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        seed=given.get("seed"),
-    )
+    return usage_in(usage.model_dump() if usage is not None else None)
 
 
 class RequestedTurn(Protocol):

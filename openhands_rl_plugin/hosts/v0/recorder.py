@@ -22,7 +22,7 @@ from pydantic_core import from_json
 
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import describe
-from openhands_rl_plugin.core.messages import WireMessage, whole_json
+from openhands_rl_plugin.core.messages import WireMessage, recorded_parameters, sampling_in, whole_json
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import TURN, Completion, JsonObject, PolicyRef, Tokens
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
@@ -32,8 +32,6 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     extensions_of,
     intercepting,
     intercepting_client,
-    recorded_parameters,
-    sampling_of,
     split_provider,
     take_message,
     take_tokens,
@@ -172,7 +170,7 @@ def _attempt(
     return Attempt(
         messages=asked.get("messages") or (),
         tools=asked.get("tools") or (),
-        parameters=recorded_parameters(asked),
+        parameters=recorded_parameters(_parameters(asked)),
         model=str(asked.get("model")),
         latency=latency,
         completion=completion,
@@ -202,6 +200,10 @@ def _completion(
         finish_reason=choice.finish_reason,
         usage=usage_of(response),
         policy=PolicyRef.from_served_name(base_model, served),
-        sampling=sampling_of(asked),
+        sampling=sampling_in(_parameters(asked)),
         metadata={"response": whole_json(raw)},
     )
+
+
+def _parameters(asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**(asked.get("extra_body") or {}), **asked}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from openhands_rl_plugin.core.messages import REASONING_NAMES, finish_in, is_json_object, reasoning_in, text_of
 
 
 class ServerEvent(NamedTuple):
@@ -61,6 +65,7 @@ Json = dict[str, Any]
 _IDS, _PROMPT_IDS = "token_ids", "prompt_token_ids"
 _ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
 _MOST_CHOICES = 1024
+_READ = frozenset({"role", "content", "tool_calls", "function_call", _ELSEWHERE, *REASONING_NAMES})
 
 
 class ChunkAssembler:
@@ -93,14 +98,11 @@ class ChunkAssembler:
             raise ValueError("its choices are no list")
         self._prompt_ids = self._prompt_ids or _prompt_ids(chunk)
         for name, value in chunk.items():
-            if (
-                name not in ("choices", _PROMPT_IDS)
-                and value is not None
-                and (name == "usage" or name not in self._about)
-            ):
+            known = bool(value) if name == "usage" else value is not None and name not in self._about
+            if known and name not in ("choices", _PROMPT_IDS):
                 self._about[name] = value
         for choice in choices:
-            index = choice.get("index", 0) if isinstance(choice, dict) else None
+            index = (choice.get("index") or 0) if isinstance(choice, dict) else None
             if type(index) is not int or not 0 <= index < _MOST_CHOICES:
                 raise ValueError("a choice has no valid index")
             self._prompt_ids = self._prompt_ids or _prompt_ids(choice)
@@ -122,14 +124,15 @@ class _ChoiceParts:
         self.ids: list[int] | None = None
         self._texts: dict[str, list[str]] = {}
         self._message: Json = {}
-        self._calls: dict[int, Json] = {}
+        self._calls: list[_Call] = []
         self._logprobs: list[Any] | None = None
 
     def add(self, choice: Json) -> None:
         for name, value in choice.items():
+            value = finish_in(choice) if name == "finish_reason" else value
             if name not in ("index", "delta", "logprobs", _ELSEWHERE, _IDS, _PROMPT_IDS) and value is not None:
                 self.about[name] = value
-        for place in _places(choice):
+        for place in places_of_ids(choice):
             if isinstance(ids := place.get(_IDS), list):
                 self.ids = self.ids or []
                 self.ids.extend(ids)
@@ -140,22 +143,26 @@ class _ChoiceParts:
         delta = choice.get("delta") or {}
         if not isinstance(delta, dict):
             raise ValueError("a delta is no object")
+        for call in delta.get("tool_calls") or ():
+            self._add_call(call)
+        if (alone := delta.get("function_call")) is not None:
+            self._add_call({"index": 0, "function": alone})
+        for name, text in (("content", text_of(delta.get("content"))), ("reasoning_content", reasoning_in(delta))):
+            if text:
+                self._texts.setdefault(name, []).append(text)
         for name, value in delta.items():
-            if name == "tool_calls":
-                for call in value or ():
-                    self._add_call(call)
-            elif isinstance(value, str) and name != "role":
+            if name in _READ or not value:
+                continue
+            if isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
-            elif name == "content" and value is not None:
-                raise ValueError("the content is no text")
-            elif name not in (_ELSEWHERE, "role") and value:
+            else:
                 known = self._message.get(name)
                 self._message[name] = known + value if isinstance(known, list) and isinstance(value, list) else value
 
     def whole(self, *, with_ids: bool) -> Json:
         calls = [
-            {**call, "function": {**call["function"], "arguments": "".join(call["function"]["arguments"])}}
-            for _, call in sorted(self._calls.items())
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in sorted(self._calls, key=lambda call: call.index)
         ]
         texts = {name: "".join(parts) for name, parts in self._texts.items()}
         content = texts.pop("content", "") or (None if calls else "")
@@ -169,27 +176,55 @@ class _ChoiceParts:
         return {**choice, _IDS: self.ids} if with_ids and self.ids is not None else choice
 
     def _add_call(self, given: Any) -> None:
-        at = given.get("index", 0) if isinstance(given, dict) else None
+        """Add a piece of a call, or a whole one: one with a name of its own and with another id, or after a whole one,
+        is another call, also where its index is missing or is 0 again."""
         function = (given.get("function") or {}) if isinstance(given, dict) else None
-        if type(at) is not int or not 0 <= at < _MOST_CHOICES or not isinstance(function, dict):
+        at = given.get("index") if isinstance(given, dict) else None
+        if not isinstance(function, dict) or not (at is None or (type(at) is int and 0 <= at < _MOST_CHOICES)):
             raise ValueError("a tool call has no valid index")
-        call = self._calls.setdefault(at, {"id": "", "type": "function", "function": {"name": "", "arguments": []}})
-        name, arguments, identity = function.get("name"), function.get("arguments"), given.get("id")
-        if any(not isinstance(each, str | None) for each in (name, arguments, identity)):
+        name, arguments, identity = function.get("name") or "", function.get("arguments"), str(given.get("id") or "")
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(name, str) or not isinstance(arguments, str | None):
             raise ValueError("a tool call has fields that are no text")
-        call["id"] = call["id"] or identity or ""
-        call["function"]["name"] = call["function"]["name"] or name or ""
-        call["function"]["arguments"].append(arguments or "")
+        same = [call for call in self._calls if at is None or call.index == at]
+        if identity and at is None:
+            same = [call for call in same if call.id == identity] or ([] if name else same)
+        call = same[-1] if same else None
+        if call is None or call.is_followed_by(name, arguments or "", identity):
+            call = _Call(len(self._calls) if at is None else at)
+            self._calls.append(call)
+        call.id, call.name, call.arguments = (
+            call.id or identity,
+            call.name or name,
+            call.arguments + (arguments or ""),
+        )
+
+
+@dataclass(slots=True)
+class _Call:
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+    def is_followed_by(self, name: str, arguments: str, identity: str) -> bool:
+        """Whether a piece with a name is a call of its own, not the next piece of this one."""
+        if not name or not self.name:
+            return False
+        if identity and self.id:
+            return identity != self.id
+        return name != self.name or (bool(arguments) and is_json_object(self.arguments))
 
 
 def _prompt_ids(holder: Mapping[str, Any]) -> list[int] | None:
-    found = (place.get(_PROMPT_IDS) for place in _places(holder))
+    found = (place.get(_PROMPT_IDS) for place in places_of_ids(holder))
     return next((ids for ids in found if isinstance(ids, list)), None)
 
 
-def _places(holder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The objects of a chunk, or of a choice, that may have token ids."""
-    delta = holder.get("delta")
-    for place in (holder, holder.get(_ELSEWHERE), delta.get(_ELSEWHERE) if isinstance(delta, dict) else None):
+def places_of_ids(holder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The objects of a response, a choice or a chunk that may have token ids."""
+    inner = [each for name in ("message", "delta") if isinstance(each := holder.get(name), dict)]
+    for place in (holder, holder.get(_ELSEWHERE), *(each.get(_ELSEWHERE) for each in inner)):
         if isinstance(place, dict):
             yield place

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import httpx
 
 from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
+from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.core.records import MISSING
+from openhands_rl_plugin.core.servers import named_key, sendable_key
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
@@ -26,7 +27,7 @@ from openhands_rl_plugin.models.engines.extensions import (
     missing_parts,
     sampling_as_sent,
 )
-from openhands_rl_plugin.models.engines.openai_wire import StreamedAnswer, completions_from, request_body
+from openhands_rl_plugin.models.engines.openai_wire import AnsweredError, StreamedAnswer, completions_from, request_body
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
 
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -43,7 +44,7 @@ class OpenAIEngine:
         api_key: sent as a bearer token; never stored elsewhere, printed or logged.
         api_key_env: name of an environment variable that holds the key.
         base_model: name of the base model of an adapter; ``model`` without an adapter.
-        timeout: seconds for one request.
+        timeout: seconds for one request, from the connection to the last byte.
         retries: how often a request is retried when the server is unreachable, slow or overloaded.
         backoff: seconds before the first retry; doubled each time, with jitter.
         sampling: defaults for parameters that a call does not set. Those beyond temperature and ``top_p`` that nobody
@@ -78,7 +79,7 @@ class OpenAIEngine:
         self._sampling = sampling or SamplingParams()
         self._extensions = ExtensionTable(clock)
         self._tokens: tuple[str, ...] = (TOKEN_IDS, LOGPROBS) if token_ids else ()
-        self._key = _api_key(api_key, api_key_env)
+        self._key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
         self._client: httpx.AsyncClient | None = None
 
     def __repr__(self) -> str:
@@ -100,8 +101,8 @@ class OpenAIEngine:
             asked = _with_seed_offset(wanted, len(completions))
             body = request_body(self.model, messages, tools=tools, n=n - len(completions), sampling=asked)
             asking = self._extensions.attempt(self.model, (*self._tokens, SAMPLING))
-            answer, attempts = await self._post(body, asking)
-            completions += self._read(answer, asked, attempts, asking)
+            async for answer in self._asked(body, asked, asking):
+                completions += answer if isinstance(answer, list) else ()
         return completions[:n]
 
     async def stream(
@@ -109,26 +110,14 @@ class OpenAIEngine:
     ) -> AsyncIterator[str | Completion]:
         """Yields the text as it is sampled, then the completion. Raises as ``complete`` does.
 
-        A request is retried only before its response has started.
+        A request is retried only before the first text.
         """
         wanted = merge_sampling(sampling, self._sampling)
         body = request_body(self.model, messages, tools=tools, n=1, sampling=wanted)
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         asking = self._extensions.attempt(self.model, (*self._tokens, SAMPLING))
-        async with self._opened(streamed, asking) as (response, attempts):
-            try:
-                if "event-stream" not in response.headers.get("content-type", ""):
-                    content = await self._content(response)
-                else:
-                    answer, size = StreamedAnswer(), 0
-                    async for data in response.aiter_bytes():
-                        self._check_size(size := size + len(data))
-                        for text in answer.feed(data):
-                            yield text
-                    content = answer.whole()
-            except (TimeoutError, httpx.TransportError) as error:
-                raise InfrastructureError(self._unreachable(error)) from error
-        yield self._read(content, wanted, attempts, asking)[0]
+        async for part in self._asked(streamed, wanted, asking):
+            yield part if isinstance(part, str) else part[0]
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -136,56 +125,56 @@ class OpenAIEngine:
             await self._client.aclose()
             self._client = None
 
-    def _read(
-        self, content: bytes, sampling: SamplingParams, attempts: int, asking: ExtensionAttempt
-    ) -> list[Completion]:
-        """The completions of a response; what training needs and is missing is named in their metadata."""
-        sent = sampling_as_sent(sampling, asking)
-        found = completions_from(content, self.base_model, self.model, sent, attempts=attempts)
-        return [
-            each.model_copy(update={"metadata": {**each.metadata, MISSING: missing}})
-            if self._tokens and (missing := missing_parts(asking, each.tokens))
-            else each
-            for each in found
-        ]
-
-    async def _post(self, body: JsonObject, asking: ExtensionAttempt) -> tuple[bytes, int]:
-        """The response body of one request, and the number of attempts."""
-        attempt = 0
+    async def _asked(
+        self, body: JsonObject, sampling: SamplingParams, asking: ExtensionAttempt
+    ) -> AsyncIterator[str | list[Completion]]:
+        """The texts of a streamed answer as they come, then the completions. What training needs and is missing is
+        named in their metadata."""
+        attempt, shown, clock = 0, False, asyncio.get_running_loop()
         while True:
             attempt += 1
+            deadline = clock.time() + self._timeout
             try:
-                async with asyncio.timeout(self._timeout), self._request(body, asking) as response:
-                    content = await self._content(response)
-            except (TimeoutError, httpx.TransportError) as error:
-                await self._wait(attempt, self._unreachable(error))
-            else:
-                if response.is_success:
-                    asking.succeeded()
-                    return content, attempt
-                attempt = await self._after_error(attempt, response, content, asking)
-
-    @asynccontextmanager
-    async def _opened(self, body: JsonObject, asking: ExtensionAttempt) -> AsyncIterator[tuple[httpx.Response, int]]:
-        """An open response, to be streamed, and the number of attempts."""
-        attempt = 0
-        while True:
-            attempt += 1
-            async with AsyncExitStack() as stack:
-                content = b""
-                try:
-                    async with asyncio.timeout(self._timeout):
+                async with AsyncExitStack() as stack:
+                    async with asyncio.timeout_at(deadline):
                         response = await stack.enter_async_context(self._request(body, asking))
-                        if not response.is_success:
-                            content = await self._content(response)
-                except (TimeoutError, httpx.TransportError) as error:
-                    await self._wait(attempt, self._unreachable(error))
-                    continue
-                if response.is_success:
-                    asking.succeeded()
-                    yield response, attempt
-                    return
-            attempt = await self._after_error(attempt, response, content, asking)
+                    streams = response.is_success and "event-stream" in response.headers.get("content-type", "")
+                    answer, content, size, reads = StreamedAnswer(), bytearray(), 0, response.aiter_bytes()
+                    while True:
+                        async with asyncio.timeout_at(deadline):
+                            data = await anext(reads, None)
+                        if data is None:
+                            break
+                        if (size := size + len(data)) > _MAX_RESPONSE_BYTES:
+                            raise ModelError(f"{self.base_url} answered more than {_MAX_RESPONSE_BYTES} bytes")
+                        if not streams:
+                            content += data
+                            continue
+                        for text in answer.feed(data):
+                            shown, before = True, clock.time()
+                            yield text
+                            deadline += clock.time() - before  # the caller's time is not the server's
+                if not response.is_success:
+                    said, pause = _error_message(bytes(content)), _retry_after(response.headers)
+                    raise AnsweredError(response.status_code, said, bytes(content), pause)
+                sent = sampling_as_sent(sampling, asking)
+                whole = answer.whole() if streams else bytes(content)
+                found = completions_from(whole, self.base_model, self.model, sent, attempts=attempt)
+            except (TimeoutError, httpx.TransportError) as error:
+                if shown:
+                    raise InfrastructureError(self._unreachable(error)) from error
+                await self._wait(attempt, self._unreachable(error))
+            except AnsweredError as error:
+                attempt = await self._after_error(attempt, error, asking, shown=shown)
+            else:
+                asking.succeeded()
+                yield [
+                    each.model_copy(update={"metadata": {**each.metadata, MISSING: missing}})
+                    if self._tokens and (missing := missing_parts(asking, each.tokens))
+                    else each
+                    for each in found
+                ]
+                return
 
     def _request(self, body: JsonObject, asking: ExtensionAttempt) -> AbstractAsyncContextManager[httpx.Response]:
         if self._client is None:
@@ -195,27 +184,17 @@ class OpenAIEngine:
         extra = extension_values(asking.fields, body)
         return self._client.stream("POST", f"{self.base_url}/chat/completions", json={**body, **extra})
 
-    async def _content(self, response: httpx.Response) -> bytes:
-        content = bytearray()
-        async for chunk in response.aiter_bytes():
-            content += chunk
-            self._check_size(len(content))
-        return bytes(content)
-
-    def _check_size(self, size: int) -> None:
-        if size > _MAX_RESPONSE_BYTES:
-            raise ModelError(f"{self.base_url} answered more than {_MAX_RESPONSE_BYTES} bytes")
-
-    async def _after_error(
-        self, attempt: int, response: httpx.Response, content: bytes, asking: ExtensionAttempt
-    ) -> int:
+    async def _after_error(self, attempt: int, error: AnsweredError, asking: ExtensionAttempt, *, shown: bool) -> int:
         """Wait before the next attempt; returns the number of attempts that count. Raises when a retry is useless."""
-        problem = f"{self.base_url} answered {response.status_code}: {self._message_of(content)}"
-        if asking.is_refused(response.status_code, content):
+        message = error.message.replace(self._key, "***") if self._key else error.message
+        problem = f"{self.base_url} answered {error.status}: {message}"
+        if not shown and asking.is_refused(error.status, error.body):
             return attempt - 1
-        if response.status_code < 500 and response.status_code not in _RETRIED:
+        if error.status < 500 and error.status not in _RETRIED:
             raise ModelError(problem)
-        await self._wait(attempt, problem, _retry_after(response.headers))
+        if shown:
+            raise InfrastructureError(problem)
+        await self._wait(attempt, problem, error.pause)
         return attempt
 
     async def _wait(self, attempt: int, problem: str, pause: float | None = None) -> None:
@@ -230,25 +209,11 @@ class OpenAIEngine:
             return f"the model server at {self.base_url} did not answer within {self._timeout:g} s"
         return f"the connection to the model server at {self.base_url} broke ({type(error).__name__})"
 
-    def _message_of(self, content: bytes) -> str:
-        text = _error_message(content)
-        return text.replace(self._key, "***") if self._key else text
-
 
 def _with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:
     if sampling.seed is None or offset == 0:
         return sampling
     return sampling.model_copy(update={"seed": sampling.seed + offset})
-
-
-def _api_key(api_key: str | None, variable: str | None) -> str | None:
-    if api_key is None and variable:
-        api_key = os.environ.get(variable)
-        if api_key is None:
-            raise ConfigError(f"the environment variable {variable} is not set: export it with the server's API key")
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError("the API key holds characters that no HTTP header may have: see that no line end is in it")
-    return api_key
 
 
 def _retry_after(headers: httpx.Headers) -> float | None:
@@ -263,11 +228,7 @@ def _error_message(content: bytes) -> str:
     """The server's error message, on one line of at most 300 characters."""
     text = content[:4096].decode("utf-8", errors="replace")
     try:
-        answer = json.loads(content)
+        found = error_in(json.loads(content))
     except (ValueError, RecursionError):
-        answer = None
-    if isinstance(answer, dict):
-        error = answer.get("error", answer)
-        message = error.get("message") if isinstance(error, dict) else error
-        text = message if isinstance(message, str) else text
-    return " ".join(text.split())[:300] or "(empty)"
+        found = None
+    return found[1] if found is not None else " ".join(text.split())[:300] or "(empty)"

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, TypeAdapter
 
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters, to_wire, whole_text
+from openhands_rl_plugin.core.messages import (
+    NEUTRAL_PARAMETERS,
+    altering_parameters,
+    error_in,
+    finish_in,
+    logprobs_in,
+    reasoning_in,
+    text_of,
+    to_message,
+    to_wire,
+    usage_in,
+    whole_text,
+)
 from openhands_rl_plugin.core.types import (
     Completion,
     JsonObject,
@@ -18,10 +29,9 @@ from openhands_rl_plugin.core.types import (
     PolicyRef,
     SamplingParams,
     Tokens,
-    ToolCall,
     Usage,
 )
-from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, EventStreamReader
+from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, EventStreamReader, Json, places_of_ids
 
 _IDS_END = 2**63  # the largest integer of the storages
 
@@ -45,162 +55,84 @@ def request_body(
     return body
 
 
-def _whole(value: object) -> object:
-    return whole_text(value) if isinstance(value, str) else value
-
-
 def _storable(ids: tuple[int, ...]) -> tuple[int, ...]:
     if ids and not 0 <= min(ids) <= max(ids) < _IDS_END:
         raise ModelError("the model server's answer has a token id that is negative or over 63 bits; repair the server")
     return ids
 
 
-Text = Annotated[str, BeforeValidator(_whole)]
-TokenIds = Annotated[tuple[int, ...], AfterValidator(_storable)] | None
+_TOKEN_IDS = TypeAdapter(Annotated[tuple[int, ...], AfterValidator(_storable)])
 
 
-class _Wire(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+class AnsweredError(InfrastructureError):
+    """The server answered an error: by its HTTP status, or in a body of 200 or a stream, where ``status`` is the one
+    that its code stands for. ``pause``: seconds after which it wants to be asked again."""
 
-
-class _Fields(_Wire):
-    """Token ids; proxies (litellm) put them in ``provider_specific_fields``."""
-
-    prompt_token_ids: TokenIds = None
-    token_ids: TokenIds = None
-
-
-class _Function(_Wire):
-    name: Text
-    arguments: Text = "{}"
-
-
-class _Call(_Wire):
-    id: Text | None = None
-    function: _Function
-
-
-class _AnswerMessage(_Wire):
-    content: Text | None = None
-    reasoning_content: Text | None = None
-    reasoning: Text | None = None
-    tool_calls: tuple[_Call, ...] | None = None
-    provider_specific_fields: _Fields | None = None
-
-
-class _TokenLogprob(_Wire):
-    logprob: float | None = None
-
-
-class _Logprobs(_Wire):
-    content: tuple[_TokenLogprob, ...] | None = None
-
-
-class _Choice(_Fields):
-    message: _AnswerMessage
-    finish_reason: Text | None = None
-    logprobs: _Logprobs | None = None
-    provider_specific_fields: _Fields | None = None
-
-
-class _PromptDetails(_Wire):
-    cached_tokens: int | None = None
-
-
-class _Usage(_Wire):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Answer(_Fields):
-    id: Text = ""
-    model: Text | None = None
-    choices: tuple[_Choice, ...] = Field(min_length=1)
-    usage: _Usage | None = None
-    provider_specific_fields: _Fields | None = None
+    def __init__(self, status: int, message: str, body: bytes = b"", pause: float | None = None) -> None:
+        super().__init__(f"the model server answered an error of {status}: {message}")
+        self.status, self.message, self.body, self.pause = status, message, body or message.encode(), pause
 
 
 def completions_from(
     content: bytes, base_model: str, model: str, sampling: SamplingParams, *, attempts: int = 1
 ) -> list[Completion]:
-    """Parse a response; one completion per choice. Raises ``ModelError`` for anything that is not a chat completion.
+    """Parse a response; one completion per choice. Raises ``AnsweredError``, and ``ModelError`` for anything else that
+    is not a chat completion.
 
     ``tokens`` is ``None`` without token ids; its logprobs are empty when they are missing, not finite, or not one per
     sampled id. The first completion has the usage of the whole request.
     """
     try:
-        answer = _Answer.model_validate(json.loads(content))
-    except (ValidationError, ValueError, RecursionError) as error:
+        document = json.loads(content)
+        if (problem := error_in(document)) is not None:
+            raise AnsweredError(*problem)
+        read = [(choice, _message(choice["message"]), _tokens(document, choice)) for choice in document["choices"]]
+        if not read:
+            raise ValueError("there are no choices")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         shown = " ".join(content[:400].decode("utf-8", errors="replace").split())[:200]
         raise ModelError(f"the model server's answer is not a chat completion (check base_url): {shown}") from error
-    policy = PolicyRef.from_served_name(base_model, answer.model or model)
+    policy = PolicyRef.from_served_name(base_model, whole_text(str(document.get("model") or model)))
     if policy.adapter is None:
         policy = PolicyRef.from_served_name(base_model, model)
+    response_id = whole_text(str(document.get("id") or ""))
     return [
         Completion(
-            message=_message(choice.message),
-            tokens=_tokens(answer, choice),
-            finish_reason=choice.finish_reason,
-            usage=_usage(answer.usage) if at == 0 else Usage(),
+            message=message,
+            tokens=tokens,
+            finish_reason=finish_in(choice),
+            usage=usage_in(document.get("usage")) if at == 0 else Usage(),
             policy=policy,
             sampling=sampling,
-            metadata={"response_id": answer.id, "attempts": attempts, **_reasoning(choice.message)},
+            metadata={"response_id": response_id, "attempts": attempts, **_reasoning(choice["message"])},
         )
-        for at, choice in enumerate(answer.choices)
+        for at, (choice, message, tokens) in enumerate(read)
     ]
 
 
-def _message(message: _AnswerMessage) -> Message:
-    calls = tuple(
-        ToolCall(id=call.id or "", name=call.function.name, arguments=call.function.arguments)
-        for call in message.tool_calls or ()
-    )
-    content = message.content
-    if calls and content is not None:
+def _message(given: Json) -> Message:
+    said = to_message({**given, "role": "assistant"})
+    if said.tool_calls and said.content is not None:
         # Templates insert white space between text and calls; it cannot be distinguished from that of the model.
-        content = content.strip() or None
-    return Message(role="assistant", content=content, tool_calls=calls)
+        return said.model_copy(update={"content": said.content.strip() or None})
+    return said
 
 
-def _reasoning(message: _AnswerMessage) -> JsonObject:
-    thought = message.reasoning_content or message.reasoning
-    return {"reasoning_content": thought} if thought else {}
+def _reasoning(message: Json) -> JsonObject:
+    thought = reasoning_in(message)
+    return {"reasoning_content": whole_text(thought)} if thought else {}
 
 
-def _tokens(answer: _Answer, choice: _Choice) -> Tokens | None:
-    places = [place for place in _places(answer, choice) if place is not None]
-    prompt = next((place.prompt_token_ids for place in places if place.prompt_token_ids is not None), None)
-    sampled = next((place.token_ids for place in places if place.token_ids is not None), None)
-    if prompt is None or sampled is None:
+def _tokens(answer: Json, choice: Json) -> Tokens | None:
+    places = [*places_of_ids(choice), *places_of_ids(answer)]
+    found = [
+        next((ids for place in places if (ids := place.get(name)) is not None), None)
+        for name in ("prompt_token_ids", "token_ids")
+    ]
+    if None in found:
         return None
-    return Tokens(prompt_ids=prompt, sampled_ids=sampled, logprobs=_logprobs(choice.logprobs, len(sampled)))
-
-
-def _places(answer: _Answer, choice: _Choice) -> Iterator[_Fields | None]:
-    yield choice
-    yield choice.provider_specific_fields
-    yield choice.message.provider_specific_fields
-    yield answer
-    yield answer.provider_specific_fields
-
-
-def _logprobs(logprobs: _Logprobs | None, expected: int) -> tuple[float, ...]:
-    given = logprobs.content if logprobs is not None and logprobs.content is not None else ()
-    values = tuple(token.logprob for token in given if token.logprob is not None and math.isfinite(token.logprob))
-    return values if len(values) == len(given) == expected else ()
-
-
-def _usage(usage: _Usage | None) -> Usage:
-    if usage is None:
-        return Usage(calls=1)
-    details = usage.prompt_tokens_details
-    return Usage(
-        prompt_tokens=usage.prompt_tokens or 0,
-        cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
-        completion_tokens=usage.completion_tokens or 0,
-        calls=1,
-    )
+    prompt, sampled = map(_TOKEN_IDS.validate_python, found)
+    return Tokens(prompt_ids=prompt, sampled_ids=sampled, logprobs=tuple(logprobs_in(choice, len(sampled))))
 
 
 DONE = b"[DONE]"
@@ -233,18 +165,16 @@ class StreamedAnswer:
             return ""
         try:
             chunk = json.loads(data.decode("utf-8", errors="replace"))
-            error = chunk.get("error")
+            if (error := error_in(chunk)) is not None:
+                raise AnsweredError(*error)
             self._parts.add(chunk)
         except (ValueError, AttributeError, RecursionError) as problem:
             shown = " ".join(data[:200].decode("utf-8", errors="replace").split())
             raise ModelError(
                 f"the model server's stream is not a chat completion (check base_url): {shown}"
             ) from problem
-        if error is not None:
-            message = error.get("message") if isinstance(error, dict) else error
-            raise InfrastructureError(f"the model server sent an error in its stream: {str(message)[:300]}")
-        return "".join(_text(choice) for choice in chunk.get("choices") or () if choice.get("index", 0) == 0)
+        return "".join(_text(choice) for choice in chunk.get("choices") or () if not choice.get("index"))
 
 
 def _text(choice: dict[str, Any]) -> str:
-    return whole_text((choice.get("delta") or {}).get("content") or "")
+    return whole_text(text_of((choice.get("delta") or {}).get("content")) or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
 from openhands_rl_plugin.models.engines.openai_wire import DONE
@@ -56,7 +57,7 @@ class ChunkStream:
             return received.raw
         chunk = parse_object(received.data)
         try:
-            if chunk is None or "error" in chunk:
+            if chunk is None or error_in(chunk) is not None:
                 raise ValueError(
                     "an event of the stream is an error" if chunk else "an event of the stream is no JSON object"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -10,8 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from openhands_rl_plugin.config.rl import HttpUrl, SafeName, VariableName
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
+from openhands_rl_plugin.core.servers import API_KEY, AccessRules, named_key, required_key
 
 MIB = 1024**2
 
@@ -101,8 +99,4 @@ class GatewayConfig(BaseModel):
 
     def upstream_key(self) -> str:
         """The model server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""
-        if not self.upstream_key_env:
-            return ""
-        if key := os.environ.get(self.upstream_key_env, ""):
-            return key
-        raise ConfigError(f"--upstream-key-env: the environment variable {self.upstream_key_env} is not set; export it")
+        return named_key(self.upstream_key_env, "--upstream-key-env")

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary, describe
+from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import note_failure, read_body
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingParams
@@ -234,8 +235,12 @@ class Recorder:
         try:
             answer = await read_body(reply.body, exchange.protocol.answer)
         except Unrecordable as problem:
+            body, document = reply.body, parse_object(reply.body)
+            if (error := error_in(document)) is not None:
+                raise UpstreamError(replace(reply, status=error[0])) from problem
             self.unrecorded(problem)
-            body, document = reply.body, parse_object(reply.body) if exchange.protocol.reports_ids else None
+            if not exchange.protocol.reports_ids:
+                document = None
             if document is not None and (shown := without_fields(document, fields_not_asked_for(call))) != document:
                 body = dump_object(shown)
             return Reply(reply.status, body, reply.content_type, {**reply.headers, **NOT_RECORDED})
@@ -255,6 +260,8 @@ class Recorder:
                 for number, event in enumerate(reader.feed(data), 1):
                     if not number % _EVENTS_AT_ONCE:
                         await asyncio.sleep(0)
+                    if not live.begun and (error := error_in(parse_object(event.data))) is not None:
+                        raise UpstreamError(Reply(error[0], event.data, headers=live.headers))
                     shown = stream.feed(event)
                     if stream.ending:
                         held.append(shown)

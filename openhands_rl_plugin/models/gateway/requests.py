@@ -13,7 +13,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, RECORDED_PARAMETERS, WireMessage, is_json_object, says
+from openhands_rl_plugin.core.messages import (
+    WireMessage,
+    calls_in,
+    is_json_object,
+    recorded_parameters,
+    sampling_in,
+    says,
+    wire_calls,
+)
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams, ToolCall
 from openhands_rl_plugin.models.gateway.token_id_text import DEEPEST, Json, dump_object, parse_object
@@ -66,21 +74,12 @@ class ClientRequest:
     @property
     def parameters(self) -> JsonObject:
         """The sampling parameters of the request."""
-        return {name: self.settings[name] for name in RECORDED_PARAMETERS if self.settings.get(name) is not None}
+        return recorded_parameters(self.settings)
 
     def sampling(self) -> SamplingParams | None:
         """The parameters as ``SamplingParams``; ``None`` when they have values that are not valid there."""
-        given = {**self.settings, **self.filled}
-        stop = given.get("stop") or ()
         try:
-            return SamplingParams(
-                temperature=given.get("temperature"),
-                top_p=given.get("top_p"),
-                **{name: given.get(name) for name in NEUTRAL_PARAMETERS},
-                max_tokens=given.get("max_completion_tokens") or given.get("max_tokens"),
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                seed=given.get("seed"),
-            )
+            return SamplingParams.model_validate(dict(sampling_in({**self.settings, **self.filled})))
         except (ValidationError, TypeError):
             return None
 
@@ -122,18 +121,18 @@ def _recordable(at: int, message: Any) -> WireMessage:
     """The message in the format of ``core.messages``; raises ``Unrecordable`` for any other format."""
     if not isinstance(message, dict) or (role := _ROLES.get(str(message.get("role")))) is None:
         raise Unrecordable(f"message {at} has an unknown role")
-    content, calls = message.get("content"), message.get("tool_calls")
-    known = content is None or isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
-    if not known or not (calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))):
-        raise Unrecordable(f"message {at} has an unknown format")
+    content, calls = message.get("content"), message.get("tool_calls") or message.get("function_call")
+    parts = content if isinstance(content, list) else [content]
+    try:
+        if not all(isinstance(part, dict | str | None) for part in parts):
+            raise ValueError("a part of the content is no object")
+        if calls and not (isinstance(calls, list) and all(map(_is_call, calls))):
+            message = {**message, "tool_calls": wire_calls(calls_in(message))}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Unrecordable(f"message {at} has an unknown format") from error
     if not _is_text(message.get("tool_call_id")) or not _is_text(message.get("name")):
         raise Unrecordable(f"message {at} has a name or tool_call_id that is not a string")
     return message if role == message["role"] else {**message, "role": role}
-
-
-def _is_part(part: Any) -> bool:
-    kind = part.get("type") if isinstance(part, dict) else ()
-    return _is_text(kind) and (kind != "text" or isinstance(part.get("text"), str))
 
 
 def _is_call(call: Any) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.messages import error_in, finish_in, logprobs_in, reasoning_in, to_message, usage_in
 from openhands_rl_plugin.core.types import JsonObject, Message, Usage
+from openhands_rl_plugin.models.engines.chunks import places_of_ids
 from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
 from openhands_rl_plugin.models.gateway.token_id_text import (
     PROMPT_IDS,
@@ -30,7 +30,7 @@ from openhands_rl_plugin.models.gateway.token_id_text import (
 _IDS = (PROMPT_IDS, SAMPLED_IDS)
 _ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
 _RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *_IDS})
-_IN_MESSAGE = ("role", "content", "tool_calls", _ELSEWHERE)
+_IN_MESSAGE = ("role", "content", "tool_calls", "function_call", _ELSEWHERE)
 
 
 @with_config(ConfigDict(extra="ignore"))
@@ -87,6 +87,8 @@ class UpstreamResponse:
         choices = document.get("choices") if document is not None else None
         if document is None or not isinstance(choices, list) or not choices:
             raise Unrecordable("the response is not a chat completion")
+        if error_in(document) is not None:
+            raise Unrecordable("the response is an error")
         self.document: Json = document
         self.choices: Sequence[RecordedChoice] = [self._choice(each) for each in choices]
 
@@ -105,16 +107,7 @@ class UpstreamResponse:
 
     def usage(self) -> Usage:
         """The token counts of all choices together."""
-        usage = self.document.get("usage")
-        usage = usage if isinstance(usage, dict) else {}
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        return Usage(
-            prompt_tokens=_count(usage.get("prompt_tokens")),
-            completion_tokens=_count(usage.get("completion_tokens")),
-            cached_tokens=_count(cached),
-            calls=1,
-        )
+        return usage_in(self.document.get("usage"))
 
     def for_client(self, call: ClientRequest) -> Json:
         """The response as the server itself would give it to the client, with placeholders for arrays of ids."""
@@ -139,19 +132,21 @@ class UpstreamResponse:
             raise Unrecordable("a choice of the response has no message")
         try:
             said = to_message({**message, "role": "assistant"})
-        except (ValidationError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise Unrecordable(f"the message of the response has an unknown format ({type(error).__name__})") from error
-        places = [*_places(choice), *_places(self.document)]
+        places = [*places_of_ids(choice), *places_of_ids(self.document)]
         prompt = next((text for place in places if (text := self._inside(place.get(PROMPT_IDS))) is not None), None)
         sampled = next((ids for place in places if (ids := self._ids(place.get(SAMPLED_IDS))) is not None), None)
-        reason = choice.get("finish_reason")
+        extra = {name: value for name, value in message.items() if name not in _IN_MESSAGE and value}
+        if isinstance(message.get("content"), list) and (thought := reasoning_in(message)):
+            extra["reasoning_content"] = thought
         return RecordedChoice(
             message=said,
-            finish_reason=reason if isinstance(reason, str) else None,
+            finish_reason=finish_in(choice),
             prompt=prompt if sampled is not None else None,
             sampled=sampled or TokenIds(b"", []),
-            logprobs=_logprobs(choice, len(sampled.numbers) if sampled is not None else 0),
-            extra={name: value for name, value in message.items() if name not in _IN_MESSAGE and value},
+            logprobs=logprobs_in(choice, len(sampled.numbers) if sampled is not None else 0),
+            extra=extra,
         )
 
     def _is_array(self, value: object) -> bool:
@@ -182,16 +177,8 @@ def _arrays(document: Json) -> Iterator[object]:
     choices = document.get("choices")
     answers = [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
     for holder in (document, *answers):
-        for place in _places(holder):
+        for place in places_of_ids(holder):
             yield from (place.get(name) for name in _IDS)
-
-
-def _places(holder: Json) -> Iterator[Json]:
-    """The objects that may have fields with token ids."""
-    message = holder.get("message")
-    for place in (holder, holder.get(_ELSEWHERE), message.get(_ELSEWHERE) if isinstance(message, dict) else None):
-        if isinstance(place, dict):
-            yield place
 
 
 def _without_ids(document: Json) -> Json:
@@ -226,21 +213,3 @@ def fields_not_asked_for(call: ClientRequest) -> frozenset[str]:
 
 def _without_logprobs(document: Json) -> Json:
     return {**document, "choices": [{**choice, "logprobs": None} for choice in document["choices"]]}
-
-
-def _logprobs(choice: Json, expected: int) -> list[float]:
-    """One logprob for each sampled id, or nothing."""
-    logprobs = choice.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, dict) else None
-    if not isinstance(content, list) or len(content) != expected:
-        return []
-    try:
-        values = [float(token["logprob"]) for token in content]
-    except (TypeError, LookupError, ValueError):
-        return []
-    # One value that is not finite makes the sum not finite.
-    return values if math.isfinite(sum(values)) else []
-
-
-def _count(value: object) -> int:
-    return value if type(value) is int and value >= 0 else 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Sequence
 
 import httpx
@@ -18,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
-    ConfigError,
     GraderError,
     InfrastructureError,
     ModelError,
     boundary,
 )
+from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.training.verifier.card import VerifierOutput
 
@@ -49,7 +48,7 @@ class ServedVerifier:
         self._url = f"{base_url.rstrip('/')}/completions"
         self._model = model
         self._yes, self._no = yes, no
-        self._headers = {"authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
+        self._headers = {"authorization": f"Bearer {key}"} if (key := named_key(api_key_env, "api_key_env")) else {}
         self._timeout = timeout
 
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
@@ -162,11 +161,3 @@ async def _bounded(response: httpx.Response) -> bytes:
 
 def _shown(content: bytes) -> str:
     return " ".join(content[:400].decode("utf-8", errors="replace").split())[:200] or "(empty)"
-
-
-def _key(variable: str) -> str:
-    if (key := os.environ.get(variable)) is None:
-        raise ConfigError(f"the environment variable {variable} is not set: export it with the server's API key")
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"the value of {variable} cannot be sent in a header: remove line ends from it")
-    return key
