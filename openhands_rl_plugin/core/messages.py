@@ -182,10 +182,11 @@ def to_message(wire: WireMessage) -> Message:
 
     Raises ``ValueError``, ``LookupError``, ``TypeError`` or ``AttributeError`` for another format.
     """
+    calls = calls_in(wire)
     said = Message(
         role=_ROLES.get(wire["role"], wire["role"]),
-        content=text_of(wire.get("content")),
-        tool_calls=calls_in(wire),
+        content=text_of(wire.get("content")) or (None if calls else ""),
+        tool_calls=calls,
         tool_call_id=_identity(wire.get("tool_call_id")),
         name=wire.get("name"),
     )
