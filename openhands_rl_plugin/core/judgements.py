@@ -10,9 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched
 
+from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.protocols import ReadsScores, TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
-from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Task, pays_rewards
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Task, Trajectory, pays_rewards
 
 Preferences = dict[frozenset[str], str | None]
 """Two episodes' ids -> that of the better one, or ``None`` where somebody found them equally good."""
@@ -45,6 +46,10 @@ UNJUDGED = (
 """The remedy where nobody judged an episode, in place of a grader's reason."""
 
 
+_OF_OTHERS = ("gateway", "imported")
+"""Strategies of episodes that a client ended, or that a file holds."""
+
+
 class SuccessRule(Frozen):
     """``at``: the least return of a success (``None``: any). ``ended``: only if the environment ended the episode."""
 
@@ -58,6 +63,18 @@ class SuccessRule(Frozen):
     def __str__(self) -> str:
         parts = [] if self.at is None else [f"a return of at least {self.at:g}"]
         return " and ".join([*parts, *(["an end that the environment made"] if self.ended else [])])
+
+
+def host_evidence(trajectory: Trajectory) -> JsonObject:
+    """The evidence that a reward may read: what the host that ran the episode wrote.
+
+    Raises ``GraderError`` for a failed episode, and for one whose evidence a client or a file wrote.
+    """
+    if trajectory.failure is not None:
+        raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
+    if trajectory.strategy.name in _OF_OTHERS:
+        raise GraderError(f"{trajectory.id} was not run here, so its evidence proves nothing: take --reward recorded")
+    return trajectory.evidence
 
 
 def is_opinion(reward_version: str) -> bool:

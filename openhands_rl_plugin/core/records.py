@@ -165,6 +165,11 @@ class EpisodeEnd(Frozen):
 CHECKED = "command"
 """The key of a workspace command's result in an episode's evidence."""
 
+_OF_GRADERS = frozenset({CHECKED, "test_result", "report", "resolved", "patch", "git_patch", "answer", "label"})
+_OF_RUNS = frozenset({"return", "rewards", "purchase", "unrewarded", "unrecorded", "metrics", "malformed", "ended_by"})
+HOST_EVIDENCE = _OF_GRADERS | _OF_RUNS
+"""Names of evidence that rewards, lists and exports read: only who runs or grades an episode writes them."""
+
 
 class WorkspaceCommand(Frozen):
     """A shell command that judges a workspace as it stands when the episode ends; ``timeout`` is in seconds."""

@@ -9,8 +9,9 @@ from typing import Literal
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.judgements import host_evidence
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.types import Score, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 
 # What a shell exits with when it cannot execute or find a command: that says nothing about the work.
 _NOT_RUN = (126, 127)
@@ -51,9 +52,7 @@ class CommandReward:
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Score the episode. Raises ``GraderError`` for a failed one, and where the command gave no result."""
-        if trajectory.failure is not None:
-            raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
-        ran = self._ran(trajectory)
+        ran = self._ran(host_evidence(trajectory))
         reward = self._printed(ran) if self.options.result == "last-line" else self._passed(ran)
         return Score(
             trajectory_id=trajectory.id,
@@ -62,9 +61,9 @@ class CommandReward:
             reward_version=self.version,
         )
 
-    def _ran(self, trajectory: Trajectory) -> CommandEvidence:
+    def _ran(self, evidence: JsonObject) -> CommandEvidence:
         try:
-            ran = CommandEvidence.model_validate(trajectory.evidence[CHECKED])
+            ran = CommandEvidence.model_validate(evidence[CHECKED])
         except (KeyError, ValidationError) as error:
             raise GraderError(
                 "no command was run in their workspace: it is at the end of a run with [rl.reward] "

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.judgements import host_evidence
 from openhands_rl_plugin.core.types import Frozen, Score, Trajectory
 
 # A sign after a word or a digit is a dash; a comma between digits separates thousands.
@@ -47,10 +48,8 @@ class MatchingReward:
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Score the episode. Raises ``GraderError`` for a failed one, and without a usable label."""
-        if trajectory.failure is not None:
-            raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
-        labels = self._labels(trajectory)
-        answer = trajectory.evidence.get("answer")
+        evidence = host_evidence(trajectory)
+        labels, answer = self._labels(trajectory.id, evidence.get("label")), evidence.get("answer")
         if answer is not None and not isinstance(answer, str):
             raise GraderError(f"{trajectory.id} has an answer that is no text in its evidence")
         matched = answer is not None and any(self._matches(answer, label) for label in labels)
@@ -61,14 +60,13 @@ class MatchingReward:
             reward_version=self.version,
         )
 
-    def _labels(self, trajectory: Trajectory) -> list[str]:
-        label = trajectory.evidence.get("label")
+    def _labels(self, identity: str, label: JsonValue) -> list[str]:
         labels = [_text(one) for one in (label if isinstance(label, list) else [label])]
         known = [one for one in labels if one is not None]
         if not known or len(known) < len(labels):
-            raise GraderError(f"{trajectory.id} has no label in its evidence: give its task data.label")
+            raise GraderError(f"{identity} has no label in its evidence: give its task data.label")
         if self.options.mode == "number" and any(_number(one) is None for one in known):
-            raise GraderError(f"{trajectory.id} has a label without a number: choose another mode of matching")
+            raise GraderError(f"{identity} has a label without a number: choose another mode of matching")
         return known
 
     def _matches(self, answer: str, label: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.judgements import host_evidence
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, Trajectory
 
 _UNKNOWN = ("error_eval", "infra_failure")
@@ -30,9 +31,7 @@ class TestsReward:
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Score the episode. Raises ``GraderError`` when no tests ran, or their environment failed."""
-        if trajectory.failure is not None:
-            raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
-        held = trajectory.evidence.get("test_result")
+        held = host_evidence(trajectory).get("test_result")
         result = held if isinstance(held, dict) else {}
         report = result.get("report")
         if not isinstance(report, dict) or not isinstance(resolved := report.get("resolved"), bool):

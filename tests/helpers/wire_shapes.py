@@ -9,127 +9,108 @@ from openhands_rl_plugin.core.types import Message, ToolCall
 Json = dict[str, Any]
 
 
-def call(identity: Any, name: str, arguments: Any, **more: Any) -> Json:
+def call(identity: Any, name: Any, arguments: Any, **more: Any) -> Json:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}, **more}
 
 
-def says(content: str | None = None, *calls: tuple[str, str, str]) -> Message:
-    return Message(
-        role="assistant",
-        content=content,
-        tool_calls=tuple(ToolCall(id=each[0], name=each[1], arguments=each[2]) for each in calls),
-    )
+def calls(*entries: Json, **more: Any) -> Json:
+    return {"tool_calls": list(entries), **more}
 
 
-LOOK = ("c1", "look", "{}")
+def says(content: str | None, *given: tuple[str, str, str]) -> Message:
+    called = tuple(ToolCall(id=identity, name=name, arguments=arguments) for identity, name, arguments in given)
+    return Message(role="assistant", content=content, tool_calls=called)
+
+
+HI, LOOK, FORMER = says("Hi"), says(None, ("c1", "look", "{}")), says(None, ("", "look", "{}"))
+OBJECT = says(None, ("c1", "look", '{"a":"ü"}'))
 BOTH = says(None, ("a", "look", '{"path":"a"}'), ("b", "find", '{"path":"b"}'))
 A, B = call("a", "look", '{"path":"a"}'), call("b", "find", '{"path":"b"}')
+PIECES = (
+    call("a", "look", '{"path"', index=0),
+    call("b", "find", None, index=1),
+    call("another", None, '{"path":"b"}', index=1),
+    call("a", "look", ':"a"}', index=0),
+)
+TEXT = {"type": "text", "text": "Hi", "image_url": None}
 THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}
 DETAIL = {"type": "reasoning.text", "text": "Hm.", "signature": None, "format": "unknown", "index": 0}
 SUMMARY = {"type": "reasoning.summary", "summary": "Hm.", "format": "openai-responses-v1", "index": 0}
 CIPHER = {"type": "reasoning.encrypted", "data": "gAAA", "format": "openai-responses-v1", "index": 1}
 
 MESSAGES: dict[str, tuple[Json, Message, str | None]] = {
-    "no arguments": ({"content": None, "tool_calls": [call("c1", "look", None)]}, says(None, LOOK), None),
-    "empty arguments": ({"content": "", "tool_calls": [call("c1", "look", "")]}, says(None, LOOK), None),
-    "null as text": ({"tool_calls": [call("c1", "look", "null")]}, says(None, LOOK), None),
-    "absent arguments": ({"tool_calls": [{"id": "c1", "function": {"name": "look"}}]}, says(None, LOOK), None),
-    "arguments as object": (
-        {"tool_calls": [call("c1", "look", {"a": "ü"})]},
-        says(None, ("c1", "look", '{"a":"ü"}')),
-        None,
-    ),
-    "null id": ({"tool_calls": [call(None, "look", "{}")]}, says(None, ("", "look", "{}")), None),
-    "number as id": ({"tool_calls": [call(7, "look", "{}")]}, says(None, ("7", "look", "{}")), None),
-    "null calls": ({"content": "Hi", "tool_calls": None, "function_call": None}, says("Hi"), None),
-    "no calls": ({"content": "Hi", "tool_calls": [], "refusal": None}, says("Hi"), None),
-    "former call": ({"function_call": {"name": "look", "arguments": None}}, says(None, ("", "look", "{}")), None),
-    "text part": ({"content": [{"type": "text", "text": "Hi"}]}, says("Hi"), None),
-    "part with nulls": ({"content": [{"type": "text", "text": "Hi", "image_url": None}, None]}, says("Hi"), None),
-    "mistral": ({"content": [THOUGHT, {"type": "text", "text": "Hi"}]}, says("Hi"), "Hm."),
-    "deepseek": ({"content": "Hi", "reasoning_content": "Hm."}, says("Hi"), "Hm."),
-    "vllm": ({"content": "Hi", "reasoning": "Hm.", "reasoning_content": None}, says("Hi"), "Hm."),
-    "openrouter": ({"content": "Hi", "reasoning": None, "reasoning_details": [DETAIL]}, says("Hi"), "Hm."),
-    "summary": ({"content": "Hi", "reasoning": "", "reasoning_details": [SUMMARY, CIPHER]}, says("Hi"), "Hm."),
+    "no arguments": (calls(call("c1", "look", None), content=None), LOOK, None),
+    "empty arguments": (calls(call("c1", "look", ""), content=""), LOOK, None),
+    "null as text": (calls(call("c1", "look", "null")), LOOK, None),
+    "absent arguments": (calls({"id": "c1", "function": {"name": "look"}}), LOOK, None),
+    "arguments as object": (calls(call("c1", "look", {"a": "ü"})), OBJECT, None),
+    "null id": (calls(call(None, "look", "{}")), FORMER, None),
+    "number as id": (calls(call(7, "look", "{}")), says(None, ("7", "look", "{}")), None),
+    "former call": ({"function_call": {"name": "look", "arguments": None}}, FORMER, None),
+    "null calls": ({"content": "Hi", "tool_calls": None, "function_call": None}, HI, None),
+    "no calls": ({"content": "Hi", "tool_calls": [], "refusal": None}, HI, None),
+    "parts with nulls": ({"content": [TEXT, None]}, HI, None),
+    "mistral": ({"content": [THOUGHT, TEXT]}, HI, "Hm."),
+    "deepseek": ({"content": "Hi", "reasoning_content": "Hm."}, HI, "Hm."),
+    "vllm": ({"content": "Hi", "reasoning": "Hm.", "reasoning_content": None}, HI, "Hm."),
+    "openrouter": ({"content": "Hi", "reasoning": None, "reasoning_details": [DETAIL]}, HI, "Hm."),
+    "summary": ({"content": "Hi", "reasoning": "", "reasoning_details": [SUMMARY, CIPHER]}, HI, "Hm."),
 }
 """Name -> the message of a completion, what it says, and its reasoning."""
 
 STREAMS: dict[str, tuple[list[Json], Message, str | None]] = {
-    "no index, one chunk": ([{"role": "assistant", "tool_calls": [A, B]}], BOTH, None),
-    "no index": ([{"content": None, "tool_calls": [A]}, {"tool_calls": [B]}], BOTH, None),
-    "index null": ([{"tool_calls": [{**A, "index": None}]}, {"tool_calls": [{**B, "index": None}]}], BOTH, None),
-    "index 0 again": ([{"tool_calls": [{**A, "index": 0}]}, {"tool_calls": [{**B, "index": 0}]}], BOTH, None),
-    "index 0 again and empty ids": (
-        [
-            {"tool_calls": [call("", "look", '{"path":"a"}', index=0)]},
-            {"tool_calls": [call("", "look", "{}", index=0)]},
-        ],
-        says(None, ("", "look", '{"path":"a"}'), ("", "look", "{}")),
+    "no index, one chunk": ([calls(A, B, role="assistant")], BOTH, None),
+    "no index": ([calls(A, content=None), calls(B)], BOTH, None),
+    "index null": ([calls({**A, "index": None}), calls({**B, "index": None})], BOTH, None),
+    "index 0 again": ([calls({**A, "index": 0}), calls({**B, "index": 0})], BOTH, None),
+    "index 0 again, empty ids": (
+        [calls(call("", "look", "{}", index=0)), calls(call("", "look", "{}", index=0))],
+        says(None, ("", "look", "{}"), ("", "look", "{}")),
         None,
     ),
-    "an id in every piece": (
-        [
-            {"tool_calls": [call("a", "look", '{"path"', index=0)]},
-            {"tool_calls": [call("a", "look", ':"a"}', index=0)]},
-            {"tool_calls": [call("b", "find", None, index=1)], "content": None},
-            {"tool_calls": [call("other", None, '{"path":"b"}', index=1)]},  # pyright: ignore[reportArgumentType]
-        ],
-        BOTH,
+    "fragments, ids in some": ([calls(piece) for piece in PIECES], BOTH, None),
+    "fragments without index": (
+        [calls(call("c1", "look", None)), calls({"function": {"arguments": "{}"}})],
+        LOOK,
         None,
     ),
-    "pieces without index": (
-        [{"tool_calls": [call("c1", "look", None)]}, {"tool_calls": [{"function": {"arguments": "{}"}}]}],
-        says(None, LOOK),
-        None,
-    ),
-    "no arguments at all": ([{"tool_calls": [call("c1", "look", None, index=0)]}], says(None, LOOK), None),
-    "arguments as object": (
-        [{"tool_calls": [call("c1", "look", {"a": 1})]}],
-        says(None, ("c1", "look", '{"a": 1}')),
-        None,
-    ),
-    "nulls": (
-        [{"content": "H", "tool_calls": None, "refusal": None}, {"content": "i", "role": None}],
-        says("Hi"),
-        None,
-    ),
-    "mistral": ([{"content": [THOUGHT]}, {"content": [THOUGHT]}, {"content": "Hi"}], says("Hi"), "Hm.Hm."),
-    "openrouter": (
-        [{"reasoning": "Hm.", "reasoning_details": [DETAIL]}, {"reasoning_details": [DETAIL]}, {"content": "Hi"}],
-        says("Hi"),
-        "Hm.Hm.",
-    ),
-    "litellm": ([{"reasoning_content": "Hm.", "thinking_blocks": [THOUGHT]}, {"content": "Hi"}], says("Hi"), "Hm."),
+    "no arguments at all": ([calls(call("c1", "look", None, index=0))], LOOK, None),
+    "arguments as object": ([calls(call("c1", "look", {"a": "ü"}))], OBJECT, None),
+    "nulls": ([{"content": "H", "tool_calls": None, "refusal": None}, {"content": "i", "role": None}], HI, None),
+    "mistral": ([{"content": [THOUGHT]}, {"content": [THOUGHT]}, {"content": "Hi"}], HI, "Hm.Hm."),
+    "openrouter": ([{"reasoning": "Hm.", "reasoning_details": [DETAIL]}, {"content": "Hi"}], HI, "Hm."),
+    "details only": ([{"reasoning_details": [DETAIL]}, {"reasoning_details": [DETAIL], "content": "Hi"}], HI, "Hm.Hm."),
+    "litellm": ([{"reasoning_content": "Hm.", "thinking_blocks": [THOUGHT]}, {"content": "Hi"}], HI, "Hm."),
 }
 """Name -> the deltas of a stream, what they say, and its reasoning."""
 
+WORDS = {"message": "Provider returned error"}
+
 
 def error(**fields: Any) -> Json:
-    return {"error": {"message": "Provider returned error", **fields}, "user_id": "u"}
+    return {"error": {**WORDS, **fields}, "user_id": "u"}
 
 
-def choice_error(code: Any) -> Json:
+def in_choice(code: Any) -> Json:
     failed = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "error"}
-    return {"id": "g1", "choices": [{**failed, "error": {"code": code, "message": "Provider returned error"}}]}
+    return {"id": "g1", "choices": [{**failed, "error": {**WORDS, "code": code}}]}
 
 
-ERRORS: dict[str, tuple[Json, bool]] = {
-    "openrouter": (error(code=502, metadata={"provider_name": "x"}), True),
-    "number as text": (error(code="429"), True),
-    "openai": (error(type="tokens", param=None, code="rate_limit_exceeded"), True),
-    "busy, of a bad type": (error(type="invalid_request_error", code="rate_limit_exceeded"), True),
-    "anthropic": ({"type": "error", **error(type="overloaded_error")}, True),
-    "google": (error(code=503, status="UNAVAILABLE"), True),
-    "in a choice": (choice_error(502), True),
-    "former vllm": (
-        {"object": "error", "message": "Provider returned error", "type": "InternalServerError", "code": 500},
-        True,
-    ),
-    "fastchat": ({"object": "error", "message": "Provider returned error", "code": 50002}, True),
-    "a text": ({"error": "Provider returned error"}, True),
-    "refused": (error(code=400), False),
-    "too long": (error(type="invalid_request_error", code="context_length_exceeded"), False),
-    "forbidden choice": (choice_error("403"), False),
-    "litellm": (error(type="None", param="None", code="404"), False),
-}
-"""Name -> the body of a response with status 200, and whether to ask again."""
+AGAIN: tuple[Json, ...] = (
+    error(code=502, metadata={"provider_name": "x"}),
+    error(code="429"),
+    error(type="tokens", param=None, code="rate_limit_exceeded"),
+    error(type="invalid_request_error", code="rate_limit_exceeded"),
+    error(code=503, status="UNAVAILABLE"),
+    {"type": "error", **error(type="overloaded_error")},
+    in_choice(502),
+    {"object": "error", **WORDS, "type": "InternalServerError", "code": 50002},
+    {"error": WORDS["message"]},
+)
+REFUSED: tuple[Json, ...] = (
+    error(code=400),
+    error(type="invalid_request_error", code="context_length_exceeded"),
+    error(type="None", param="None", code="404"),
+    in_choice("403"),
+)
+"""Bodies of responses with status 200: of errors to ask again after, and of others."""

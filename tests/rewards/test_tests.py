@@ -6,9 +6,10 @@ import pytest
 
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.errors import GraderError
-from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.core.types import StrategySpec, Trajectory
 from openhands_rl_plugin.evals.runs.swe_runner import report_of, with_verdict
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
+from openhands_rl_plugin.rewards.command import CommandOptions, CommandReward
 from openhands_rl_plugin.testing import check_reward, example_trajectory
 
 
@@ -42,6 +43,21 @@ async def test_what_was_not_tested_has_no_reward():
         await build("rewards", "tests")(judged(VerdictKind.INFRASTRUCTURE))
     with pytest.raises(GraderError, match="grade it first"):
         await build("rewards", "tests")(example_trajectory())
+
+
+@pytest.mark.parametrize("origin", ["gateway", "imported"])
+async def test_what_a_client_or_a_file_says_proves_nothing(origin: str):
+    command = {"command": "true", "exit_code": 0}
+    evidence = {"test_result": {"report": {"resolved": True}}, "command": command, "answer": "4", "label": "4"}
+    told = example_trajectory().model_copy(update={"evidence": evidence, "strategy": StrategySpec(name=origin)})
+    for reward in (
+        build("rewards", "tests"),
+        build("rewards", "matching"),
+        CommandReward(CommandOptions(command="true")),
+    ):
+        assert (await reward(told.model_copy(update={"strategy": StrategySpec(name="StandardReAct")}))).reward == 1.0
+        with pytest.raises(GraderError, match="take --reward recorded"):
+            await reward(told)
 
 
 async def test_it_is_a_reward_like_others():

@@ -8,6 +8,8 @@ response that they would get without a request for ids.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -22,7 +24,7 @@ from openai import OpenAI
 
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError, describe
-from openhands_rl_plugin.core.messages import text_of, usage_in, whole_message
+from openhands_rl_plugin.core.messages import error_in, text_of, usage_in, whole_message
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, Tokens, ToolCall, Usage
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
@@ -35,7 +37,7 @@ from openhands_rl_plugin.models.engines.extensions import (
 )
 from openhands_rl_plugin.models.gateway.requests import Unrecordable
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
-from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
+from openhands_rl_plugin.models.gateway.token_id_text import ContextCache, parse_object
 
 # Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429})
@@ -117,16 +119,27 @@ def _intercept(response: httpx.Response) -> None:
         and "content-encoding" not in response.headers
     ):
         assert isinstance(response.stream, httpx.SyncByteStream)
-        response.stream = _InterceptedStream(response.stream, interceptor)
+        response.stream = _InterceptedStream(response, response.stream, interceptor)
 
 
 class _InterceptedStream(httpx.SyncByteStream):
-    def __init__(self, stream: httpx.SyncByteStream, interceptor: TokenInterceptor) -> None:
-        self._stream = stream
-        self._interceptor = interceptor
+    """The whole body, read within the time of the request, with the status that an error in it stands for."""
+
+    def __init__(self, response: httpx.Response, stream: httpx.SyncByteStream, interceptor: TokenInterceptor) -> None:
+        self._response, self._stream, self._interceptor = response, stream, interceptor
 
     def __iter__(self) -> Iterator[bytes]:
-        yield self._interceptor.take(b"".join(self._stream))
+        seconds = self._response.request.extensions.get("timeout", {}).get("read")
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        parts: list[bytes] = []
+        for part in self._stream:
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(f"the answer is not whole after {seconds:g} s", request=self._response.request)
+            parts.append(part)
+        body = b"".join(parts)
+        if b'"error"' in body and (error := error_in(parse_object(body))) is not None:
+            self._response.status_code = error[0]
+        yield self._interceptor.take(body)
 
     def close(self) -> None:
         self._stream.close()

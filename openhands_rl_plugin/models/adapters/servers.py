@@ -5,6 +5,7 @@ A kind is a class; ``open_server`` chooses it by name, or by ``owned_by`` in the
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Protocol
@@ -35,6 +36,7 @@ class Connection:
         # A plain-text server is on this machine or its network: no proxy, and no time spent on certificates.
         secure = parts.scheme == "https"
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = timeout
         self._client = httpx.AsyncClient(
             base_url=self.root, headers=headers, timeout=timeout, verify=secure, trust_env=secure
         )
@@ -72,8 +74,9 @@ class Connection:
 
     async def _send(self, method: str, path: str, body: dict[str, object] | None = None) -> httpx.Response:
         try:
-            return await self._client.request(method, path, json=body)
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(self._timeout):
+                return await self._client.request(method, path, json=body)
+        except (TimeoutError, httpx.HTTPError) as error:
             raise PublishError(
                 f"nothing answers at {self.root} ({describe(error)}): start the server, for example with "
                 "`openhands-rl serve`, or set base_url in [rl.serving]"

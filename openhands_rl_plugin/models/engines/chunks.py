@@ -184,7 +184,7 @@ class _ChoiceParts:
             raise ValueError("a tool call has no valid index")
         name, arguments, identity = function.get("name") or "", function.get("arguments"), str(given.get("id") or "")
         if isinstance(arguments, dict):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
         if not isinstance(name, str) or not isinstance(arguments, str | None):
             raise ValueError("a tool call has fields that are no text")
         same = [call for call in self._calls if at is None or call.index == at]

@@ -235,15 +235,11 @@ class Recorder:
         try:
             answer = await read_body(reply.body, exchange.protocol.answer)
         except Unrecordable as problem:
-            body, document = reply.body, parse_object(reply.body)
-            if (error := error_in(document)) is not None:
-                raise UpstreamError(replace(reply, status=error[0])) from problem
+            shown, status = _unread(exchange, reply.body)
+            if status:
+                raise UpstreamError(replace(reply, status=status, body=shown)) from problem
             self.unrecorded(problem)
-            if not exchange.protocol.reports_ids:
-                document = None
-            if document is not None and (shown := without_fields(document, fields_not_asked_for(call))) != document:
-                body = dump_object(shown)
-            return Reply(reply.status, body, reply.content_type, {**reply.headers, **NOT_RECORDED})
+            return Reply(reply.status, shown, reply.content_type, {**reply.headers, **NOT_RECORDED})
         body = answer.body_for(call) if exchange.protocol.reports_ids else reply.body
         try:
             await self._record(exchange, answer)
@@ -260,8 +256,8 @@ class Recorder:
                 for number, event in enumerate(reader.feed(data), 1):
                     if not number % _EVENTS_AT_ONCE:
                         await asyncio.sleep(0)
-                    if not live.begun and (error := error_in(parse_object(event.data))) is not None:
-                        raise UpstreamError(Reply(error[0], event.data, headers=live.headers))
+                    if not live.begun and (failed := _unread(exchange, event.data))[1]:
+                        raise UpstreamError(Reply(failed[1], failed[0], headers=live.headers))
                     shown = stream.feed(event)
                     if stream.ending:
                         held.append(shown)
@@ -307,6 +303,14 @@ class Recorder:
             return self._route.current()
         session.pinned = session.pinned or self._route.current()
         return session.pinned
+
+
+def _unread(exchange: _Exchange, body: bytes) -> tuple[bytes, int]:
+    """A body without what only the gateway asked for, and the status that an error in it stands for, or 0."""
+    document = parse_object(body)
+    shown = without_fields(document, fields_not_asked_for(exchange.call)) if exchange.protocol.reports_ids else document
+    error = error_in(document)
+    return body if shown == document else dump_object(shown), error[0] if error is not None else 0
 
 
 def unexpected(caught: CaughtFailure) -> Reply:

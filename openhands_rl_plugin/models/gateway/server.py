@@ -13,10 +13,11 @@ from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import HOST_EVIDENCE
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import (
     BACKLOG,
@@ -58,6 +59,13 @@ class EndRequest(BaseModel):
     reward: FiniteFloat | None = None
     success: bool | None = None
     evidence: Annotated[JsonObject, Field(default_factory=dict)]
+
+    @field_validator("evidence")
+    @classmethod
+    def _of_a_client(cls, evidence: JsonObject) -> JsonObject:
+        if taken := sorted(HOST_EVIDENCE & evidence.keys()):
+            raise ValueError(f"{', '.join(taken)}: rewards read these names, so that a client cannot write them")
+        return evidence
 
     @property
     def told(self) -> float | None:

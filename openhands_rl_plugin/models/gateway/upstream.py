@@ -126,7 +126,7 @@ class Upstream:
         if self._session is None:
             secure = self._base.startswith("https:")
             self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=self._timeout),
+                timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=_CONNECT_SECONDS),
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=_READ_BUFFER,

@@ -94,9 +94,9 @@ class ServedVerifier:
         while True:
             attempt += 1
             try:
-                async with client.stream("POST", self._url, json=body) as response:
+                async with asyncio.timeout(self._timeout), client.stream("POST", self._url, json=body) as response:
                     content = await _bounded(response)
-            except httpx.TransportError as error:
+            except (TimeoutError, httpx.TransportError) as error:
                 problem = f"no answer from {self._url} ({type(error).__name__}); is the verifier served there?"
             else:
                 if response.is_success:

@@ -68,3 +68,20 @@ async def _exchange(reader: asyncio.StreamReader, handler: Handler, seen: RawSer
     seen.requests.append((path, body))
     answer = handler(path, body)
     return await answer if isinstance(answer, Awaitable) else answer
+
+
+@asynccontextmanager
+async def dripping_server(content_type: str = "application/json", piece: bytes = b" ") -> AsyncIterator[str]:
+    """Begins an answer and never ends it, a piece every 20 ms: no single read is slow."""
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\n\r\n".encode())
+        while not writer.is_closing():
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,35 +82,10 @@ def test_only_the_refused_field_is_dropped(status: int, body: str, refused: str)
     assert attempt.why_missing(refused) == f"the model server refuses {refused} with status {status}"
 
 
-def test_a_server_that_knows_neither_is_asked_for_neither():
-    table, server = ExtensionTable(Clock()), refusing(*BOTH, body="Extra inputs are not permitted")
-    requests = [len(ask(table, server)[1]) for _ in range(6)]
-    assert requests[:3] == [2, 2, 2] and requests[3:] == [1, 1, 1]
-    assert {each.name for each in table.refused()} == {*BOTH}
-
-
-@pytest.mark.parametrize("status", [400, 403, 404, 422, 429, 500, 503])
-def test_the_mistake_of_a_client_changes_nothing(status: int):
-    """vLLM repeats the request, with all of its fields, in its errors."""
-    table = ExtensionTable(Clock())
-    echo = json.dumps({"message": "max_tokens must be at least 1", "input": dict.fromkeys(BOTH, True)})
-    attempt, sent = ask(table, lambda fields: (status, echo))
-    assert attempt is None and len(sent) <= 2
-    assert table.refused() == []
-    assert ask(table, refusing())[1] == [{*BOTH}]
-
-
 def test_a_failure_after_a_refusal_proves_nothing():
     table = ExtensionTable(Clock())
     attempt, _ = ask(table, lambda fields: (400, "logprobs") if LOGPROBS in fields else (429, "slow down"))
     assert attempt is None and table.refused() == []
-
-
-def test_models_are_told_apart():
-    table = ExtensionTable(Clock())
-    ask(table, refusing(LOGPROBS), "old")
-    assert ask(table, refusing(), "new")[1] == [{*BOTH}]
-    assert ask(table, refusing(LOGPROBS), "old")[1] == [{TOKEN_IDS}]
 
 
 def test_a_hosted_api_that_names_one_unknown_parameter_at_a_time_is_asked_twice():

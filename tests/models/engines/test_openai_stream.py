@@ -12,7 +12,7 @@ from raw_server import raw_server, respond
 
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
 from openhands_rl_plugin.core.protocols import StreamingEngine
-from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Tokens, ToolCall, Usage
+from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Tokens, Usage
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.openai_wire import StreamedAnswer
 
@@ -78,23 +78,6 @@ async def test_texts_then_the_completion_with_its_tokens() -> None:
         metadata={"response_id": "r1", "attempts": 1},
     )
     assert asked["stream"] is True and asked["return_token_ids"] is True
-
-
-async def test_calls_come_in_fragments() -> None:
-    parts = (
-        chunk({"content": "I look.\n"}),
-        chunk({"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "look", "arguments": ""}}]}),
-        chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"a": '}}]}),
-        chunk({"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "find", "arguments": "{}"}}]}),
-        chunk({"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]}, finish_reason="tool_calls"),
-    )
-    (*_, completion), _ = await ask(events(*parts))
-    assert completion.message.content == "I look."
-    assert completion.message.tool_calls == (
-        ToolCall(id="c1", name="look", arguments='{"a": 1}'),
-        ToolCall(id="c2", name="find", arguments="{}"),
-    )
-    assert completion.tokens is None and completion.finish_reason == "tool_calls"
 
 
 async def test_ids_that_are_not_all_there_are_no_tokens() -> None:

@@ -46,6 +46,15 @@ async def test_a_reward_out_of_range_is_refused_and_ends_nothing(tmp_path: Path,
         assert (await gateway.http.post(END, json={"reward": 1})).json()["ended"]
 
 
+async def test_a_client_writes_no_evidence_that_rewards_read(tmp_path: Path) -> None:
+    async with world(tmp_path) as gateway:
+        await gateway.say(user("one"))
+        for name in ("test_result", "command", "git_patch", "answer", "label", "report", "resolved"):
+            refused = await gateway.end(evidence={name: {"report": {"resolved": True}}})
+            assert refused.status_code == 400 and name in refused.text
+        assert (await gateway.end(evidence={"note": "mine"})).json()["ended"]
+
+
 async def test_the_range_is_configured(tmp_path: Path) -> None:
     async with world(tmp_path, reward_max=500) as gateway:
         await gateway.http.post("/session/s/v1/chat/completions", json={"model": "m", "messages": [user("one")]})
