@@ -42,7 +42,7 @@ from openhands_rl_plugin.evals.tasks.gate import (
 from openhands_rl_plugin.evals.tasks.packages import OwnRepository, Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sandbox import prepare_package
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
-from openhands_rl_plugin.evals.tasks.suite import REOPENED, make_suite
+from openhands_rl_plugin.evals.tasks.suite import REOPENED, TRIES_PER_TASK, make_suite
 
 _LEAST_STEADY = 0.5
 
@@ -67,7 +67,7 @@ class Survey(Frozen):
         found = (
             (self.failing, "fail before any bug"),
             (self.flickering, "flicker (pass in one run only) before any bug"),
-            (self.unnamed, "have names that a log cannot show (blanks, other alphabets)"),
+            (self.unnamed, "have names that are not read off a log as they are (line breaks, brackets)"),
         )
         return tuple(f"{count} of {self.tests} tests {what}: they are not used" for count, what in found if count)
 
@@ -190,6 +190,8 @@ _SPARE = 1.25
 _REPEATS = 1
 """Runs of the gate with the fix, and without: the task was made of two runs each already."""
 
+_RUNS = (2, 2 + TRIES_PER_TASK - 1)
+"""Runs of the tests for a task: two with its bug, and one for each change before it that is none."""
 _BASICS = TaskPlan.model_fields["requirements"].default
 
 
@@ -293,7 +295,8 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
         write_file(folder / _SURVEY, found.model_dump_json(indent=1), parents=True)
     made = folder / _MADE
     if not lineage_path(made).exists():  # it is written after the rows
-        progress.stage("making tasks", plan.per_package)
+        shortest, longest = (plan.per_package * runs * found.seconds / 60 for runs in _RUNS)
+        progress.stage(f"making tasks, in {shortest:.0f} to {longest:.0f} min", plan.per_package)
         make_suite(plan, made, cache, _Noting(progress, folder / _TRIED))
     instances, lineage = read_instances(made), _lineage(made)
     progress.stage("checking tasks", len(instances))

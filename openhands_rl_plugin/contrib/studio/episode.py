@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,12 +49,13 @@ class EpisodeResource:
 
     async def tokens(self, request: Request) -> Response:
         """The token ids of a node from place ``from`` on: those of its prompt, then those that were sampled."""
-        nodes = (await self._shelf.open(request)).trajectory.nodes
+        trajectory = (await self._shelf.open(request)).trajectory
+        nodes, model = trajectory.nodes, trajectory.policy.base_model
         at = int(request.path_params["node"])
         if at >= len(nodes):
             raise HTTPException(404, f"the episode has {len(nodes)} nodes, so there is no node {at}")
         first = whole(request, "from", 0, most=2**53)
-        return reply(request, tokens_of(nodes[at], at, first, self._text))
+        return reply(request, await asyncio.to_thread(tokens_of, nodes[at], at, first, self._text, model))
 
 
 def header_of(opened: Opened) -> JsonObject:
@@ -162,9 +164,9 @@ def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int = 0, most
     return {"total": len(nodes), "next": after if after < end else None, "nodes": dict(columns(rows))}
 
 
-def tokens_of(node: Node, at: int, first: int, text: TokenText, most: int = MOST_TOKENS) -> JsonObject:
-    """A page of columns. ``sampled`` says how many of the first ``prompt`` are not the model's; without token ids
-    ``total`` is 0."""
+def tokens_of(node: Node, at: int, first: int, text: TokenText, model: str, most: int = MOST_TOKENS) -> JsonObject:
+    """A page of columns of the tokens of ``model``. ``sampled`` says how many of the first ``prompt`` are not the
+    model's; without token ids ``total`` is 0."""
     tokens = node.tokens
     if tokens is None:
         return {"node": at, "total": 0, "prompt": 0, "extends": False, "from": 0, "next": None, "tokens": {}}
@@ -173,7 +175,7 @@ def tokens_of(node: Node, at: int, first: int, text: TokenText, most: int = MOST
     logprobs = [number(tokens.logprobs[place - prompt]) if _has(node, place) else None for place in range(first, until)]
     rows: dict[str, list[JsonValue]] = {
         "id": list(ids[first:until]),
-        "text": list(text.pieces(ids, first, until)),
+        "text": list(text.pieces(model, ids, first, until)),
         "logprob": list(logprobs),
     }
     return {
@@ -183,7 +185,7 @@ def tokens_of(node: Node, at: int, first: int, text: TokenText, most: int = MOST
         "extends": tokens.extends,
         "from": first,
         "next": until if until < len(ids) else None,
-        "tokenizer": text.problem,
+        "tokenizer": text.problem(model),
         "tokens": dict(columns(rows)),
     }
 

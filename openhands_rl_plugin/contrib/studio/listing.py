@@ -100,7 +100,7 @@ class ListResource:
         found = [each async for each in self._sources.store(request).summaries(where)]
         facets: JsonObject = {}
         for name in _FACETS:
-            counts = Counter(str(value) for each in found if (value := _value(each, name)) is not None)
+            counts = Counter(str(value) for each in found if (value := _value(each, name)) not in (None, ""))
             facets[name] = [{"value": value, "count": count} for value, count in counts.most_common(_VALUES)]
         return reply(request, {"facets": facets, "rewards": histogram([each.judged for each in found])})
 

@@ -30,7 +30,14 @@ from openhands_rl_plugin.contrib.studio.runs import (
     versions_in,
     whole_run,
 )
-from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources, TokenText, read_episode
+from openhands_rl_plugin.contrib.studio.sources import (
+    TOKENIZER,
+    EpisodeShelf,
+    Opened,
+    StudioSources,
+    TokenText,
+    read_episode,
+)
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.judgements import opinions
@@ -110,7 +117,10 @@ class ExportResource:
         yield f"{base}/nodes", bodies_of(nodes, range(len(nodes)), len(nodes), most=MOST_EXPORTED)
         for at, node in enumerate(nodes):
             if node.tokens is not None:
-                yield f"{base}/nodes/{at}/tokens", tokens_of(node, at, 0, self._text, MOST_EXPORTED)
+                yield (
+                    f"{base}/nodes/{at}/tokens",
+                    tokens_of(node, at, 0, self._text, trajectory.policy.base_model, MOST_EXPORTED),
+                )
 
 
 async def _summary(storage: TrajectoryStorage, identity: str) -> TrajectorySummary:
@@ -235,7 +245,8 @@ async def write_run_report(
     whole = await asyncio.to_thread(_add_run, answers, name, directory)
     answers.add("adapters", {"adapters": await asyncio.to_thread(_lineage, adapters, state)})
     facts = RunFacts.load(directory) or RunFacts(run_id="")
-    text = TokenText(tokenizer) if (Path(tokenizer) / "tokenizer.json").is_file() else TokenText()
+    given = tokenizer if (Path(tokenizer) / TOKENIZER).is_file() else ""
+    text = TokenText(given, {name: adapters})
     await _add_samples(answers, facts, storage, ExportResource(EpisodeShelf(StudioSources()), text))
     whole["metrics"] = await asyncio.to_thread(_add_curves, answers, name, directory)
     path = directory / REPORT

@@ -53,7 +53,7 @@ def build_app(
     """
     entrance = Entrance(tickets, key)
     labels, events = LabelResource(sources, config.author), EventResource(sources)
-    resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer))
+    resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer, sources.adapters))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import time
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from openhands_rl_plugin.apps.demo_model import NAME, default_model_directory
 from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary, unknown_name
 from openhands_rl_plugin.core.judgements import labels_of
@@ -22,6 +25,8 @@ from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Score, Trajectory
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
+from openhands_rl_plugin.models.adapters.store import MANIFEST
 from openhands_rl_plugin.training.trainer.resume import METRICS_FILE
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
 
@@ -109,6 +114,7 @@ _DEEPEST = 4
 _MOST_FOLDERS = 5000
 _SKIPPED = frozenset({"checkouts", "logs", "__pycache__", "node_modules"})
 _VERSION = re.compile(r".+-v\d{6,}")
+TOKENIZER = "tokenizer.json"
 _TRAINING = ("trainer", "training")
 """Folders of a loop in which its metrics lie."""
 
@@ -219,33 +225,74 @@ async def read_episode(storage: TrajectoryStorage, identity: str, revision: str 
 
 _BEFORE = 8
 """Tokens that are decoded before a page, so that its first piece has the space that it has inside of a text."""
+_LARGEST = 64 * 1024**2
+_MOST_VERSIONS = 200
 
 
 class TokenText:
-    """Pieces of text for token ids. ``problem``: why there are none, for the page; ``None`` when there are."""
+    """Pieces of text for token ids: by the tokenizer of a folder or file, else by that of an episode's base model,
+    where this machine has it.
 
-    def __init__(self, folder: str = "") -> None:
-        self.problem: str | None = "no tokenizer is open; start the studio with --tokenizer DIR"
-        self._tokenizer: Tokenizer | None = None
-        if folder:
-            self._tokenizer = load_tokenizer(Path(folder).expanduser())
-            self.problem = None
+    Raises ``ConfigError`` for a given one that cannot be read.
+    """
 
-    def pieces(self, ids: Sequence[int], first: int, end: int) -> list[str | None]:
+    def __init__(self, folder: str = "", adapters: Mapping[str, Path] | None = None) -> None:
+        self._given = load_tokenizer(Path(folder).expanduser()) if folder else None
+        self._adapters = adapters or {}
+        self._known: dict[str, Tokenizer] = {}
+
+    def problem(self, model: str) -> str | None:
+        """Why there is no text, for the page; ``None`` where there is."""
+        if self._tokenizer(model) is not None:
+            return None
+        return f"the tokenizer of {model[:200]} is not on this machine; start the studio with --tokenizer DIR"
+
+    def pieces(self, model: str, ids: Sequence[int], first: int, end: int) -> list[str | None]:
         """The text of each of ``ids[first:end]``; a character of several tokens stands at its last one. ``None`` where
-        the tokenizer does not know the id, or there is none."""
-        if self._tokenizer is None:
+        the tokenizer of ``model`` does not know the id, or there is none."""
+        tokenizer = self._tokenizer(model)
+        if tokenizer is None:
             return [None] * (end - first)
         from tokenizers.decoders import DecodeStream
 
-        size, found = self._tokenizer.get_vocab_size(with_added_tokens=True), list[str | None]()
+        size, found = tokenizer.get_vocab_size(with_added_tokens=True), list[str | None]()
         stream = DecodeStream(skip_special_tokens=False)
         for at in range(max(0, first - _BEFORE), end):
             known = 0 <= ids[at] < size
-            piece = (stream.step(self._tokenizer, ids[at]) or "") if known else None
+            piece = (stream.step(tokenizer, ids[at]) or "") if known else None
             if at >= first:
                 found.append(piece)
         return found
+
+    def _tokenizer(self, model: str) -> Tokenizer | None:
+        if self._given is not None:
+            return self._given
+        for place in () if model in self._known else _places(model, self._adapters):
+            with suppress(ConfigError, MissingExtraError, OSError):
+                if place.is_file() and place.stat().st_size <= _LARGEST:
+                    self._known[model] = load_tokenizer(place)
+                    break
+        return self._known.get(model)
+
+
+def _places(model: str, adapters: Mapping[str, Path]) -> Iterator[Path]:
+    """Files that may have the tokenizer of a recorded base model: its folder, that of the demo, Hugging Face's cache,
+    and the folder that a version of an adapter of it was trained in."""
+    if Path(model).is_absolute():
+        yield Path(model) / TOKENIZER
+    if model.rpartition("/")[2].lower() in (NAME.lower(), "smollm2-135m"):
+        yield default_model_directory() / TOKENIZER
+    with suppress(ModuleNotFoundError, ValueError):
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(found := try_to_load_from_cache(model, TOKENIZER), str):
+            yield Path(found)
+    for root in adapters.values():
+        for manifest in sorted(root.glob(f"*/{MANIFEST}"), reverse=True)[:_MOST_VERSIONS]:
+            with suppress(OSError, ValueError, AttributeError):
+                if json.loads(manifest.read_bytes()).get("base_model") == model:
+                    trained = json.loads((manifest.parent / CONFIG_FILE).read_bytes())["base_model_name_or_path"]
+                    yield Path(trained) / TOKENIZER
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -254,9 +301,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
         raise MissingExtraError("tokenizers", "train") from error
-    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    file = folder / TOKENIZER if folder.is_dir() else folder
     if not file.is_file():
-        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a tokenizer.json")
+        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a {TOKENIZER}")
     try:
         with boundary(FailureKind.MODEL, "tokenizer"):
             return Tokenizer.from_str(file.read_text(encoding="utf-8"))

@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="do all that can be done now, then exit")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, do nothing")
     parser.add_argument("--to", metavar="VERSION", help="rollback: a number, a name or base (default: the one before)")
+    force = "rollback: also to a candidate that was held back"
+    parser.add_argument("--force", action="store_true", help=force)
     parser.add_argument("--json", action="store_true", help="status: print JSON")
     played = parser.add_argument_group("held-out suite")
     add_bounds(played)
@@ -107,7 +109,9 @@ async def _rollback(args: argparse.Namespace, settings: RLSettings, adapters: Ad
     from openhands_rl_plugin.contrib.watch.journal import Journal, roll_back
 
     async with _publisher(settings, adapters) as publisher:
-        return (await roll_back(Journal(folder), adapters, publisher, settings.serving.adapter, args.to)).said
+        return (
+            await roll_back(Journal(folder), adapters, publisher, settings.serving.adapter, args.to, force=args.force)
+        ).said
 
 
 def _publisher(settings: RLSettings, adapters: AdapterStore) -> AdapterPublisher:

@@ -383,8 +383,11 @@ async def roll_back(
     publisher: AdapterPublisher,
     name: str,
     wanted: str | None,
+    *,
+    force: bool = False,
 ) -> Entry:
-    """Use an earlier version of ``name`` again: ``wanted`` (a number, a name or ``base``), or the one before.
+    """Use an earlier version of ``name`` again: ``wanted`` (a number, a name or ``base``), or the one before. A
+    candidate that has not passed the gates is used with ``force`` only.
 
     Nothing is learnt any more from the episodes of the versions that are left. Raises ``ConfigError``, ``PublishError``
     and ``StorageError``; then what was in use still is.
@@ -392,6 +395,9 @@ async def roll_back(
     with journal.alone():
         state, current = state_of(journal.read()), adapters.current(name)
         target = _target(state, adapters, name, current, wanted)
+        waiting = {state.round.candidate} if state.round is not None else set[str]()
+        if target is not None and not force and target.name in (state.dropped | waiting) - {*state.admitted}:
+            raise ConfigError(f"{target.name} was held back, or has not passed the gates yet: --force uses it anyway")
         if target is not None:
             await publisher.publish(target)
         else:

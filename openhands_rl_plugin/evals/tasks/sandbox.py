@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -29,6 +28,7 @@ from openhands_rl_plugin.environments.workspace.visible import (
     prefix_mounts,
     system_mounts,
 )
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import parse_pytest
 from openhands_rl_plugin.evals.tasks.bugs import FUNCTIONS, Edit, PythonSource, definitions, parse
 from openhands_rl_plugin.evals.tasks.packages import (
     Package,
@@ -296,9 +296,6 @@ def _environment_mounts(environment: Path) -> tuple[str, ...]:
     return (*prefix_mounts(prefixes, closed=False), *link, *hidden_package([*prefixes]))
 
 
-_READABLE = re.compile(r"[\x21-\x7e]+")
-
-
 @dataclass(frozen=True)
 class PreparedPackage:
     """``tests`` are those that passed in each of the runs on ``tree`` and can be read off a log; ``flickering`` ones
@@ -394,5 +391,7 @@ def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:
 
 
 def _usable(test: str, avoid: Sequence[str]) -> bool:
-    """Whether a test's name survives in a log, where names end at the first blank, and is not in ``avoid``."""
-    return bool(_READABLE.fullmatch(test)) and file_of(test).endswith(".py") and not any(each in test for each in avoid)
+    """Whether a test's name is read off a log, passed or failed, as it is, and is not in ``avoid``."""
+    lines = {"PASSED": f"PASSED {test}", "FAILED": f"FAILED {test} - assert [1] == [2] - x"}
+    read = all(parse_pytest(line) == {test: status} for status, line in lines.items())
+    return read and file_of(test).endswith(".py") and not any(each in test for each in avoid)

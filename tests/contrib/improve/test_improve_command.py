@@ -17,10 +17,12 @@ from tiny_model import write_model, write_tokenizer
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.host import TOOLS, host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.improve.gym import Gym, Survey
+from openhands_rl_plugin.contrib.improve.gym import Gym, Survey, survey
 from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.packages import Package, TaskPlan, find_repository
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -77,8 +79,6 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 def made_gym(folder: Path, repository: Path) -> None:
     """The tasks of an earlier run, as it left them."""
-    from openhands_rl_plugin.evals.tasks.packages import find_repository
-
     found = find_repository(repository)
     (folder / "tasks").mkdir(parents=True)
     (folder / "tasks/repository.json").write_text(found.model_dump_json())
@@ -171,6 +171,18 @@ def test_tests_that_are_no_measure_are_refused(
         commit(folder, "tests that fail", test_units=steady_and(FAILS, 4))
         assert cli.main([*run, "--tasks", "5"]) == 1
         assert "of 6 tests, 4 fail" in error_of(capsys)
+
+
+@needs_bubblewrap
+def test_tests_are_used_whatever_their_names(tmp_path: Path) -> None:
+    folder, texts = tmp_path / "units", ["a moment", "1 thousand - [x]", "ein Käse", "a\nb", "x] - y", ""]
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    named = f"\n\n@pytest.mark.parametrize('text', {texts!r})\ndef test_names(text):\n    assert shown(1, text)\n"
+    commit(folder, "first", units=CODE, test_units="import pytest\n\n" + STEADY + named)
+    found = find_repository(folder)
+    package = Package(name=found.name, git=str(found.root), commit=found.commit)
+    said = survey(package, TaskPlan(packages=(package,), timeout=60.0), default_cache())
+    assert (said.tests, said.steady, said.unnamed) == (8, 7, 1), said.notes()
 
 
 def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(

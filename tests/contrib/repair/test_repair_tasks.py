@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin import cli
 from openhands_rl_plugin.contrib.repair.bugs import KINDS, LONGEST_FUNCTION, PackageSlicer, bugs_in
 from openhands_rl_plugin.contrib.repair.calling import apart
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
@@ -126,15 +125,6 @@ def test_further_tasks_have_other_bugs_that_the_tests_detect_in_the_functions_of
 def module_of(spec: RepairSpec) -> str:
     """The module with the bug."""
     return spec.files[spec.path]
-
-
-def test_the_further_tasks_can_be_listed(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["tasks", "list", "repair-1", "--split", "more"]) == 0
-    printed = capsys.readouterr().out
-    lines = printed.splitlines()
-    assert len(lines) == 1 + len(more_instances(3)) and "heldout" not in printed
-    assert " ".join(lines[0].split()) == "task split made by fail pass checked report", "no column was squeezed out"
-    assert lines[1].split()[1:6] == ["more", "wrong", "variable", "3", "2"]
 
 
 @needs_bubblewrap

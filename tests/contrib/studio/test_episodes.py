@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
 import pytest
 from studio_client import Client, Opener, fill
+from tiny_model import write_tokenizer
 
+from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run
-from openhands_rl_plugin.core.types import Message, Node
+from openhands_rl_plugin.core.types import Message, Node, PolicyRef
 from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
 def test_the_list_has_the_newest_first(opener: Opener, client: Client) -> None:
@@ -94,9 +102,33 @@ def test_tokens_come_as_columns_of_ids_and_logprobs(opener: Opener, client: Clie
     assert (found["total"], found["prompt"], found["extends"]) == (5, 3, False)
     assert found["tokens"]["id"] == [1, 2, 70_000, 3, 4]
     assert found["tokens"]["logprob"] == pytest.approx([None, None, None, -0.1, 0.0])
-    assert "text" not in found["tokens"] and "--tokenizer" in found["tokenizer"]
+    assert "text" not in found["tokens"] and "the tokenizer of m is not on this machine" in found["tokenizer"]
     assert browser.get("/api/episodes/one/nodes/0/tokens").json()["total"] == 0
     assert browser.get("/api/episodes/one/nodes/6/tokens").status_code == 404
+
+
+def test_tokens_are_words_where_the_recorded_model_is_here(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its folder, in Hugging Face's cache, and by the folder that a version of an adapter was trained in."""
+    model, cached = tmp_path / "model", tmp_path / "hub/models--org--tiny"
+    write_tokenizer(model, "")
+    shutil.copytree(model, cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    version = tmp_path / "adapters/policy-v000001"
+    version.mkdir(parents=True)
+    (version / "manifest.json").write_text('{"base_model": "served"}')
+    (version / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model)}))
+    names = {"folder": str(model), "cache": "org/tiny", "adapter": "served", "none": "org/../../tiny"}
+    policies = {name: PolicyRef(base_model=each) for name, each in names.items()}
+    fill(lambda: FileTrajectoryStorage(tmp_path / "s"), [sample_episode(n, policy=p) for n, p in policies.items()])
+    store = FileTrajectoryStorage(tmp_path / "s")
+    browser = client(sources=StudioSources({"s": store}, adapters={"run": tmp_path / "adapters"}))
+    for name in names:
+        found = browser.get(f"/api/episodes/{name}/nodes/1/tokens").json()
+        assert (found["tokenizer"] is None, "text" in found["tokens"]) == (name != "none", name != "none"), name
 
 
 def test_what_has_not_changed_is_not_sent_again(opener: Opener, client: Client) -> None:

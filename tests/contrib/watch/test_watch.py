@@ -142,6 +142,9 @@ def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopp
     (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
     assert version.name not in httpx.get(f"{served[1]}/v1/models").text, "it is not served any more"
     assert asyncio.run(look(config, shopper)) == [], "the same episodes are not trained on again"
+    back = ["watch", "rollback", "--config", str(config), "--to", "1"]
+    assert (cli.main(back), current(settings)) == (1, None)
+    assert (cli.main([*back, "--force"]), current(settings)) == (0, version.name)
 
 
 def test_trouble_is_one_line_and_the_next_look_goes_on(

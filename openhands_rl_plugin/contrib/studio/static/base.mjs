@@ -39,6 +39,7 @@ function coloured({hue, bold}, code) {
 export function Shown({text, most = Infinity}) {
   const whole = String(text ?? '');
   const said = whole.length > most ? `${whole.slice(0, most)}…` : whole;
+  if (most < Infinity && !said.trim()) return html`<i class="muted">(empty)</i>`;
   if (!ANY.test(said)) return said;
   if (!SGR.test(said)) return written(said);
   const [first, ...others] = said.split(SGR);
@@ -116,8 +117,7 @@ export const plural = (number, one, many = `${one}s`) => `${count(number)} ${num
 /** `shop-v000007` as people say it. */
 export const policy = (adapter, version, model) => (adapter ? `${adapter} v${version ?? '?'}` : model ?? DASH);
 const layers = [];
-let prefix = '';
-let prefixed = 0;
+let [prefix, prefixed] = ['', 0];
 
 /** `keys`: key -> [what it does, function]. A key may be two, as "g e". `section`: the heading in the help. */
 export function useKeys(section, keys) {
@@ -139,7 +139,7 @@ export function help() {
     Object.entries(keys).filter(([key, [what]]) => what && !seen.has(key) && seen.add(key)).map(([key, [what]]) => [key, what]),
   ]).filter(([, rows]) => rows.length);
 }
-const typing = (target) => target.closest?.('input, textarea, select, [contenteditable]');
+const typing = (target) => target.closest?.('input:not([type=checkbox], [type=radio]), textarea, select, [contenteditable]');
 
 addEventListener('keydown', (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;

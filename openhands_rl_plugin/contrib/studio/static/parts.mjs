@@ -104,7 +104,7 @@ export function Rows({total, height, at = null, shown, label, head, more = 0, ch
     </div>
   </div>`;
 }
-const [TREND_HEIGHT, LEFT, RIGHT, TOP] = [200, 36, 12, 12];
+const [TREND_HEIGHT, LEFT, RIGHT, TOP] = [200, 52, 12, 12];
 const LEAST = 16;
 
 /** `slots`: names along the axis. `series`: `[{name, kind, points: [{slot, value, low, high}]}]`, of kinds `main`, `other` and `dashed`. */
@@ -140,7 +140,7 @@ function Drawn({label, slots, series, width}) {
   const ticks = Array.from({length: 6}, (_, at) => least + ((most - least) * at) / 5);
   const said = series.map((each) => `${each.name}: ${each.points.map(({slot, value}) => `${slots[slot]} ${fixed(value)}`).join(', ')}`).join('; ');
   return html`<svg width=${width} height=${TREND_HEIGHT + below} role="img" aria-label=${`${label}. ${said}`}>
-    ${ticks.map((tick) => html`<g key=${tick} class="tick"><line x1=${LEFT} x2=${width - RIGHT} y1=${y(tick)} y2=${y(tick)} /><text x=${LEFT - 8} y=${y(tick) + 4} text-anchor="end">${fixed(tick, 1)}</text></g>`)}
+    ${ticks.map((tick) => html`<g key=${tick} class="tick"><line x1=${LEFT} x2=${width - RIGHT} y1=${y(tick)} y2=${y(tick)} /><text x=${LEFT - 8} y=${y(tick) + 4} text-anchor="end">${figure(tick)}</text></g>`)}
     ${slots.map((_, slot) => slot % every === 0 && html`<text key=${slot} class="slot" text-anchor=${turned ? 'end' : 'middle'} transform=${`translate(${x(slot) + (turned ? 4 : 0)} ${TREND_HEIGHT + 16})${turned ? ' rotate(-60)' : ''}`}>${lines[slot].map((each, at) => html`<tspan key=${at} x="0" dy=${at ? 14 : 0}>${each}</tspan>`)}</text>`)}
     ${series.map((each) => html`<g key=${each.name} class=${`series ${each.kind}`}>
       <polyline points=${each.points.map(({slot, value}) => `${x(slot)},${y(value)}`).join(' ')} />
@@ -170,7 +170,7 @@ export function Curve({name, x, y, names}) {
         width: place.current.clientWidth, height: CHART_HEIGHT, legend: {show: false}, padding: [8, 8, 0, 0],
         cursor: {y: false, points: {size: 6}}, scales: {x: {time: false}},
         hooks: {setCursor: [(plot) => point(plot.cursor.idx)]},
-        axes: [names ? {...axis, splits: () => x.filter((_, at) => at % Math.ceil(x.length / 8) === 0), values: (_, splits) => splits.map((each) => brief(names[each] ?? ''))} : axis, {...axis, size: 48, values: (_, splits) => splits.map((each) => short(each))}],
+        axes: [names ? {...axis, splits: () => x.filter((_, at) => at % Math.ceil(x.length / 8) === 0), values: (_, splits) => splits.map((each) => brief(names[each] ?? ''))} : {...axis, values: (_, splits) => splits.map((each) => (Number.isInteger(each) ? short(each) : ''))}, {...axis, size: 56, values: (_, splits) => splits.map(figure)}],
         series: [{}, {stroke: line, width: 1.5, spanGaps: true, points: {show: known.length < 2 || Boolean(names)}}],
       }, [x, y], place.current);
     }, () => {});
@@ -229,10 +229,10 @@ const columns = (said) => [
 /** The judged reward, or else what the environment paid. */
 export const earned = (row) => row.reward ?? row.return;
 
-/** A reward as a number and a bar; a failed or running episode says so instead. */
+/** A reward as a number and a bar; a failed or unfinished episode says so instead. */
 export function Outcome({failure, stop, value}) {
   if (failure) return html`<span class="bad" title=${`failed: ${failure}`}>✕ ${failure}</span>`;
-  if (stop === 'unfinished') return html`<span class="running" title="still running, or its process has died"><i></i>running</span>`;
+  if (stop === 'unfinished') return html`<span class="muted" title="its process is at work, or has ended before the episode did">unfinished</span>`;
   const share = value === null || value === undefined ? 0 : Math.max(0, Math.min(1, value));
   return html`<span class="reward" title=${value === null || value === undefined ? 'not judged' : `reward ${value}`}>
     <b>${reward(value)}</b><i aria-hidden="true"><u style=${{transform: `scaleX(${share})`}}></u></i></span>`;

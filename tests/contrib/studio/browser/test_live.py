@@ -15,7 +15,7 @@ from seeded_run import seed_run
 from studio_pages import Pages, pages_of
 
 from openhands_rl_plugin.contrib.studio.command import sources_at
-from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -54,6 +54,24 @@ def test_an_episode_that_ends_appears_in_the_list(pages: Pages) -> None:
     assert page.get_by_text("third", exact=True).count() == 0, "rows do not move below somebody who chose one"
     pages.keys("r")
     page.get_by_text("third", exact=True).wait_for(timeout=SOON * 1000)
+
+
+def test_two_boxes_are_compared_on_a_phone_whose_menu_is_in_view(pages: Pages) -> None:
+    killed = sample_episode("killed", task=" ", stop=StopReason.UNFINISHED, finished=5000.0)
+    play(pages.folder / "trajectories", killed)
+    page = pages.open("/", wait=".row:not(.head) input")
+    row = page.locator(".row:not(.head)").first
+    assert "unfinished" in row.inner_text() and "(empty)" in row.inner_text()
+    for at in range(2):
+        page.locator(".row:not(.head) input").nth(at).check()
+    pages.keys("=")
+    page.wait_for_selector(".page.compare .one")
+    narrow = pages.anew(viewport={"width": 360, "height": 740})
+    pages.open("/", wait=".bar nav a")
+    for each in narrow.locator(".bar nav a, .bar button").all():
+        box = each.bounding_box()
+        assert box is not None and box["width"] > 20 and box["x"] >= 0 and box["x"] + box["width"] <= 360, box
+    pages.anew()
 
 
 def test_a_curve_grows_with_its_file(pages: Pages) -> None:
