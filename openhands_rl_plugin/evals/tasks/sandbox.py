@@ -392,6 +392,6 @@ def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:
 
 def _usable(test: str, avoid: Sequence[str]) -> bool:
     """Whether a test's name is read off a log, passed or failed, as it is, and is not in ``avoid``."""
-    lines = {"PASSED": f"PASSED {test}", "FAILED": f"FAILED {test} - assert [1] == [2] - x"}
-    read = all(parse_pytest(line) == {test: status} for status, line in lines.items())
+    lines = ((f"PASSED {test}", "PASSED"), (f"FAILED {test} - assert [1] == [2] - x", "FAILED"))
+    read = all(parse_pytest(line) == {test: status} for line, status in lines)
     return read and file_of(test).endswith(".py") and not any(each in test for each in avoid)
