@@ -194,13 +194,15 @@ async def evaluate(
     if ended.timed_out:
         late = f"the tests were not done after {timeout:g} s"
         return found.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": late})
-    if log.tests is None:
+    if log.tests is None and word not in ended.text:
         raise InfrastructureError(f"the tests were not reached: {ended.last_line}")
-    whole = log.whole and not any(mark in log.tests for mark in _SPOILED)
-    statuses = parse(log.tests) if whole else {}
+    # Where the script began, code of the patch may have ended it, as the installation runs that, too.
+    tests = log.tests or ""
+    whole = log.whole and not any(mark in tests for mark in _SPOILED)
+    statuses = parse(tests) if whole else {}
     left = await box.left()
     script, back = recipe.evaluation_script, applied.put_back
-    observed = ObservedRun(instance, patch, log.tests, statuses, ended.code, left, word, script, parse, back)
+    observed = ObservedRun(instance, patch, tests, statuses, ended.code, left, word, script, parse, back)
 
     def judged() -> tuple[tuple[Flag, ...], Mapping[str, TestFailure]]:
         return guard.weigh(observed, (*found.flags, *guard.check_run(observed))), guard.explain(observed)
