@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
 import hashlib
 import os
 import secrets
 import shutil
+import subprocess
 import tempfile
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import StorageError, describe
@@ -52,12 +55,62 @@ def draft_folder(parent: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+_OF_A_PROCESS = "openhands-rl-of-"
+_locks = ExitStack()
+
+
+def temporary_folder(kind: str) -> Path:
+    """A new folder (mode 0700) for what is kept no longer than this process runs.
+
+    It is in a folder that this process locks. Those of processes that were killed are removed when another process
+    makes its first. Raises ``OSError``.
+    """
+    return Path(tempfile.mkdtemp(prefix=f"openhands-rl-{kind}-", dir=_of_process(os.getpid(), tempfile.gettempdir())))
+
+
+@functools.cache
+def _of_process(pid: int, place: str) -> Path:
+    for old in Path(place).glob(f"{_OF_A_PROCESS}*"):
+        with suppress(OSError), locked_folder(old, wait=False):
+            if old.lstat().st_uid == os.geteuid() and not old.is_symlink():
+                remove_tree(old)
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=_OF_A_PROCESS, dir=place)).resolve()
+        with suppress(FileNotFoundError):
+            # Held until this process has ended, with those that it forked.
+            _locks.enter_context(locked_folder(made))
+        if made.exists():  # else another process took it for that of a killed one
+            atexit.register(lambda folder: pid == os.getpid() and remove_tree(folder), made)
+            return made
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a folder that a session wrote to: unreadable directories, and those deeper than ``shutil`` can go. Files
+    that cannot be removed are left."""
+    remove = ["rm", "-rf", "--", str(directory)]
+    if subprocess.run(remove, check=False, stdin=subprocess.DEVNULL, capture_output=True).returncode:
+        open_up = ["chmod", "-R", "u+rwX", "--", str(directory)]
+        subprocess.run(open_up, check=False, stdin=subprocess.DEVNULL, capture_output=True)
+        subprocess.run(remove, check=False, stdin=subprocess.DEVNULL, capture_output=True)
+
+
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """One holder at a time over all processes, until the block or the process ends. Raises ``OSError``."""
+def scratch_folder(kind: str) -> Iterator[Path]:
+    """A ``temporary_folder`` that programs in a sandbox may write to, removed at the end whatever they left in it."""
+    folder = temporary_folder(kind)
+    try:
+        yield folder
+    finally:
+        remove_tree(folder)
+
+
+@contextmanager
+def locked_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """One holder at a time over all processes, until the block or the process ends. Raises ``OSError``, also for a
+    folder that somebody else holds and is not waited for."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import uuid
 from enum import StrEnum
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, JsonValue
 
@@ -172,22 +172,33 @@ HOST_EVIDENCE = _OF_GRADERS | _OF_RUNS
 
 
 class WorkspaceCommand(Frozen):
-    """A shell command that judges a workspace as it stands when the episode ends; ``timeout`` is in seconds."""
+    """A shell command that judges a workspace as it stands when the episode ends; ``timeout`` is in seconds.
+
+    ``protected``: patterns of files (``tests/**``, ``Makefile``, ``*.toml``; ``!`` before one takes out of those before
+    it) that are put back from before the session; what matches and was not there is removed. ``*`` matches ``/``, too.
+    """
 
     command: str = Field(min_length=1)
     timeout: float = Field(default=600.0, gt=0)
+    protected: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+
+    def did(self, **what: object) -> CommandEvidence:
+        """The evidence of this command."""
+        return CommandEvidence.model_validate({"command": self.command, "protected": self.protected, **what})
 
 
 class CommandEvidence(Frozen):
     """What such a command did. ``exit_code`` is ``None`` when it was ended at its time limit, or did not run at all:
-    then ``error`` says why. ``output`` is bounded: its middle is dropped."""
+    then ``error`` says why, or ``prevented`` what the session did. ``output`` is bounded: its middle is dropped."""
 
     command: str
+    protected: tuple[str, ...] = ()
     exit_code: int | None = None
     timed_out: bool = False
     output: str = ""
     seconds: float = 0.0
     error: str = ""
+    prevented: str = ""
 
 
 class LabelKind(StrEnum):

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.judgements import host_evidence
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 
-# What a shell exits with when it cannot execute or find a command: that says nothing about the work.
+# What a shell exits with when it cannot execute or find a command.
 _NOT_RUN = (126, 127)
 _SHOWN = 200
 
 
 class CommandOptions(WorkspaceCommand):
-    """``command`` and ``timeout`` (seconds). ``result``: how its end becomes the reward.
+    """``command``, ``timeout`` (seconds) and ``protected`` (files that are put back before it is run).
 
-    ``exit-status``: 1.0 when it exits with 0, else 0.0, also when its time is up. ``last-line``: the number that it
-    prints last, on a line of its own.
+    ``result``: how its end becomes the reward. ``exit-status``: 1.0 when it exits with 0, else 0.0, also when its time
+    is up. ``last-line``: the number from ``least`` to ``most`` that it prints last, on a line of its own; ``least`` for
+    any other end.
     """
 
     result: Literal["exit-status", "last-line"] = "exit-status"
+    least: float = Field(default=0.0, allow_inf_nan=False)
+    most: float = Field(default=1.0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.least >= self.most:
+            raise ValueError("least must be below most")
+        return self
 
 
 class CommandReward:
     """Pass or fail of a command (``pytest -q``, ``make check``), or the number that it prints last.
 
-    It is run once, by the host, in a fresh sandbox over the workspace as it stands; later scores read that result.
+    The host runs it once, in a fresh sandbox over a copy of the workspace as it stands; later scores read that result.
+    The policy wrote in that workspace, so it can change what the command runs, but for the ``protected`` files: name
+    the tests, and all that decides how they are run. What keeps the command from a result is worth the least.
     """
 
     Options = CommandOptions
@@ -41,9 +52,9 @@ class CommandReward:
 
     @property
     def version(self) -> str:
-        """Another command, or another reading of its end, gives other scores."""
-        digest = hashlib.sha256(self.options.command.encode()).hexdigest()[:8]
-        return f"command-1@{self.options.result}/{digest}"
+        """Another command, other protected files, or another reading of its end, gives other scores."""
+        asked = self.options.model_dump_json(exclude={"timeout"})
+        return f"command-2@{self.options.result}/{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
 
     @property
     def workspace_command(self) -> WorkspaceCommand:
@@ -51,15 +62,13 @@ class CommandReward:
         return self.options
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        """Score the episode. Raises ``GraderError`` for a failed one, and where the command gave no result."""
+        """Score the episode. Raises ``GraderError`` for a failed one, and where the command was not run."""
         ran = self._ran(host_evidence(trajectory))
-        reward = self._printed(ran) if self.options.result == "last-line" else self._passed(ran)
-        return Score(
-            trajectory_id=trajectory.id,
-            reward=reward,
-            detail={"exit_code": ran.exit_code, "timed_out": ran.timed_out, "seconds": ran.seconds},
-            reward_version=self.version,
-        )
+        reward, why = self._read(ran)
+        detail: JsonObject = {"exit_code": ran.exit_code, "timed_out": ran.timed_out, "seconds": ran.seconds}
+        if why:
+            detail["refused"] = why[:_SHOWN]
+        return Score(trajectory_id=trajectory.id, reward=reward, detail=detail, reward_version=self.version)
 
     def _ran(self, evidence: JsonObject) -> CommandEvidence:
         try:
@@ -69,28 +78,26 @@ class CommandReward:
                 "no command was run in their workspace: it is at the end of a run with [rl.reward] "
                 'name = "command", in the runtimes of openhands_rl_plugin'
             ) from error
-        if ran.command != self.options.command:
+        if (ran.command, ran.protected) != (self.options.command, self.options.protected):
             raise GraderError(f"another command was run in their workspace, which is gone: {ran.command!r:.{_SHOWN}}")
         if ran.error:
             raise GraderError(f"the command could not be run: {ran.error!r:.{_SHOWN}}")
         return ran
 
-    def _passed(self, ran: CommandEvidence) -> float:
+    def _read(self, ran: CommandEvidence) -> tuple[float, str]:
+        """The reward, and why it is the least where the command gave no result."""
+        worst = self.options.least if self.options.result == "last-line" else 0.0
+        last = next((line.strip() for line in reversed(ran.output.splitlines()) if line.strip()), "")
+        if ran.prevented:
+            return worst, ran.prevented
         if ran.exit_code in _NOT_RUN:
-            raise GraderError(f"the shell could not run the command: {_last_line(ran)!r:.{_SHOWN}}")
-        if ran.exit_code is None and not ran.timed_out:
-            raise GraderError("the command ended without an exit status")
-        return float(ran.exit_code == 0)
-
-    def _printed(self, ran: CommandEvidence) -> float:
+            return worst, f"the shell could not run the command: {last}"
+        if self.options.result == "exit-status":
+            return float(ran.exit_code == 0), ""
         try:
-            number = math.nan if ran.timed_out else float(_last_line(ran))
+            number = math.nan if ran.timed_out else float(last)
         except ValueError:
             number = math.nan
-        if not math.isfinite(number):
-            raise GraderError(f"the command printed no number on its last line, but {_last_line(ran)!r:.{_SHOWN}}")
-        return number
-
-
-def _last_line(ran: CommandEvidence) -> str:
-    return next((line.strip() for line in reversed(ran.output.splitlines()) if line.strip()), "")
+        if self.options.least <= number <= self.options.most:
+            return number, ""
+        return worst, f"no number from {self.options.least:g} to {self.options.most:g} on the last line, but {last!r}"

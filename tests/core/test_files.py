@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,27 @@ def test_a_missing_folder_is_made_only_when_asked_for(tmp_path: Path) -> None:
         write_file(file, b"x")
     write_file(file, b"x", parents=True)
     assert file_sha256(file) == "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
+
+
+MAKES = """
+from openhands_rl_plugin.core.files import temporary_folder
+(made := temporary_folder("fork")).joinpath("copy").mkdir(mode=0)
+print(made, flush=True)
+input()
+"""
+
+
+def test_what_killed_processes_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    running: list[tuple[subprocess.Popen[str], Path]] = []
+    environ, pipe = {**os.environ, "TMPDIR": str(tmp_path)}, subprocess.PIPE
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=pipe, stdout=pipe, text=True, env=environ)
+        assert process.stdout is not None
+        running.append((process, Path(process.stdout.readline().strip())))
+        if len(running) == 1:
+            process.kill()
+            process.wait()
+    assert [folder.exists() for _, folder in running] == [False, True, True]
+    for process, _ in running:
+        process.communicate("\n")
+    assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.errors import EpisodeError
 from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkMethod
 from openhands_rl_plugin.hosts.v0.runtime import BubblewrapRuntime
 
-BOUNDS_MS: dict[ForkMethod, float] = {"reflink": 150.0, "overlay": 150.0, "copy": 1000.0}
+BOUNDS_MS: dict[ForkMethod, float] = {"overlay": 150.0, "copy": 1000.0}
 FILES = 3000
 BYTES = 64 * 1024 * 1024
 FILES_A_DIRECTORY = 50

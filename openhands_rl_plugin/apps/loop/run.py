@@ -23,6 +23,7 @@ from openhands_rl_plugin.config.rl import LoopSettings, RewardSettings, RLSettin
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
+from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
@@ -34,7 +35,6 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
 from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model

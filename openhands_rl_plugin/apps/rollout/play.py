@@ -19,6 +19,7 @@ from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSet
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, problems, unknown_name
+from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory
 from openhands_rl_plugin.core.types import (
@@ -31,7 +32,6 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, tasks_of_rows
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
@@ -62,7 +62,7 @@ from openhands_rl_plugin.training.data.batch import (
 )
 from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 
-_SCRATCH = "openhands-rl-rollout-"
+_SCRATCH = "rollout"
 _RETURN = "return"
 _SECONDS = 10.0
 GivenTask = str | Path | Task | Mapping[str, JsonValue]

@@ -31,8 +31,8 @@ from openhands_rl_plugin.contrib.repair.rows import (
     spec_of,
 )
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
@@ -87,7 +87,7 @@ class RepairBackend:
 def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) -> PatchVerdict:
     spec = spec_of(instance)
     verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED)
-    with scratch_folder("openhands-rl-repair-") as folder:
+    with scratch_folder("repair") as folder:
         if why := apply_patch(_files(spec), patch, folder):
             return verdict.model_copy(update={"kind": VerdictKind.UNAPPLIED, "reason": why})
         tree = _python_files(folder / "repository", spec.path)

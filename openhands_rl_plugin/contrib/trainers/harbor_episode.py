@@ -27,11 +27,10 @@ from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError, StorageError, describe
-from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.files import scratch_folder, write_file
 from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory, redacting_logger
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, Limits, Task, Trajectory
 from openhands_rl_plugin.environments.container import LONGEST_LINE, answer, marked
-from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.runs.suites import REPLIES
@@ -46,7 +45,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 _LOG = redacting_logger(__name__)
 INVALID = 3
 ENVIRONMENT = "harbor"
-_SCRATCH = "openhands-rl-harbor-"
+_SCRATCH = "harbor"
 # Of an episode in a repository, as ``EvaluationPlan`` has them.
 _LIMITS = {"max_turns": 50, "max_response_length": 4096, "max_obs_length": 7500}
 

@@ -3,7 +3,7 @@ of the workspace. Who goes beyond a bound is ended.
 
 Like ``supervisor.py``, which uses it, this file is executed in the sandbox and uses the standard library only. With a
 command as arguments it runs that alone: ``python -I -S -c <text> BOUNDS COMMAND...``, where ``BOUNDS`` is JSON:
-``{"processes", "memory", "disk", "folder", "also", "grouped", "isolated", "gives_way"}``; a bound of 0 is none.
+``{"processes", "memory", "disk", "folder", "also": [folder], "grouped", "isolated", "gives_way"}``; 0 is no bound.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def family(root: int, table: Table | None = None) -> set[int]:
     return members - {root, os.getpid()}
 
 
-def kill_all(pids: Iterable[int]) -> None:
+def kill_all(pids: Iterable[int], how: int = signal.SIGKILL) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, how)
 
 
 def shared_memory_once(pids: Iterable[int]) -> int:
@@ -107,10 +107,11 @@ class Disk:
         self.due = time.monotonic() + WALK_AFTER
 
     def free_bytes(self) -> tuple[int, int]:
-        """What is left of the file system: by blocks, and by files."""
-        # Commands may remove the folder.
-        found = os.statvfs(self.folders[0] if os.path.isdir(self.folders[0]) else "/")
-        return found.f_bfree * found.f_frsize, found.f_ffree * LEAST_FILE
+        """What is left of the file systems: by blocks, and by files."""
+        # Commands may remove the folders.
+        places = {os.stat(place).st_dev: place for place in self.folders if os.path.isdir(place)}
+        found = [os.statvfs(place) for place in places.values() or ("/",)]
+        return sum(each.f_bfree * each.f_frsize for each in found), LEAST_FILE * sum(each.f_ffree for each in found)
 
     def full(self) -> bool:
         """Whether more was added than is allowed. Where it was too much once, less must stay less."""
@@ -234,8 +235,7 @@ class Bounds:
         self.most_processes = 0 if bounds["grouped"] else bounds["processes"]
         self.most_memory = 0 if bounds["grouped"] else bounds["memory"]
         self.isolated = bounds["isolated"]
-        folders = [place for place in (bounds["folder"], bounds["also"]) if place]
-        self.disk = Disk(folders, bounds["disk"]) if bounds["disk"] else None
+        self.disk = Disk([bounds["folder"], *bounds["also"]], bounds["disk"]) if bounds["disk"] else None
         self.files = FilesInMemory(self.most_memory) if self.isolated and self.most_memory else None
         self.gives_way = bounds["gives_way"]
         self.next = self.old = self.may_start = 0.0

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits
-from openhands_rl_plugin.environments.workspace.shell import Shell
+from openhands_rl_plugin.environments.workspace.shell import SandboxEndedError, Shell
 
 MOST_OUTPUT = 16_000
+_START = 20.0
 
 
 def check_workspace(
@@ -28,21 +29,15 @@ def check_workspace(
     limits = limits.model_copy(update={"output": MOST_OUTPUT})
     # Its time limit is part of what it measures.
     shell = Shell(sandbox, variables, limits, start=start, gives_way=False)
-    began = time.monotonic()
+    began = 0.0
     try:
+        shell.run(":", timeout=_START)
+        began = time.monotonic()
         result = shell.run(asked.command, timeout=asked.timeout)
+        did = {"exit_code": result.exit_code, "timed_out": result.timed_out, "output": result.output}
     except InfrastructureError as error:
-        return CommandEvidence(command=asked.command, error=str(error), seconds=_since(began))
+        # Who ends a sandbox that worked is the command, with the code that it runs.
+        did = {"prevented" if began and isinstance(error, SandboxEndedError) else "error": str(error)}
     finally:
         shell.close()
-    return CommandEvidence(
-        command=asked.command,
-        exit_code=result.exit_code,
-        timed_out=result.timed_out,
-        output=result.output,
-        seconds=_since(began),
-    )
-
-
-def _since(began: float) -> float:
-    return round(time.monotonic() - began, 3)
+    return asked.did(**did, seconds=round(time.monotonic() - began, 3) if began else 0.0)

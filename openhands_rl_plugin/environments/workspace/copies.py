@@ -1,8 +1,7 @@
 """Fast copies of a workspace directory, for search, which tries out commands in many of them.
 
-The methods in order of preference: a mount that holds only the changes (``overlay``), files that share their blocks
-until one is written (``reflink``, on btrfs and xfs; every file is created, which takes five times as long for 3,000
-files), and a plain ``copy``. Support is tested once per file system.
+The methods in order of preference: a mount that holds only the changes (``overlay``), whose support is tested once per
+file system, and a ``copy``, whose files share their blocks until one is written where the file system can (btrfs, xfs).
 
 A copy by overlay shows the original below its own changes, so the original must not change while the copy is in use.
 Its mount lives in a namespace of the sandbox and always ends with it. Renaming a directory of the original fails with
@@ -11,15 +10,13 @@ EXDEV there, which ``mv`` and ``shutil.move`` handle.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,12 +28,11 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay, mount_overlays
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox
 
-ForkMethod = Literal["overlay", "reflink", "copy"]
+ForkMethod = Literal["overlay", "copy"]
 
-METHODS: tuple[ForkMethod, ...] = ("overlay", "reflink", "copy")
+METHODS: tuple[ForkMethod, ...] = ("overlay", "copy")
 
 _GIBIBYTE = 1024**3
-_FICLONE = 0x40049409
 _POLL = 0.01
 
 
@@ -79,20 +75,18 @@ def fork_tree(
     limits, stop = limits or ForkLimits(), stop or threading.Event()
     target = into / "workspace"
     target.mkdir()
-    if source.overlay is not None:
-        overlay = Overlay(source.overlay.lower, into / "upper", into / "work", target)
+    if source.overlay is not None or ("overlay" in methods and can_overlay(into.parent, source.directory, into)):
+        lower = source.overlay.lower if source.overlay else source.directory
+        overlay = Overlay(lower, into / "upper", into / "work", target)
         overlay.work.mkdir()
-        copy_tree(source.overlay.upper, overlay.upper, limits=limits, stop=stop, live=live)
-        return Tree(target, overlay, "overlay")
-    method = _first_that_works(methods, source.directory, into)
-    if method == "overlay":
-        overlay = Overlay(source.directory, into / "upper", into / "work", target)
         overlay.upper.mkdir()
-        overlay.work.mkdir()
-        return Tree(target, overlay, method)
-    bounds = limits if method == "copy" else limits.model_copy(update={"size": sys.maxsize})
-    copy_tree(source.directory, target, limits=bounds, stop=stop, live=live)
-    return Tree(target, None, method)
+        if source.overlay is not None:
+            copy_tree(source.overlay.upper, overlay.upper, limits=limits, stop=stop, live=live)
+        return Tree(target, overlay, "overlay")
+    if "copy" not in methods:
+        raise BadEnvironmentError(f"the workspace cannot be copied here by {' or '.join(methods)}")
+    copy_tree(source.directory, target, limits=limits, stop=stop, live=live)
+    return Tree(target, None, "copy")
 
 
 def copy_tree(
@@ -140,27 +134,12 @@ def copy_tree(
             said.seek(0)
             words = said.read(4096).decode("utf-8", "replace").strip().splitlines()
             reason = f"it took longer than {limits.seconds:g} s" if time.monotonic() > deadline else "it was cancelled"
-            raise InfrastructureError(f"copying the workspace failed: {words[-1] if words else reason}")
-
-
-def remove_tree(directory: Path) -> None:
-    """Remove a folder that a session wrote to: unreadable directories, and those deeper than ``shutil`` can go. Files
-    that cannot be removed are left."""
-    remove = ["rm", "-rf", "--", str(directory)]
-    if subprocess.run(remove, check=False, stdin=subprocess.DEVNULL, capture_output=True).returncode:
-        open_up = ["chmod", "-R", "u+rwX", "--", str(directory)]
-        subprocess.run(open_up, check=False, stdin=subprocess.DEVNULL, capture_output=True)
-        subprocess.run(remove, check=False, stdin=subprocess.DEVNULL, capture_output=True)
-
-
-@contextmanager
-def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A temporary folder that programs in a sandbox may write to, removed whatever they left in it."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    try:
-        yield folder
-    finally:
-        remove_tree(folder)
+            kind = (
+                BadEnvironmentError
+                if words and not words[-1].endswith(os.strerror(errno.ENOSPC))
+                else InfrastructureError
+            )
+            raise kind(f"copying the workspace failed: {words[-1] if words else reason}")
 
 
 def _check_size(paths: Sequence[str], limits: ForkLimits) -> None:
@@ -184,38 +163,3 @@ def _check_size(paths: Sequence[str], limits: ForkLimits) -> None:
                 'use a strategy and a value that need no copies (BestOfN or ToT with value = "model" or '
                 '"verifier", StandardReAct)'
             )
-
-
-_CAN_REFLINK: dict[int, bool] = {}
-"""By the device of the copies. Two threads may compute the same entry."""
-
-
-def _first_that_works(methods: Sequence[ForkMethod], source: Path, into: Path) -> ForkMethod:
-    for method in methods:
-        if _works(method, source, into):
-            return method
-    raise BadEnvironmentError(f"the workspace cannot be copied here by {' or '.join(methods)}")
-
-
-def _works(method: ForkMethod, source: Path, into: Path) -> bool:
-    if method == "copy":
-        return True
-    if method == "overlay":
-        return can_overlay(into.parent, source, into)
-    device = os.stat(into).st_dev
-    if os.stat(source).st_dev != device:
-        return False
-    if device not in _CAN_REFLINK:
-        _CAN_REFLINK[device] = _can_reflink(into.parent)
-    return _CAN_REFLINK[device]
-
-
-def _can_reflink(directory: Path) -> bool:
-    with tempfile.TemporaryFile(dir=directory) as one, tempfile.TemporaryFile(dir=directory) as other:
-        one.write(b"x" * 4096)
-        one.flush()
-        try:
-            fcntl.ioctl(other.fileno(), _FICLONE, one.fileno())
-        except OSError:
-            return False
-    return True

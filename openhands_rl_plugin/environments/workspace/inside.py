@@ -36,8 +36,8 @@ exec(supervisor)
 
 
 class Bound(Frozen):
-    """What ``bounds`` counts: processes with their threads, bytes of memory, and bytes added to ``folder`` (and the one
-    ``also`` named); 0: any.
+    """What ``bounds`` counts: processes with their threads, bytes of memory, and bytes added to ``folder`` and those
+    ``also`` named; 0: any.
 
     ``grouped``: a control group bounds processes and memory. ``isolated``: the sandbox has processes of its own.
     ``gives_way``: commands become less urgent after a moment, so that short ones of other sessions come first.
@@ -47,7 +47,7 @@ class Bound(Frozen):
     memory: int
     disk: int = 0
     folder: str = "/"
-    also: str = ""
+    also: tuple[str, ...] = ()
     grouped: bool = False
     isolated: bool = True
     gives_way: bool = False
@@ -56,7 +56,7 @@ class Bound(Frozen):
 def bounded(bound: Bound, python: str, command: Sequence[str]) -> list[str]:
     """``command`` below a process that counts, for a sandbox without a supervisor. ``python``: its path inside."""
     given = json.dumps(bound.model_dump(mode="json"))
-    return [python, "-I", "-S", "-c", _text("bounds"), given, *command]
+    return [python, "-I", "-S", "-c", text_inside("bounds"), given, *command]
 
 
 def supervisor_program(before: str = "") -> str:
@@ -68,12 +68,13 @@ def supervisor_program(before: str = "") -> str:
 def supervisor_code() -> bytes:
     """The bounds, and the supervisor that imports them: compiled for this Python only, and as texts. Before each of
     the two stands its length."""
-    texts = {name: _text(name) for name in ("bounds", "supervisor")}
+    texts = {name: text_inside(name) for name in ("bounds", "supervisor")}
     code = marshal.dumps(tuple(compile(text, f"<{name}>", "exec", optimize=2) for name, text in texts.items()))
     text = "\0".join(texts.values()).encode()
     return b"".join(len(each).to_bytes(4) + each for each in (code, text))
 
 
 @functools.cache
-def _text(name: str) -> str:
+def text_inside(name: str) -> str:
+    """The text of one of these programs."""
     return files(__package__).joinpath(f"{name}.py").read_text(encoding="utf-8")

@@ -66,9 +66,11 @@ class SandboxLimits(Frozen):
 
 
 class Sandbox(Protocol):
-    """How to start the supervisor, and the names by which commands and answers call the workspace."""
+    """How to start the supervisor, and the names by which commands and answers call the workspace. ``writable``: what
+    a session may write to beside it."""
 
     workspace: str
+    writable: tuple[str, ...]
     home: str
     state: str
 
@@ -97,7 +99,7 @@ class SubprocessSandbox:
             raise ConfigError(
                 f"the workspace {str(root)!r} cannot be used without bubblewrap: rename it, without blanks"
             )
-        self.workspace = str(root)
+        self.workspace, self.writable = str(root), ()
         self.home = str(private / "home")
         self.state = str(private / "state" / "shell")
         self._host_path = re.compile(rf"{re.escape(self.workspace)}(?![\w.-])")
@@ -143,6 +145,7 @@ class BubblewrapSandbox:
         self._temporary = temporary
         self._task_workspace = task_workspace
         self._paths = paths or HostPaths()
+        self.writable = tuple(map(str, self._paths.writable))
 
     def over(self, directory: Path, around: Sequence[str] = ()) -> BubblewrapSandbox:
         """This sandbox with another directory as the workspace; what it hides of the host stays hidden.

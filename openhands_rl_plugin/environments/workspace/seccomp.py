@@ -9,17 +9,14 @@ cannot tell them from files: a change to such a mode is ignored, because refused
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import errno
 import functools
 import os
 import platform
 import struct
-import tempfile
-from pathlib import Path
 
-_PREFIX = "openhands-rl-seccomp-"
+from openhands_rl_plugin.core.files import temporary_folder
+
 # By machine: the kernel's number of its calls, and the column below. Others have no filter.
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _REFUSED = {
@@ -147,17 +144,6 @@ def _filter_file(pid: int, setuid: bool) -> str:
     code = program(platform.machine(), setuid=setuid)
     if not code:
         return ""
-    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        if not Path("/proc", old.name.removeprefix(_PREFIX).partition("-")[0]).exists():
-            _remove(old, os.getpid())
-    handle, path = tempfile.mkstemp(prefix=f"{_PREFIX}{pid}-")
-    with os.fdopen(handle, "wb") as file:
-        file.write(code)
-    atexit.register(_remove, Path(path), pid)
-    return path
-
-
-def _remove(path: Path, pid: int) -> None:
-    if pid == os.getpid():
-        with contextlib.suppress(PermissionError):  # another user's
-            path.unlink(missing_ok=True)
+    path = temporary_folder("seccomp") / "filter"
+    path.write_bytes(code)
+    return str(path)

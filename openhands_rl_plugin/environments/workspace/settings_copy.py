@@ -4,17 +4,16 @@ takes up to a millisecond whenever a sandbox starts.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-_PREFIX = "openhands-rl-etc-"
+from openhands_rl_plugin.core.files import temporary_folder
+
 _MOST_BYTES = 2**20
 
 
@@ -29,9 +28,7 @@ def settings_copy(names: Sequence[str]) -> str:
 
 @functools.cache
 def _made(names: tuple[str, ...], pid: int) -> str:
-    _remove_old()
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{pid}-"))
-    atexit.register(_remove, folder, pid)
+    folder = temporary_folder("etc")
     for name in names:
         with contextlib.suppress(OSError, shutil.Error):
             _copy(Path("/etc", name), folder / name)
@@ -61,15 +58,3 @@ def _is_closed(path: Path) -> bool:
         return False
     kinds = stat.S_ISDIR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES)
     return not (kinds and found.st_mode & stat.S_IROTH)
-
-
-def _remove(folder: Path, pid: int) -> None:
-    if pid == os.getpid():
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_old() -> None:
-    """What processes left that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        if not Path("/proc", folder.name.removeprefix(_PREFIX).partition("-")[0]).exists():
-            shutil.rmtree(folder, ignore_errors=True)

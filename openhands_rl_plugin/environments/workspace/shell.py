@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.environments.workspace import cgroups
+from openhands_rl_plugin.environments.workspace.bounds import family, kill_all
 from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
 from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_code, supervisor_program
 from openhands_rl_plugin.environments.workspace.sandbox import (
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
 _CLOSE_PATIENCE = 10.0
+_HOLDS = 100
 _HOST_VARIABLES = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
 
 
@@ -123,6 +127,27 @@ class Shell:
         """The state of the shell. Raises ``InfrastructureError``."""
         with self._one_at_a_time:
             return self._ask(self._running(), {"snapshot": True}, _ANSWER_PATIENCE, ShellSnapshot)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside the block nothing of the session runs: its processes are stopped, or all ended where they start faster
+        than they are found. Not where commands run without isolation: what left the shell's family goes on."""
+        stopped: set[int] = set()
+        if (process := self._process) is not None and process.poll() is None:
+            with suppress(InfrastructureError):
+                isolated = isinstance(self._sandbox, BubblewrapSandbox)
+                first = int(self.path_from_host("/").parts[2]) if isolated else process.pid
+                for _ in range(_HOLDS):
+                    if not (running := family(first) - stopped):
+                        break
+                    kill_all(running, signal.SIGSTOP)
+                    stopped |= running
+                else:
+                    self._end(process)
+        try:
+            yield
+        finally:
+            kill_all(stopped, signal.SIGCONT)
 
     def path_from_host(self, path: str) -> Path:
         """The path by which this process reaches an absolute ``path`` of the session, also inside the session's mounts.
@@ -224,6 +249,7 @@ class Shell:
                 memory=limits.memory,
                 disk=limits.disk,
                 folder=sandbox.workspace,
+                also=sandbox.writable,
                 grouped=self._group is not None,
                 isolated=not isinstance(sandbox, SubprocessSandbox),
                 gives_way=self._gives_way,

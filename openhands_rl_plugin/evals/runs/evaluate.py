@@ -15,9 +15,9 @@ from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSet
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, StrategySpec
-from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner
 from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask, GradedEpisode, Outcome, OutcomeKind, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import (

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
+from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import (
@@ -22,7 +23,6 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Trajectory,
 )
-from openhands_rl_plugin.environments.workspace.copies import remove_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
@@ -131,6 +131,8 @@ class SweRunner:
 
     async def _grade(self, trajectory: Trajectory, instance: Instance, grader: InstanceBackend) -> PatchVerdict:
         patch = trajectory.evidence.get("git_patch")
+        if refused := trajectory.evidence.get("git_patch_refused"):
+            return _verdict(instance, VerdictKind.REFUSED, str(refused))
         if not isinstance(patch, str):
             why = str(trajectory.evidence.get("git_patch_missing") or "the episode left no patch")
             return _verdict(instance, VerdictKind.INFRASTRUCTURE, why)

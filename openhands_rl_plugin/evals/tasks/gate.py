@@ -13,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.files import file_sha256, write_file
+from openhands_rl_plugin.core.files import file_sha256, scratch_folder, write_file
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.evals.runs.own_suites import own_suite_of
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
@@ -209,7 +208,7 @@ def read_pass_rates(path: Path, instances: Sequence[Instance]) -> dict[str, floa
 async def _runs(
     instance: Instance, backend: InstanceBackend, gate: QualityGate
 ) -> tuple[list[PatchVerdict], list[PatchVerdict]]:
-    with scratch_folder("openhands-rl-check-") as folder:
+    with scratch_folder("check") as folder:
 
         async def grade(patch: str, name: str) -> list[PatchVerdict]:
             places = [folder / f"{name}-{at}" / instance.instance_id for at in range(gate.repeats)]

@@ -16,9 +16,9 @@ from pathlib import Path
 from pydantic import Field, JsonValue, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, isolate
-from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
@@ -196,7 +196,7 @@ class TreeSandbox:
         variables = {"OPENHANDS_RL_REPORT": "/tmp/out/report.json", "PYTHONHASHSEED": str(hash_seed)}
         if covered:
             variables["OPENHANDS_RL_COVERED"] = "1"
-        with scratch_folder("openhands-rl-tasks-") as folder:
+        with scratch_folder("tasks") as folder:
             started = time.monotonic()
             printed, timed_out = self._run(folder, tree, words, variables)
             seconds = time.monotonic() - started
@@ -216,7 +216,7 @@ class TreeSandbox:
         of its result. ``isolated``: nothing of the tree (a ``random.py``, a ``sitecustomize.py``) is imported unless
         the program does so. ``None`` when it ran too long or wrote none.
         """
-        with scratch_folder("openhands-rl-tasks-") as folder:
+        with scratch_folder("tasks") as folder:
             (folder / "out").mkdir()
             (folder / "out" / "program.py").write_bytes(program.read_bytes())
             (folder / "out" / "given.json").write_text(json.dumps(given), encoding="utf-8")
@@ -238,7 +238,7 @@ class TreeSandbox:
         binds = ("--bind", str(work), INSIDE, "--bind", str(out), "/tmp/out", "--ro-bind", str(tools), "/tmp/tools")
         command = [*_isolated(self._environment), *binds, *self._variables(variables), "--chdir", INSIDE, "--"]
         bound = Bound(
-            processes=_LIMITS.processes, memory=_LIMITS.memory, disk=_LIMITS.disk, folder=INSIDE, also="/tmp/out"
+            processes=_LIMITS.processes, memory=_LIMITS.memory, disk=_LIMITS.disk, folder=INSIDE, also=("/tmp/out",)
         )
         command += bounded(bound, f"{self._environment}/bin/python3", ["/bin/sh", "-c", _RESTRICTED, "sh", *words])
         with open(folder / "printed", "wb") as printed:

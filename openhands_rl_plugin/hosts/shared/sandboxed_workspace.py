@@ -6,22 +6,22 @@ import atexit
 import copy
 import os
 import signal
-import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from openhands_rl_plugin.config.workspace import IndexAddresses, WorkspaceSettings, hosts_of, index_addresses
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import WireMessage, says
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import Failure, JsonObject
-from openhands_rl_plugin.environments.workspace.check import check_workspace
-from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, fork_tree, remove_tree
+from openhands_rl_plugin.environments.workspace.bounds import kill_all, processes
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
 from openhands_rl_plugin.environments.workspace.patch import Baseline
@@ -31,7 +31,13 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SandboxLimits,
     check_bubblewrap,
 )
-from openhands_rl_plugin.environments.workspace.session_fork import TEMPORARY, changes_in, copy_temporary, fork_session
+from openhands_rl_plugin.environments.workspace.session_fork import (
+    TEMPORARY,
+    changes_in,
+    check_in,
+    copy_temporary,
+    fork_session,
+)
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
@@ -44,8 +50,8 @@ _LIMITS = ForkLimits()
 class SandboxedWorkspace:
     """The workspace of one session at ``/workspace``, whatever the folder's place on the host. All methods block.
 
-    ``task``: the folder is that of a task, with its own mounts and variables. The constructor records the folder's
-    content as the start of the session; it raises ``ConfigError`` where bubblewrap does not work.
+    ``task``: the folder is that of a task, with its own mounts and variables. ``protected``: as in ``Baseline``. The
+    constructor records the folder's content as the start; it raises ``ConfigError`` where bubblewrap does not work.
     """
 
     forks = True
@@ -58,8 +64,10 @@ class SandboxedWorkspace:
         *,
         task: TaskWorkspace | None = None,
         variables: Mapping[str, str] | None = None,
+        protected: Sequence[str] = (),
     ) -> None:
         check_bubblewrap()
+        self._protected = protected
         root = (task.root if task is not None else folder).resolve()
         within = task.repository if task is not None else ""
         self._limits = limits_of(settings).model_copy(update={"output": _OUTPUT})
@@ -74,7 +82,7 @@ class SandboxedWorkspace:
         self.start = f"{INSIDE}/{within}" if within else INSIDE
         self._tree = Tree(root)
         self._evidence: JsonObject | None = None
-        self._use(Path(tempfile.mkdtemp(prefix="openhands-rl-workspace-")).resolve(), self._new_shell(self.start))
+        self._use(temporary_folder("workspace"), self._new_shell(self.start))
         self._within = within
         self._remember("start")
 
@@ -87,7 +95,7 @@ class SandboxedWorkspace:
         recorded = self.private / name
         recorded.mkdir(mode=0o700)
         self._evidence = None
-        self._baseline = Baseline(self._tree.directory, recorded, self._within)
+        self._baseline = Baseline(recorded, self._within, self._protected)
         self._baseline.remember(self._sandbox)
 
     def run(self, command: str, *, timeout: float | None, keep: bool = True) -> CommandResult:
@@ -103,12 +111,9 @@ class SandboxedWorkspace:
     def interrupt(self) -> None:
         """Send Ctrl-C (SIGINT) to the command that is running, and to what it started in the foreground."""
         # The first process of the sandbox, as this machine calls it.
-        first = self._shell.path_from_host("/").parts[2]
-        shell = next((child for child in _children(first) if self._sandbox.state in _arguments(child)), None)
-        for pid, session in _sessions():
-            if session == shell:
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGINT)
+        first, table = int(self._shell.path_from_host("/").parts[2]), processes()
+        own = [pid for pid, (parent, *_) in table.items() if parent == first and self._sandbox.state in _arguments(pid)]
+        kill_all((pid for pid, (_, session, *_) in table.items() if session in own), signal.SIGINT)
 
     def restart(self) -> None:
         """End all processes, and go on with a new shell in the session's first folder. Files stay, in ``/tmp`` too."""
@@ -142,7 +147,7 @@ class SandboxedWorkspace:
 
     def changes(self) -> JsonObject:
         """The changes since the session began: a patch and the names of the files."""
-        return changes_in(self._baseline, self._tree, self._sandbox)
+        return changes_in(self._baseline, self._tree, self._sandbox, self._shell)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """The changes, and no failure. A second call returns the same."""
@@ -150,23 +155,10 @@ class SandboxedWorkspace:
             self._evidence = self.changes()
         return self._evidence, None
 
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """Run a reward's command over the workspace as it stands, in a fresh sandbox."""
-        return check_workspace(asked, self._sandbox, self._variables, self._limits, start=self.start)
-
-    def check_copy(self, asked: WorkspaceCommand, stop: threading.Event) -> CommandEvidence:
-        """As ``check``, over a copy: what the command writes is gone afterwards.
-
-        Raises ``BadEnvironmentError`` for a workspace that cannot be copied, ``InfrastructureError`` when copying fails
-        or ``stop`` is set meanwhile.
-        """
-        private = Path(tempfile.mkdtemp(prefix="openhands-rl-fork-")).resolve()
-        try:
-            tree = fork_tree(self._tree, private, limits=_LIMITS, stop=stop, live=True)
-            sandbox = self._sandbox.over(tree.directory, tree.mounting())
-            return check_workspace(asked, sandbox, self._variables, self._limits, start=self.start)
-        finally:
-            remove_tree(private)
+    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
+        """As ``check_in``."""
+        session = (self._baseline, self._tree, self._sandbox, self._shell, self._variables, self._limits)
+        return check_in(asked, *session, self.start, stop)
 
     def close(self) -> None:
         """End all processes and remove what is not the folder itself. Idempotent."""
@@ -191,26 +183,11 @@ def _held(folder: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _children(pid: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-
-
-def _arguments(pid: str) -> list[str]:
+def _arguments(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return []
-
-
-def _sessions() -> Iterator[tuple[str, str]]:
-    """``(process, session)`` of all processes."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError):
-                yield name, Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()[3]
 
 
 _MEBIBYTE = 1024**2

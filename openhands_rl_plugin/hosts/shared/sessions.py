@@ -128,6 +128,12 @@ def workspace_command(settings: RewardSettings) -> WorkspaceCommand | None:
     return scoring.workspace_command(make_reward(settings))
 
 
+def protected_by(settings: RewardSettings) -> tuple[str, ...]:
+    """The files that the reward's command protects, if any. Raises ``ConfigError``."""
+    asked = workspace_command(settings)
+    return asked.protected if asked is not None else ()
+
+
 def end_evidence(
     runtime: object, episode: HostEpisode, failure: Failure | None
 ) -> tuple[JsonObject | None, Failure | None]:
@@ -149,7 +155,7 @@ def end_evidence(
         ran = (
             runtime.check(asked)
             if isinstance(runtime, ChecksWorkspace)
-            else CommandEvidence(command=asked.command, error="this runtime has no workspace of openhands_rl_plugin")
+            else asked.did(error="this runtime has no workspace of openhands_rl_plugin")
         )
         evidence = {**(evidence or {}), CHECKED: ran.model_dump(mode="json")}
     return evidence, failure

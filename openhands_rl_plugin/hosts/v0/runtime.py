@@ -35,14 +35,13 @@ from openhands.events.observation import (
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
-from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
-from openhands_rl_plugin.environments.workspace.check import check_workspace
-from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree, remove_tree
+from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree
 from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.patch import Baseline
@@ -54,11 +53,17 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SubprocessSandbox,
     check_bubblewrap,
 )
-from openhands_rl_plugin.environments.workspace.session_fork import SessionFork, changes_in, fork_session
+from openhands_rl_plugin.environments.workspace.session_fork import (
+    SessionFork,
+    changes_in,
+    check_in,
+    fork_session,
+)
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import limits_of, network_of, paths_of
+from openhands_rl_plugin.hosts.shared.sessions import protected_by
 from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime, SessionTaskList
 from openhands_rl_plugin.hosts.v0.settings import host_settings
 
@@ -79,13 +84,14 @@ class WorkspaceRuntime(SessionRuntime):
 
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
-        self._private = Path(tempfile.mkdtemp(prefix="openhands-rl-")).resolve()
+        self._private = temporary_folder("runtime")
         bound = current_episode()
         task = self._task_workspace = bound.workspace if bound else None
         base = task.root if task else config.workspace_base
         root = Path(base).expanduser().resolve() if base else self._private / "workspace"
         try:
-            self._settings = self._workspace_settings(config)
+            settings = bound.settings if bound else host_settings(config.get_agent_config(RL_AGENT), config)
+            self._settings, protected = settings.workspace, protected_by(settings.reward)
             self.limits = limits_of(self._settings)
             root.mkdir(parents=True, exist_ok=True)
             self._sandbox = self.make_sandbox(config, root)
@@ -94,7 +100,7 @@ class WorkspaceRuntime(SessionRuntime):
             raise
         super().__init__(config, *args, **kwargs)
         self._tree = Tree(root)
-        self._baseline = Baseline(root, self._private, task.repository if task else "")
+        self._baseline = Baseline(self._private, task.repository if task else "", protected)
         self._evidence: JsonObject | None = None
         self.files = Workspace(root)
         self._editor: WorkspaceEditor | None = None
@@ -106,11 +112,6 @@ class WorkspaceRuntime(SessionRuntime):
         if self._settings.isolation == "none" and self._task_workspace is None:
             return SubprocessSandbox(root, self._private)
         return self._bubblewrap(config, root)
-
-    def _workspace_settings(self, config: OpenHandsConfig) -> WorkspaceSettings:
-        bound = current_episode()
-        settings = bound.settings if bound else host_settings(config.get_agent_config(RL_AGENT), config)
-        return settings.workspace
 
     def _bubblewrap(self, config: OpenHandsConfig, root: Path) -> Sandbox:
         check_bubblewrap()
@@ -147,15 +148,13 @@ class WorkspaceRuntime(SessionRuntime):
         return self._evidence, None
 
     def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """Run a reward's command over the workspace as it stands, in a fresh sandbox. Blocks."""
-        sandbox = self._sandbox
-        if isinstance(sandbox, SubprocessSandbox):
-            sandbox = SubprocessSandbox(self._tree.directory, self._private / "check")
-        return check_workspace(asked, sandbox, self._variables(), self.limits, start=self._start)
+        """As ``check_in``."""
+        session = (self._baseline, self._tree, self._sandbox, self._shell, self._variables(), self.limits)
+        return check_in(asked, *session, self._start)
 
     def changes(self) -> JsonObject:
         """The changes since the session began: a patch and the names of the files. Blocks."""
-        return changes_in(self._baseline, self._tree, self._sandbox)
+        return changes_in(self._baseline, self._tree, self._sandbox, self._shell)
 
     @property
     def forkable(self) -> bool:

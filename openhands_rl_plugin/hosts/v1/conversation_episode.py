@@ -37,7 +37,7 @@ from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, J
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
 from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import WorkspaceConversation
-from openhands_rl_plugin.hosts.shared.sessions import end_evidence, register_runtime, runtime_of
+from openhands_rl_plugin.hosts.shared.sessions import end_evidence, protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import SHORT_ID, RunBeside, StandaloneRun, store_name
 from openhands_rl_plugin.hosts.v1.endings import conversation_end
 from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, ConversationTurn
@@ -101,7 +101,8 @@ class ConversationEpisode:
             runtime.begin()
         elif runtime is None or isinstance(runtime, ConversationWorkspace | StockWorkspace):
             # What is there is an earlier episode's.
-            self._workspace = StockWorkspace(Path(str(conversation.workspace.working_dir)))
+            folder, protected = Path(str(conversation.workspace.working_dir)), protected_by(episode.settings.reward)
+            self._workspace = StockWorkspace(folder, protected)
             register_runtime(self.session, self._workspace)
 
     @property

@@ -131,7 +131,7 @@ class RewardCritic(CriticBase):
             if not isinstance(workspace, ConversationWorkspace):
                 raise GraderError("its command needs the workspace of an RLAgent in a sandbox (isolation)")
             bounded = asked.model_copy(update={"timeout": min(asked.timeout, self.timeout)})
-            ran = workspace.check_copy(bounded, given_up)
+            ran = workspace.check(bounded, given_up)
             if ran.timed_out and asked.timeout > self.timeout:
                 raise GraderError(f"its command took longer than {self.timeout:g} s; raise the critic's timeout")
             return ran
@@ -142,8 +142,8 @@ class RewardCritic(CriticBase):
             found[CHECKED] = run(asked).model_dump(mode="json")
         if self.tests:
             ran = run(WorkspaceCommand(command=self.tests))
-            if ran.exit_code in (None, 126, 127):  # what a shell exits with when it cannot execute or find a command
-                raise GraderError(f"the tests could not be run: {ran.error or ran.output.strip()[-200:]}")
+            if ran.error:
+                raise GraderError(f"the tests could not be run: {ran.error}")
             found["test_result"] = {"report": {"resolved": ran.exit_code == 0}, "test_output": ran.output}
         return found
 

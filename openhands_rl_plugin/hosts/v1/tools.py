@@ -6,7 +6,6 @@ Importing this module registers them. What the model is told of the tools is the
 from __future__ import annotations
 
 import logging
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from openhands.tools.terminal.definition import TerminalAction, TerminalObservat
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.config.workspace import PromptName
-from openhands_rl_plugin.environments.workspace.copies import remove_tree
+from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.shared.sessions import register_runtime, runtime_of
+from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 
 _opening = threading.Lock()
@@ -49,8 +48,9 @@ def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
         settings = bound.settings if bound is not None else settings_from_sections({"rl": own})
         if settings.workspace.isolation == "none":
             return None
-        task = bound.workspace if bound is not None else None
-        opened = ConversationWorkspace.open(Path(str(state.workspace.working_dir)), settings.workspace, task=task)
+        task, folder = bound.workspace if bound is not None else None, Path(str(state.workspace.working_dir))
+        protected = protected_by(settings.reward)
+        opened = ConversationWorkspace.open(folder, settings.workspace, task=task, protected=protected)
         register_runtime(session, opened)
         return opened
 
@@ -170,10 +170,11 @@ class SessionTools:
 def session_tools(settings: RLSettings, options: HostOptions, episode: HostEpisode) -> SessionTools:
     """The tools of an episode's session. Raises ``ConfigError`` where they cannot be isolated as asked."""
     given = episode.workspace
-    folder = Path(tempfile.mkdtemp(prefix="openhands-rl-")) if given is None else given.root / given.repository
+    folder = temporary_folder("tools") if given is None else given.root / given.repository
     workspace = None
     if is_isolated(settings, options) or (given is not None and given.container is not None):
-        workspace = ConversationWorkspace.open(folder, settings.workspace, task=given)
+        protected = protected_by(settings.reward)
+        workspace = ConversationWorkspace.open(folder, settings.workspace, task=given, protected=protected)
     terminal = Tool(name=TerminalTool.name, params={"no_change_timeout_seconds": options.command_timeout})
     tools = (terminal, Tool(name=FileEditorTool.name))
     prompt = settings.workspace.prompt

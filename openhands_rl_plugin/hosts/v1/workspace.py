@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -35,18 +34,18 @@ from openhands.tools.terminal.metadata import CmdOutputMetadata
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
-from openhands_rl_plugin.environments.workspace.check import check_workspace
-from openhands_rl_plugin.environments.workspace.copies import remove_tree
+from openhands_rl_plugin.environments.workspace.copies import Tree
 from openhands_rl_plugin.environments.workspace.edit_history import KEPT, NamedInside
 from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
 from openhands_rl_plugin.environments.workspace.patch import Baseline
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, SandboxLimits, SubprocessSandbox
-from openhands_rl_plugin.environments.workspace.session_fork import TEMPORARY
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, SubprocessSandbox
+from openhands_rl_plugin.environments.workspace.session_fork import TEMPORARY, check_in
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
@@ -71,6 +70,7 @@ class ConversationWorkspace:
         *,
         task: TaskWorkspace | None = None,
         variables: Mapping[str, str] | None = None,
+        protected: Sequence[str] = (),
     ) -> ConversationWorkspace:
         """A workspace over ``folder``, which is used as it is, or over the task's.
 
@@ -79,7 +79,7 @@ class ConversationWorkspace:
         if task is not None and task.container is not None:
             contained = ContainerWorkspace(task.container)
             return cls(contained, Terminal(contained), ConversationEditor(contained))
-        sandboxed = SandboxedWorkspace(folder, settings, task=task, variables=variables)
+        sandboxed = SandboxedWorkspace(folder, settings, task=task, variables=variables, protected=protected)
         return cls(sandboxed, Terminal(sandboxed), ConversationEditor(sandboxed))
 
     @property
@@ -106,13 +106,9 @@ class ConversationWorkspace:
         """As ``SandboxedWorkspace.conclude``."""
         return self.sandboxed.conclude()
 
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
         """As ``SandboxedWorkspace.check``."""
-        return self.sandboxed.check(asked)
-
-    def check_copy(self, asked: WorkspaceCommand, stop: threading.Event) -> CommandEvidence:
-        """As ``SandboxedWorkspace.check_copy``."""
-        return self.sandboxed.check_copy(asked, stop)
+        return self.sandboxed.check(asked, stop)
 
     def close(self) -> None:
         """End all processes and remove what is not the folder itself. Idempotent."""
@@ -135,7 +131,7 @@ class ContainerWorkspace:
     def __init__(self, place: ContainerPlace) -> None:
         self.start = self.inside = place.start
         self._shell = ContainerShell(place)
-        self.private = Path(tempfile.mkdtemp(prefix="openhands-rl-container-")).resolve()
+        self.private = temporary_folder("container")
 
     def begin(self) -> None:
         """Nothing is evidence here."""
@@ -166,13 +162,9 @@ class ContainerWorkspace:
         failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=failed, boundary="container") if failed else None
         return self.changes(), failure
 
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
         """Not run."""
-        return CommandEvidence(command=asked.command, error=_MISSING)
-
-    def check_copy(self, asked: WorkspaceCommand, stop: threading.Event) -> CommandEvidence:
-        """Not run."""
-        return self.check(asked)
+        return asked.did(error=_MISSING)
 
     def fork(self, stop: threading.Event) -> NoReturn:
         """Raises ``BadEnvironmentError``."""
@@ -474,14 +466,14 @@ def _skeleton(files: Workspace | ContainerFiles, name: str, into: Path, levels: 
 class StockWorkspace:
     """The evidence of one episode in ``folder``, whose tools have the rights of this process. All methods block."""
 
-    def __init__(self, folder: Path) -> None:
-        self._private = Path(tempfile.mkdtemp(prefix="openhands-rl-")).resolve()
-        self._folder = folder.resolve()
-        self._baseline = Baseline(self._folder, self._private)
+    def __init__(self, folder: Path, protected: Sequence[str] = ()) -> None:
+        self._private = temporary_folder("stock")
+        self._tree = Tree(folder.resolve())
+        self._baseline = Baseline(self._private, protected=protected)
         self._evidence: JsonObject | None = None
         self._missing = ""
         try:
-            self._sandbox = SubprocessSandbox(self._folder, self._private)
+            self._sandbox = SubprocessSandbox(self._tree.directory, self._private)
             self._baseline.remember(self._sandbox)
         except ConfigError as error:
             self._missing = str(error)
@@ -495,11 +487,10 @@ class StockWorkspace:
         return self._evidence, None
 
     def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """Run a reward's command over the folder as it stands."""
+        """As ``check_in``."""
         if self._missing:
-            return CommandEvidence(command=asked.command, error=self._missing)
-        sandbox = SubprocessSandbox(self._folder, self._private / "check")
-        return check_workspace(asked, sandbox, {}, SandboxLimits())
+            return asked.did(error=self._missing)
+        return check_in(asked, self._baseline, self._tree, self._sandbox)
 
     def close(self) -> None:
         """Remove what was recorded of the start."""

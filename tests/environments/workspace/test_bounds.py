@@ -13,6 +13,7 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
+from openhands_rl_plugin.environments.workspace.visible import HostPaths
 
 pytestmark = pytest.mark.contract
 
@@ -39,7 +40,9 @@ def kept_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     (tmp_path / "work").mkdir()
-    shell = Shell(BubblewrapSandbox(tmp_path / "work", temporary=LIMITS.temporary), limits=LIMITS)
+    (tmp_path / "beside").mkdir()
+    paths = HostPaths(writable=(tmp_path / "beside",))
+    shell = Shell(BubblewrapSandbox(tmp_path / "work", temporary=LIMITS.temporary, paths=paths), limits=LIMITS)
     yield lambda command, timeout=20.0: shell.run(command, timeout=timeout)
     shell.close()
 
@@ -105,6 +108,10 @@ class TestBombs:
         assert run("rm -f big; echo on").output == "on\n" and 0.5 < time.monotonic() - began < 3
         began = time.monotonic()
         assert run("echo on").output == "on\n" and time.monotonic() - began < 0.5
+
+    def test_folders_that_the_user_lends_count(self, run: Run, tmp_path: Path):
+        for _ in range(2):
+            assert "added more than" in run(f"head -c 100000000 /dev/zero >> {tmp_path}/beside/big; sleep 9").output
 
     def test_who_takes_long_makes_way(self, run: Run):
         urgency = "cut -d' ' -f19 /proc/self/stat"

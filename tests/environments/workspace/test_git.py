@@ -239,8 +239,8 @@ def starts_git(file: Path) -> bool:
 
 
 def test_one_place_starts_git():
-    """The other one runs inside of a sandbox, where a row's own scripts run."""
+    """The others run inside of sandboxes: for a row's own scripts, and started by ``git.py`` for a session's patch."""
     found = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if starts_git(file)}
-    assert found == {"evals/swe/backends/shim/installing.py"}
+    assert found == {"evals/swe/backends/shim/installing.py", "environments/workspace/recorder.py"}
     runs = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if "exec git " in file.read_text()}
     assert runs == {"environments/workspace/git.py"}

@@ -15,7 +15,8 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree, remove_tree
+from openhands_rl_plugin.core.files import remove_tree
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree
 from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace

@@ -48,9 +48,9 @@ def server() -> Iterator[ScriptedModel]:
 
 
 def left_behind() -> set[Path]:
-    """All but the copy of settings that a process keeps for all of its sandboxes."""
-    found = Path(tempfile.gettempdir()).glob("openhands-rl-*")
-    return {folder for folder in found if not folder.name.startswith("openhands-rl-etc-")}
+    """All but what a process keeps for all of its sandboxes."""
+    found = Path(tempfile.gettempdir()).glob("openhands-rl-of-*/*")
+    return {folder for folder in found if not folder.name.startswith(("openhands-rl-etc-", "openhands-rl-seccomp-"))}
 
 
 @pytest.fixture(autouse=True)

@@ -97,9 +97,9 @@ def mcts(**more: Any) -> dict[str, Any]:
 
 
 def leftovers() -> list[str]:
-    """Without what a process makes once and keeps while it lives, which has the number of the process in its name."""
-    found = [path.name for path in Path(tempfile.gettempdir()).glob("openhands-rl-*")]
-    return [name for name in found if not re.search(r"-\d+-", name)]
+    """Without what a process makes once and keeps while it lives."""
+    found = [path.name for path in Path(tempfile.gettempdir()).glob("openhands-rl-of-*/*")]
+    return [name for name in found if not re.search("-(etc|seccomp)-", name)]
 
 
 @pytest.mark.shows("search in forks: MCTS, ToT")

@@ -180,7 +180,7 @@ def test_background_processes_are_refused_by_name_and_may_be_ended(make: Make, f
 
 def test_what_is_too_large_or_slow_is_refused(make: Make, tmp_path: Path):
     runtime = make("copy")
-    before = set(Path(tempfile.gettempdir()).glob("openhands-rl-fork-*"))
+    before = set(Path(tempfile.gettempdir()).glob("openhands-rl-of-*/openhands-rl-fork-*"))
     run(runtime, "head -c 3000000 /dev/zero > large; mkdir d; touch d/1 d/2 d/3")
     for limits, reason in ((ForkLimits(size=2 << 20), "more than 2 MiB"), (ForkLimits(files=3), "more than 3 files")):
         runtime.fork_limits = limits
@@ -195,11 +195,11 @@ def test_what_is_too_large_or_slow_is_refused(make: Make, tmp_path: Path):
     runtime.fork_limits = ForkLimits()
     with pytest.raises(InfrastructureError, match="it was cancelled"):
         runtime.fork(stop)
-    assert set(Path(tempfile.gettempdir()).glob("openhands-rl-fork-*")) == before
+    assert set(Path(tempfile.gettempdir()).glob("openhands-rl-of-*/openhands-rl-fork-*")) == before
 
 
 def test_closing_ends_everything_in_a_fork_and_nothing_else(runtime: WorkspaceRuntime):
-    before = set(Path(tempfile.gettempdir()).glob("openhands-rl-fork-*"))
+    before = set(Path(tempfile.gettempdir()).glob("openhands-rl-of-*/openhands-rl-fork-*"))
     twin = runtime.fork(threading.Event())
     marker = f"sleep 6{os.getpid()}"
     with ThreadPoolExecutor() as pool:
@@ -212,7 +212,7 @@ def test_closing_ends_everything_in_a_fork_and_nothing_else(runtime: WorkspaceRu
         hanging.exception()
     assert not subprocess.run(["pgrep", "-f", marker], capture_output=True).stdout
     assert run(runtime, "echo alive") == "alive"
-    assert set(Path(tempfile.gettempdir()).glob("openhands-rl-fork-*")) == before
+    assert set(Path(tempfile.gettempdir()).glob("openhands-rl-of-*/openhands-rl-fork-*")) == before
     assert "openhands-rl-fork" not in Path("/proc/mounts").read_text()
 
 

@@ -28,7 +28,7 @@ def no_folder_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    assert [path.name for path in folder.iterdir() if path.name.startswith(_PRIVATE)] == []
+    assert [path.name for path in folder.glob("*/*") if path.name.startswith(_PRIVATE)] == []
 
 
 def run(command: str, **more: Any) -> tuple[str, dict[str, Any]]:

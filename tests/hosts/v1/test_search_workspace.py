@@ -45,7 +45,7 @@ def no_folder_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    left = [path.name for path in folder.iterdir()]
+    left = [path.name for path in folder.glob("*/*")]
     assert [name for name in left if name.startswith(("openhands-rl-fork-", "openhands-rl-workspace-"))] == []
 
 

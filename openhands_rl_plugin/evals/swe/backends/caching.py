@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from openhands_rl_plugin.environments.workspace.copies import remove_tree
+from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.environments.workspace.processes import checked, run
 
 _LOOK_AGAIN = 0.1

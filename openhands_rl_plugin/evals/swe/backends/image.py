@@ -178,7 +178,7 @@ class ImageBackend:
             memory=limits.memory,
             disk=limits.disk,
             folder=str(room.overlay.upper if room.overlay else room.layer),
-            also=str(room.tmp),
+            also=(str(room.tmp),),
             isolated=False,
         )
         # The image may have no Python, so that what counts stands outside.

@@ -1,0 +1,181 @@
+"""Records the files of a workspace in a git repository beside it, compares them with that record, and restores them.
+
+It is executed in a sandbox by the standard library alone: ``python -I -S -c <text> REQUEST``. ``REQUEST`` is JSON:
+``{"do": "remember" | "changes" | "restore", "root", "protected": [pattern], "tree"}`` with the most ``files``
+and ``bytes``, and bytes of ``names`` and ``patch``. The variables ``GIT_DIR`` and ``GIT_INDEX_FILE`` name the record.
+
+Git gets the names of files and links one by one, so that repositories in the workspace are folders like any other. What
+nobody may read is opened meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+
+# A larger file is no text that anybody wrote: it is named, and not read.
+LARGEST = 64 * 1024**2
+ATTRIBUTES = "* !diff !filter !text !eol !ident !working-tree-encoding\n"
+
+
+def git(*words: str, names: list[bytes] | None = None, codes: tuple[int, ...] = (0,)) -> bytes:
+    """What git prints; ``names`` are its input."""
+    given = b"".join(name + b"\0" for name in names or ())
+    done = subprocess.run(["git", *words], input=given, stdout=subprocess.PIPE, check=False)
+    if done.returncode not in codes:
+        sys.exit(done.returncode if done.returncode > 0 else 1)
+    return done.stdout
+
+
+def beginning(most: int, *words: str) -> str:
+    """The first bytes of what git prints, as Latin-1, with one more where there are more."""
+    with subprocess.Popen(["git", *words], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        said = process.stdout.read(most + 1)
+        if len(said) > most:
+            process.kill()
+    if process.returncode and len(said) <= most:
+        sys.exit(process.returncode)
+    return said.decode("latin-1")
+
+
+class Files:
+    """The workspace's files and links, and folders and files that were opened to their owner."""
+
+    def __init__(self, most: int) -> None:
+        self.found: dict[bytes, os.stat_result] = {}
+        self.opened: list[tuple[bytes, int]] = []
+        pending = [b""]
+        while pending:
+            folder = pending.pop()
+            if not os.access(folder or b".", os.R_OK | os.W_OK | os.X_OK):
+                self.open(folder or b".", stat.S_IRWXU)
+            with contextlib.suppress(OSError), os.scandir(folder or b".") as entries:
+                for entry in entries:
+                    name = os.path.join(folder, entry.name)
+                    if entry.name == b".git":
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(name)
+                    elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
+                        self.found[name] = entry.stat(follow_symlinks=False)
+                        if not entry.is_symlink() and not os.access(name, os.R_OK):
+                            self.open(name, stat.S_IRUSR)
+                    elif entry.name == b".gitignore":
+                        sys.exit("a .gitignore is no file")
+            if len(self.found) > most:
+                sys.exit(f"the workspace has more than {most} files")
+
+    def open(self, name: bytes, mode: int) -> None:
+        with contextlib.suppress(OSError):
+            before = stat.S_IMODE(os.lstat(name).st_mode)
+            os.chmod(name, before | mode)
+            self.opened.append((name, before))
+
+    def close(self) -> None:
+        for name, mode in reversed(self.opened):
+            with contextlib.suppress(OSError):
+                os.chmod(name, mode)
+
+    def seen(self, known: set[bytes], protected: list[str]) -> list[bytes]:
+        """Those that git does not ignore, that are ``known``, or protected."""
+        # A name that begins with a colon would have another meaning.
+        names = [b"./" + name for name in self.found]
+        said = git("check-ignore", "--no-index", "-z", "--stdin", names=names, codes=(0, 1))
+        ignored = {name[2:] for name in said.split(b"\0")}
+        left = {name for name in ignored - known if not matches(name, protected)}
+        return [name for name in self.found if name not in left]
+
+
+def matches(name: bytes, patterns: list[str]) -> bool:
+    """Whether a file or a folder above it matches; the last pattern that does decides, one after ``!`` against it."""
+    parts = os.fsdecode(name).split("/")
+    above = ["/".join(parts[: at + 1]) for at in range(len(parts))]
+    for pattern in reversed(patterns):
+        plain = pattern.removeprefix("!").removeprefix("/").rstrip("/")
+        forms = {plain, plain.removeprefix("**/"), plain.removesuffix("/**")}
+        if any(fnmatch.fnmatchcase(path, form) for path in above for form in forms):
+            return not pattern.startswith("!")
+    return False
+
+
+def recorded() -> list[bytes]:
+    return git("ls-files", "-z").split(b"\0")[:-1]
+
+
+def remember(asked: dict) -> dict:
+    """Record all files, also those that an index of the workspace's repository names and git would ignore."""
+    own, index, record = b".git/index", os.environ["GIT_INDEX_FILE"], os.environ["GIT_DIR"]
+    root = os.environ.pop("GIT_WORK_TREE")
+    git("init", "--quiet", "--bare")
+    os.environ["GIT_WORK_TREE"] = root
+    with open(f"{record}/info/attributes", "w") as file:
+        file.write(ATTRIBUTES)
+    known: set[bytes] = set()
+    if os.path.isfile(own):
+        shutil.copyfile(own, index)
+        known = {*git("ls-files", "-z", codes=(0, 128)).split(b"\0")}
+        os.unlink(index)
+    files = Files(asked["files"])
+    try:
+        names = [name for name in files.seen(known, asked["protected"]) if files.found[name].st_size <= LARGEST]
+        if sum(files.found[name].st_size for name in names) > asked["bytes"]:
+            if not os.path.isdir(b".git/objects"):
+                sys.exit(f"the workspace has more than {asked['bytes'] >> 20} MiB, and is no git repository")
+            with open(f"{record}/objects/info/alternates", "w") as file:
+                file.write(os.path.abspath(".git/objects") + "\n")
+        # The threshold puts all files into one pack, which is several times as fast as one object file each.
+        git("-c", "core.bigFileThreshold=1", "update-index", "--add", "-z", "--stdin", names=names)
+    finally:
+        files.close()
+    return {"tree": git("write-tree").decode().strip()}
+
+
+def changes(asked: dict) -> dict:
+    """The names of what differs from the record, and a patch."""
+    known, files = {*recorded()}, Files(asked["files"])
+    began = os.stat(os.environ["GIT_DIR"] + "/info/attributes").st_ctime
+    try:
+        names = {*files.seen(known, asked["protected"])}
+        large = {name for name in names if files.found[name].st_size > LARGEST}
+        new = [files.found[name] for name in names - large]
+        if sum(status.st_size for status in new if status.st_ctime > began) > asked["bytes"]:
+            sys.exit(f"more than {asked['bytes'] >> 20} MiB were written")
+        git("update-index", "--force-remove", "-z", "--stdin", names=sorted(known - names))
+        git("update-index", "--add", "--replace", "-z", "--stdin", names=sorted(names - large))
+    finally:
+        files.close()
+    compare = ("diff", "--cached", "--no-renames")
+    return {
+        "names": beginning(asked["names"], *compare, "--name-status", "-z", asked["tree"]),
+        "patch": beginning(asked["patch"], *compare, "--no-color", "--no-ext-diff", "--no-textconv", asked["tree"]),
+        "large": [name.decode("utf-8", "replace") for name in sorted(large) if files.found[name].st_ctime > began],
+    }
+
+
+def restore(asked: dict) -> dict:
+    """Put protected files back as they were recorded, and remove those that were not there."""
+    wanted = [name for name in recorded() if matches(name, asked["protected"])]
+    files = Files(asked["files"])
+    for name in files.found:
+        if matches(name, asked["protected"]):
+            os.unlink(name)
+    # What stands in the place of a folder or file is removed.
+    git("checkout-index", "--force", "-z", "--stdin", names=wanted)
+    return {"restored": len(wanted)}
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    root = os.environ["GIT_WORK_TREE"] = request["root"]
+    print("began", flush=True)
+    with contextlib.suppress(OSError):
+        os.chmod(root, stat.S_IMODE(os.stat(root).st_mode) | stat.S_IRWXU)
+    os.chdir(root)
+    print(json.dumps({"remember": remember, "changes": changes, "restore": restore}[request["do"]](request)))
