@@ -60,7 +60,7 @@ class Baseline:
         if shutil.which("git") is None:
             self._missing = "git is not installed"
             return
-        self._directory.mkdir(mode=0o700)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         try:
             self._tree = self._run(sandbox, "remember", self._protected)["tree"]
         except (BadEnvironmentError, InfrastructureError) as error:

@@ -83,6 +83,8 @@ class RewardCritic(CriticBase):
 
     def evaluate(self, events: Sequence[LLMConvertibleEvent], git_patch: str | None = None) -> CriticResult:
         """The score of the conversation up to its last event. Raises ``NoScoreError``, which the SDK logs."""
+        if not events:
+            raise NoScoreError(f"no score of {self.reward}: there is nothing to judge yet")
         episode, session = _judged.get() or (None, "")
         given: JsonObject = {**self.evidence, **({"git_patch": git_patch} if git_patch is not None else {})}
         ends = events and (isinstance(events[-1], MessageEvent) or said_finish(events))

@@ -385,4 +385,4 @@ async def test_the_rewards_command_judged_the_workspace_when_the_run_ended(runs)
         ((trajectory, scores),) = [found async for found in storage.find()]
     ran = trajectory.evidence["command"]
     assert (ran["command"], ran["exit_code"], ran["output"]) == ("grep -c hello greeting.txt", 0, "1\n")
-    assert [score.reward for score in scores] == [1.0] and scores[0].reward_version.startswith("command-1@")
+    assert [score.reward for score in scores] == [1.0] and scores[0].reward_version.startswith("command-2@")

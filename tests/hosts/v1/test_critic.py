@@ -179,7 +179,7 @@ async def test_commands_judge_a_copy_of_the_workspace_after_every_action(
     assert scores_on(conversation) == [0.0, 0.0, 1.0, 1.0]
     episode, [score] = await judged(workspace)
     assert on_nodes(episode) == [0.0, 0.0, 1.0, 1.0]
-    assert score.reward == 1.0 and score.reward_version.startswith(f"verifier-critic@{reward}-1")
+    assert score.reward == 1.0 and score.reward_version.startswith(f"verifier-critic@{reward}-")
     assert sorted(file.name for file in workspace.iterdir()) == ["calc.py"], "what the command wrote is gone"
     assert list(episode.evidence["changed_files"]) == ["calc.py"]
 
