@@ -8,6 +8,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.formats import recognised_source, source_of, table
 
 EPILOG = f"""formats:
@@ -33,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", metavar="FORMAT", help="one of the formats below (default: recognised)")
     parser.add_argument("--into", required=True, metavar="STORE", help=f"{STORE_HELP}; created if it does not exist")
     parser.add_argument(
-        "--skip-bad", action="store_true", help="skip and count bad records instead of stopping at the first"
+        "--skip-bad", action="store_true", help="bad records are no error; in either case the others are stored"
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Store what is new. Raises ``RLError`` for the first bad record, unless those are skipped."""
+    """Store what is new. Raises ``RLError`` at the end for bad records, unless those are skipped."""
     from openhands_rl_plugin.trajectories.exchange.transfer import import_source
     from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
@@ -49,11 +50,14 @@ async def run(args: argparse.Namespace) -> int:
         source = source_of(args.file, args.format)
     async with open_store(args.into, create=True) as storage:
         with progress_bar("importing", source.total, in_bytes=source.in_bytes) as bar:
-            report = await import_source(source, storage, skip_bad=args.skip_bad, advanced=bar.update)
-    for message in report.bad[:_SHOWN]:
+            report = await import_source(source, storage, advanced=bar.update)
+    # Without --skip-bad the first one is the error.
+    for message in report.bad[not args.skip_bad : _SHOWN]:
         print(f"skipped: {sayable(message)}", file=sys.stderr)
     print(
         f"{args.into}: {report.new} new trajectories of {report.records} records, {report.scores} scores"
         + (f"; {len(report.bad)} bad records skipped" if report.bad else "")
     )
+    if report.bad and not args.skip_bad:
+        raise ExchangeError(f"{report.bad[0]}; --skip-bad leaves such records out")
     return 0

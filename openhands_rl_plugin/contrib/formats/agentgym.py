@@ -6,7 +6,6 @@ what the assistant says without being sampled (an opening "Ok."), and null on th
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -19,6 +18,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Score, StopReason, Task, Times, Trajectory
 from openhands_rl_plugin.trajectories.exchange.episodes import (
+    UNKNOWN,
     UNKNOWN_TIMES,
     Ending,
     Imported,
@@ -29,8 +29,9 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     say,
     score_of,
     seconds_of,
+    task_of,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Foreign, LeftOutError, parse
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Finite, Foreign, LeftOutError, parse
 from openhands_rl_plugin.trajectories.exchange.formats import Format
 
 _ROLES: dict[str, Literal["system", "user", "assistant"]] = {
@@ -63,7 +64,7 @@ class Played(Foreign):
     """What a record holds of the episode. ``reward`` is the last step's in old records, the return in ours."""
 
     conversation: tuple[Said, ...]
-    reward: float | None = None
+    reward: Finite | None = None
 
 
 class AgentGymRecord(Foreign):
@@ -71,7 +72,7 @@ class AgentGymRecord(Foreign):
 
     id: str | None = None
     env_name: str = ""
-    task_id: str = ""
+    task_id: str | None = None
     timestamp: str | None = None
     metadata: JsonObject = Field(default_factory=dict)
     trajectory: Played
@@ -118,10 +119,11 @@ def read(row: JsonObject) -> Imported:
     record = parse(AgentGymRecord, row)
     description = record.metadata.get("task_description")
     instruction = description if isinstance(description, str) else ""
-    task = Task(id=record.task_id, environment=record.env_name, instruction=instruction)
     named = {key: value for key in ("model", "run_id") if isinstance(value := record.metadata.get(key), str)}
+    tree = _tree(record.trajectory.conversation, PolicyRef(base_model=named.get("model") or UNKNOWN))
+    task = task_of(tree.messages(), record.env_name, record.task_id)
+    task = task.model_copy(update={"instruction": instruction})
     origin = Origin("agentgym", task, named.get("model"), named.get("run_id"), identity=_identity(record.id))
-    tree = _tree(record.trajectory.conversation, origin.policy)
     _reward_last(tree, record.trajectory.reward)
     return finished(tree, origin, Ending(_stop(record, tree), {**record.metadata}, times=_times(record.timestamp)))
 
@@ -185,8 +187,6 @@ def _reward_last(tree: EpisodeTree, reward: float | None) -> None:
     """The only reward that a record has belongs to the last action."""
     sampled = [node for node in tree.nodes if node.sampled]
     if sampled and reward is not None:
-        if not math.isfinite(reward):
-            raise ExchangeError(f"trajectory.reward: must be finite, not {reward}")
         sampled[-1].reward = reward
 
 

@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.messages import SpokenMessage
 from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     Ending,
@@ -20,16 +18,14 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     conversation,
     end_of,
     finished,
-    named_identity,
     reward_of,
+    task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
     Foreign,
-    WireFunction,
-    WireMessage,
+    chat_message,
     from_text,
-    messages_of,
     parse,
     tools_of,
 )
@@ -53,19 +49,11 @@ _ROLES = {
 }
 
 
-class ShareGptTurn(Foreign):
-    """One message."""
-
-    role: str
-    text: str = ""
-    reasoning_content: str | None = None
-
-
 class ShareGptRecord(Foreign):
     """One row."""
 
     conversations: tuple[JsonObject, ...]
-    id: str = ""
+    id: str | None = None
     system: str | None = None
     tools: JsonValue = None
     model: str | None = None
@@ -84,30 +72,30 @@ def read_sharegpt(row: JsonObject) -> Imported:
     messages: list[Message] = [Message(role="system", content=record.system)] if record.system else []
     pending: list[ToolCall] = []
     for number, each in enumerate(record.conversations):
-        turn = parse(ShareGptTurn, {**each, "role": each.get("from"), "text": each.get("value")})
-        role = _ROLES.get(turn.role.lower())
+        speaker = str(each.get("from"))
+        role = _ROLES.get(speaker.lower())
         if role is None:
-            raise ExchangeError(f"conversations[{number}].from: {turn.role!r} is not one of {', '.join(_ROLES)}")
-        if role == "call":
-            pending = _calls(turn.text, len(messages))
+            raise ExchangeError(f"conversations[{number}].from: {speaker!r} is not one of {', '.join(_ROLES)}")
+        role, calls = ("assistant", True) if role == "call" else (role, False)
+        turn = chat_message({**each, "role": role, "content": each.get("value")})
+        if calls:
+            pending = _calls(turn.content or "", len(messages))
             said = messages[-1] if messages and messages[-1].role == "assistant" else None
             if said is not None and not said.tool_calls:
                 messages[-1] = said.model_copy(update={"tool_calls": tuple(pending)})
             else:
-                messages.append(Message(role="assistant", tool_calls=tuple(pending)))
+                messages.append(turn.model_copy(update={"content": None, "tool_calls": tuple(pending)}))
         elif role == "tool" and pending:
             call = pending.pop(0)
-            messages.append(Message(role="tool", content=turn.text, tool_call_id=call.id, name=call.name))
+            messages.append(turn.model_copy(update={"tool_call_id": call.id, "name": call.name}))
         else:
-            messages.append(
-                SpokenMessage.model_validate({"role": role, "content": turn.text, "reasoning": turn.reasoning_content})
-            )
+            # The result of a call that stands in the text is text, too.
+            messages.append(turn.model_copy(update={"role": "user"}) if role == "tool" else turn)
     if not messages:
         raise ExchangeError("conversations: is empty")
-    asked = next((message.content for message in messages if message.role == "user"), None) or ""
-    name = record.id or named_identity(_SHAREGPT, asked)
-    origin = Origin(_SHAREGPT, Task(id=name, environment=_ENVIRONMENT, instruction=asked), record.model)
-    tree = conversation(messages, origin.policy, _tools(record.tools))
+    task = task_of(messages, _ENVIRONMENT, record.id)
+    origin = Origin(_SHAREGPT, task, record.model)
+    tree = conversation(messages, origin.policy, tools_of(record.tools))
     return finished(tree, origin, Ending(end_of(messages), {}))
 
 
@@ -115,23 +103,8 @@ def _calls(text: str, at: int) -> list[ToolCall]:
     """One call or a list of them, as JSON. Raises ``ExchangeError``."""
     value = from_text(text)
     listed = value if isinstance(value, list) else [value]
-    calls = [parse(WireFunction, each) for each in listed]
-    return [
-        ToolCall(id=f"call_{at}_{number}", name=call.name, arguments=call.arguments)
-        for number, call in enumerate(calls, 1)
-    ]
-
-
-def _tools(value: JsonValue) -> tuple[JsonObject, ...]:
-    """OpenAI tools, or the functions alone, as a list or as JSON."""
-    listed = from_text(value) if isinstance(value, str) and value.strip() else value or []
-    if not isinstance(listed, list):
-        return tools_of(listed)
-    wrapped: list[JsonValue] = [
-        {"type": "function", "function": each} if isinstance(each, dict) and "function" not in each else each
-        for each in listed
-    ]
-    return tools_of(wrapped)
+    named = [{**each, "id": f"call_{at}_{number}"} for number, each in enumerate(listed, 1) if isinstance(each, dict)]
+    return [*chat_message({"role": "assistant", "tool_calls": [*named]}).tool_calls]
 
 
 _TRL = "trl"
@@ -167,7 +140,9 @@ def read_trl(row: JsonObject) -> list[Imported]:
         if record.completion is None:
             raise ExchangeError("completion: is required, or chosen and rejected")
         answer = _messages(record.completion, "completion", "assistant")
-        return [_episode(record, _messages(record.prompt, "prompt", "user"), answer, record.label)]
+        prompt = _messages(record.prompt, "prompt", "user")
+        task = task_of(prompt or answer, _ENVIRONMENT, record.instance_id, record.id, given=len(prompt))
+        return [_episode(record, task, prompt, answer, record.label)]
     chosen = _messages(record.chosen, "chosen", "assistant")
     rejected = _messages(record.rejected, "rejected", "assistant")
     prompt = _messages(record.prompt, "prompt", "user")
@@ -176,17 +151,18 @@ def read_trl(row: JsonObject) -> list[Imported]:
         same = zip(chosen, rejected, strict=False)
         prompt = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], same)]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    return [_episode(record, prompt, chosen, True), _episode(record, prompt, rejected, False)]
+    given = prompt or [*chosen, *rejected]
+    task = task_of(given, _ENVIRONMENT, record.instance_id, record.id, given=len(given))
+    return [_episode(record, task, prompt, chosen, True), _episode(record, task, prompt, rejected, False)]
 
 
-def _episode(record: TrlRecord, prompt: list[Message], answer: list[Message], wanted: bool | None) -> Imported:
+def _episode(
+    record: TrlRecord, task: Task, prompt: list[Message], answer: list[Message], wanted: bool | None
+) -> Imported:
     messages = [*prompt, *answer]
     if not any(message.role == "assistant" for message in answer):
         raise ExchangeError("there is no answer in it")
-    asked = next((message.content for message in prompt if message.role == "user"), None) or ""
-    text = "\0".join(message.model_dump_json() for message in prompt)
-    name = record.instance_id or record.id or hashlib.sha256(text.encode()).hexdigest()[:16]
-    origin = Origin(_TRL, Task(id=name, environment=_ENVIRONMENT, instruction=asked), record.model)
+    origin = Origin(_TRL, task, record.model)
     tree = conversation(messages, origin.policy, tools_of(record.tools), given=len(prompt))
     return finished(tree, origin, Ending(end_of(messages), {}, reward_of(wanted)))
 
@@ -197,7 +173,7 @@ def _messages(value: JsonValue, name: str, role: Any) -> list[Message]:
         return [Message(role=role, content=value)] if value else []
     if not isinstance(value, list):
         raise ExchangeError(f"{name}: must be a text or a list of messages")
-    return messages_of([parse(WireMessage, each) for each in value])
+    return [chat_message(each) for each in value]
 
 
 SHAREGPT = Format(

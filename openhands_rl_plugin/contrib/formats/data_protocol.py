@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
+from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     UNKNOWN,
     Ending,
@@ -17,8 +18,18 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     end_of,
     finished,
     reward_of,
+    task_of,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Foreign, parse, without_nulls
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
+    Finite,
+    Foreign,
+    Said,
+    is_context_only,
+    linked_call,
+    parse,
+    without_nulls,
+)
 from openhands_rl_plugin.trajectories.exchange.formats import Format
 
 NAME = "agent-data-protocol"
@@ -31,15 +42,21 @@ class ProtocolEvent(Foreign):
 
     class_: str
     source: str = ""
-    content: str = ""
-    name: str | None = None
+    content: JsonValue = ""
     function: str = ""
     kwargs: JsonObject = Field(default_factory=dict)
     language: str = "bash"
     description: str | None = None
+    reasoning_content: str | None = None
+    reward: Finite | None = None
     url: str | None = None
     axtree: str | None = None
     html: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Its content; an object as JSON."""
+        return text_of(self.content) or ""
 
 
 class ProtocolRecord(Foreign):
@@ -60,65 +77,71 @@ def read(row: JsonObject) -> Imported:
     """An episode of a trajectory. Raises ``ExchangeError`` that names the entry."""
     record = parse(ProtocolRecord, row)
     messages: list[Message] = []
-    pending: list[ToolCall] = []
+    rewards: list[float | None] = []
     for number, each in enumerate(record.content):
         try:
-            messages.append(_message(parse(ProtocolEvent, without_nulls(each)), number, pending))
-        except ExchangeError as error:
+            event = parse(ProtocolEvent, {**each, "kwargs": without_nulls(each.get("kwargs"))})
+            linked = linked_call(each)
+            message = _message(event, linked or f"call_{number}", _result_of(messages, linked))
+            messages.append(
+                Said(**dict(message), reasoning=event.reasoning_content, context_only=is_context_only(each))
+            )
+            rewards.append(event.reward)
+        except (ExchangeError, ValueError) as error:
             raise ExchangeError(f"content[{number}]: {error}") from error
-    asked = next((message.content for message in messages if message.role == "user"), None)
     solved = record.details.get("resolved")
     known = solved if isinstance(solved, bool) else None
-    origin = Origin(NAME, Task(id=record.id, environment=UNKNOWN, instruction=asked or ""))
+    origin = Origin(NAME, task_of(messages, UNKNOWN, record.id))
     evidence: JsonObject = {"details": record.details} if record.details else {}
     tree = conversation(messages, origin.policy)
+    answer: int | None = None
+    for at, reward in enumerate(rewards):
+        answer = at if tree.nodes[at].sampled else answer
+        if answer is not None and reward is not None:
+            tree.nodes[answer].reward = _sum(tree.nodes[answer].reward, reward)
     return finished(tree, origin, Ending(end_of(messages), evidence, reward_of(known)))
 
 
-def _message(event: ProtocolEvent, number: int, pending: list[ToolCall]) -> Message:
+def _message(event: ProtocolEvent, identity: str, called: ToolCall | None) -> Message:
+    """``called``: the call that an observation answers."""
     match event.class_:
         case "message_action":
-            return Message(role="assistant", content=_with(event.description, event.content))
+            said = f"{event.description}\n\n{event.text}" if event.description else event.text
+            return Message(role="assistant", content=said)
         case "api_action":
-            return _called(event, number, event.function, event.kwargs, pending)
+            return _calling(event, ToolCall(id=identity, name=event.function, arguments=to_json(event.kwargs).decode()))
         case "code_action":
             function = _SHELLS.get(event.language.lower(), "execute_code")
-            arguments: JsonObject = {_CODE.get(function, "code"): event.content}
+            arguments: JsonObject = {_CODE.get(function, "code"): event.text}
             arguments |= {} if function in _CODE else {"language": event.language}
-            return _called(event, number, function, arguments, pending)
-        case "text_observation":
-            if event.source == "user":
-                return Message(role="user", content=event.content)
-            return _observed(event.content, pending)
+            return _calling(event, ToolCall(id=identity, name=function, arguments=to_json(arguments).decode()))
+        case "text_observation" | "json_observation":
+            told = event.text
         case "web_observation":
             page = event.axtree or event.html or ""
-            return _observed(f"URL: {event.url}\n{page}" if event.url else page, pending)
+            told = f"URL: {event.url}\n{page}" if event.url else page
         case "image_observation":
-            return _observed("[image]", pending)
-        case "json_observation":
-            return _observed(event.content, pending)
+            told = "[image]"
         case _:
             raise ExchangeError(f"class_: {event.class_!r} is no class of the protocol")
+    if called is None:
+        return Message(role="user", content=told)
+    return Message(role="tool", content=told, tool_call_id=called.id, name=called.name)
 
 
-def _called(
-    event: ProtocolEvent, number: int, function: str, arguments: JsonObject, pending: list[ToolCall]
-) -> Message:
-    call = ToolCall(id=f"call_{number}", name=function, arguments=to_json(arguments).decode())
-    pending[:] = [call]
+def _sum(one: float | None, other: float | None) -> float | None:
+    known = [each for each in (one, other) if each is not None]
+    return sum(known) if known else None
+
+
+def _calling(event: ProtocolEvent, call: ToolCall) -> Message:
     return Message(role="assistant", content=event.description, tool_calls=(call,))
 
 
-def _observed(text: str, pending: list[ToolCall]) -> Message:
-    """The result of the last call, or what the environment said before any."""
-    if not pending:
-        return Message(role="user", content=text)
-    call = pending.pop()
-    return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
-
-
-def _with(thought: str | None, said: str) -> str:
-    return f"{thought}\n\n{said}" if thought else said
+def _result_of(before: Sequence[Message], linked: str | None) -> ToolCall | None:
+    """The call that an observation answers: the one that it names, else the last message's."""
+    calls = [call for message in before for call in message.tool_calls if call.id == linked]
+    return calls[-1] if calls else before[-1].tool_calls[0] if before and before[-1].tool_calls else None
 
 
 FORMAT = Format(NAME, "standard form of the agent-data-protocol", lambda row, file: read(row), recognises=recognises)

@@ -12,23 +12,26 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, Task, Times
+from openhands_rl_plugin.core.messages import text_of
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
-    UNKNOWN_TIMES,
     Ending,
     Imported,
     Origin,
     conversation,
     end_of,
     finished,
+    name_of,
     reward_of,
+    task_of,
+    times_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ChatMessage,
     ExchangeError,
     Foreign,
-    WireMessage,
-    messages_of,
+    chat_message,
     parse,
     tools_of,
     without_nulls,
@@ -89,11 +92,9 @@ class SweAgentRecord(Foreign):
     """A ``.traj``. ``history`` is what the model was shown and said."""
 
     trajectory: tuple[SweAgentStep, ...]
-    history: tuple[JsonObject, ...] = ()
+    history: tuple[ChatMessage, ...] = ()
     info: SweAgentInfo = Field(default_factory=SweAgentInfo)
-    instance_id: str = ""
-    environment: JsonValue = None
-    replay_config: JsonValue = None
+    instance_id: str | None = None
 
 
 class NebiusRecord(Foreign):
@@ -125,16 +126,14 @@ def recognises_nebius(row: Mapping[str, JsonValue]) -> bool:
 def read_swe_agent(row: JsonObject, file: Path | None = None) -> Imported:
     """An episode of a ``.traj``. Raises ``ExchangeError``."""
     record = parse(SweAgentRecord, row)
-    messages = messages_of([parse(WireMessage, each) for each in record.history]) or list(_of_steps(record.trajectory))
+    messages = record.history or tuple(_of_steps(record.trajectory))
     if not messages:
         raise ExchangeError("it has neither history nor steps")
-    name = record.instance_id or (file.name.partition(".")[0] if file is not None else "")
     info = record.info
     evidence: JsonObject = {} if info.submission is None else {"patch": info.submission}
     evidence |= {} if info.exit_status is None else {"exit_status": info.exit_status}
     evidence |= {} if info.model_stats is None else {"metrics": info.model_stats}
-    asked = next((message.content for message in messages if message.role == "user"), None)
-    origin = Origin(_SWE_AGENT, Task(id=name, environment=SWE, instruction=asked or ""))
+    origin = Origin(_SWE_AGENT, task_of(messages, SWE, record.instance_id, name_of(file)))
     stop, failure = ending_of(info.exit_status, end_of(messages), _SWE_AGENT)
     return finished(conversation(messages, origin.policy), origin, Ending(stop, evidence, failure=failure))
 
@@ -142,7 +141,7 @@ def read_swe_agent(row: JsonObject, file: Path | None = None) -> Imported:
 def read_nebius(row: JsonObject) -> Imported:
     """An episode of a row. Raises ``ExchangeError``."""
     record = parse(NebiusRecord, row)
-    messages = messages_of([parse(WireMessage, _as_chat(each)) for each in record.trajectory])
+    messages = [chat_message(_as_chat(each)) for each in record.trajectory]
     if not messages:
         raise ExchangeError("trajectory: is empty")
     solved = record.resolved if record.resolved is not None else record.target
@@ -152,8 +151,7 @@ def read_nebius(row: JsonObject) -> Imported:
     evidence |= {} if record.trajectory_id is None else {"traj_id": record.trajectory_id}
     evidence |= {} if record.exit_status is None else {"exit_status": record.exit_status}
     evidence |= {} if record.eval_logs is None else {"test_result": {"test_output": without_nulls(record.eval_logs)}}
-    asked = next((message.content for message in messages if message.role == "user"), None)
-    origin = Origin(_NEBIUS, Task(id=record.instance_id, environment=SWE, instruction=asked or ""), record.model_name)
+    origin = Origin(_NEBIUS, task_of(messages, SWE, record.instance_id), record.model_name)
     stop, failure = ending_of(record.exit_status, end_of(messages), _NEBIUS)
     detail: JsonObject = {} if solved is None else {"resolved": solved}
     tree = conversation(messages, origin.policy, tools_of(record.tools))
@@ -212,7 +210,7 @@ class MiniRecord(Foreign):
 
     info: MiniInfo = Field(default_factory=MiniInfo)
     messages: tuple[JsonObject, ...]
-    instance_id: str = ""
+    instance_id: str | None = None
 
 
 def recognises_mini(row: Mapping[str, JsonValue]) -> bool:
@@ -227,19 +225,17 @@ def recognises_mini(row: Mapping[str, JsonValue]) -> bool:
 def read_mini(row: JsonObject, file: Path | None = None) -> Imported:
     """An episode of a record. Raises ``ExchangeError``."""
     record = parse(MiniRecord, row)
-    wire = [parse(WireMessage, each) for each in _flat(record.messages)]
-    if not wire:
+    messages = [chat_message(each) for each in _flat(record.messages)]
+    if not messages:
         raise ExchangeError("messages: is empty")
-    name = record.instance_id or (file.name.partition(".")[0] if file is not None else "")
-    messages = messages_of(wire)
-    asked = next((message.content for message in messages if message.role == "user"), None)
     info = record.info
-    origin = Origin(_MINI, Task(id=name, environment=SWE, instruction=asked or ""), info.config.model.model_name)
+    origin = Origin(_MINI, task_of(messages, SWE, record.instance_id, name_of(file)), info.config.model.model_name)
     evidence: JsonObject = {} if info.submission is None else {"patch": info.submission}
     evidence |= {} if info.exit_status is None else {"exit_status": info.exit_status}
     evidence |= {} if info.model_stats is None else {"metrics": info.model_stats}
     stop, failure = ending_of(info.exit_status, end_of(messages), _MINI)
-    times = _times(record.messages)
+    extras = [message.get("extra") for message in record.messages]
+    times = times_of(extra.get("timestamp") for extra in extras if isinstance(extra, dict))
     return finished(conversation(messages, origin.policy), origin, Ending(stop, evidence, failure=failure, times=times))
 
 
@@ -249,7 +245,7 @@ def _flat(messages: Sequence[JsonObject]) -> Iterator[JsonObject]:
         if message.get("object") == "response":
             yield _of_response(message)
         elif message.get("type") == "function_call_output":
-            yield {"role": "tool", "content": message.get("output"), "tool_call_id": message.get("call_id")}
+            yield {**message, "role": "tool", "content": message.get("output")}
         elif message.get("role") != _EXIT:
             yield message
 
@@ -258,31 +254,11 @@ def _of_response(response: JsonObject) -> JsonObject:
     """The output of OpenAI's Responses API as one chat message."""
     output = response.get("output")
     items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
-    texts = [part for item in items if item.get("type") == "message" for part in _parts(item.get("content"))]
-    reasons = [part for item in items if item.get("type") == "reasoning" for part in _parts(item.get("summary"))]
+    texts = [text for item in items if item.get("type") == "message" if (text := text_of(item.get("content")))]
     calls: list[JsonValue] = [
-        {"id": item.get("call_id"), "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
-        for item in items
-        if item.get("type") == "function_call"
+        {**item, "id": item.get("call_id")} for item in items if item.get("type") == "function_call"
     ]
-    return {
-        "role": "assistant",
-        "content": "\n".join(texts),
-        "tool_calls": calls,
-        "reasoning_content": "\n".join(reasons) or None,
-    }
-
-
-def _parts(value: JsonValue) -> list[str]:
-    parts = value if isinstance(value, list) else []
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]  # pyright: ignore[reportReturnType]
-
-
-def _times(messages: Sequence[JsonObject]) -> Times:
-    extras = [message.get("extra") for message in messages]
-    stamps = [extra.get("timestamp") for extra in extras if isinstance(extra, dict)]
-    seconds = [float(each) for each in stamps if isinstance(each, int | float)]
-    return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES
+    return {"role": "assistant", "content": "\n".join(texts), "tool_calls": calls, "thinking_blocks": [*items]}
 
 
 SWE_AGENT = Format(_SWE_AGENT, "SWE-agent's .traj", read_swe_agent, recognises=recognises_swe_agent)

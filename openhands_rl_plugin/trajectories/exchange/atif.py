@@ -7,16 +7,15 @@ rewards of steps, arguments as they were written) stands in ``extra``, so our ow
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_of
+from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_of, text_of
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     JsonObject,
@@ -26,7 +25,6 @@ from openhands_rl_plugin.core.types import (
     Score,
     StopReason,
     Task,
-    Times,
     Tokens,
     ToolCall,
     Trajectory,
@@ -34,7 +32,6 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.trajectories.exchange.conversations import arguments_object
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     UNKNOWN,
-    UNKNOWN_TIMES,
     Ending,
     Imported,
     Origin,
@@ -45,13 +42,15 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     reward_of,
     say,
     score_of,
-    seconds_of,
+    task_of,
+    times_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
+    Finite,
     Foreign,
     LeftOutError,
-    WireMessage,
+    from_text,
     parse,
     tools_of,
     without_nulls,
@@ -90,7 +89,7 @@ class AtifMetrics(Foreign):
 
     prompt_token_ids: tuple[int, ...] | None = None
     completion_token_ids: tuple[int, ...] | None = None
-    logprobs: tuple[float, ...] | None = None
+    logprobs: tuple[float | None, ...] | None = None
 
 
 class AtifStep(Foreign):
@@ -139,15 +138,21 @@ class OwnFields(Foreign):
     group_id: str | None = None
     policy: PolicyRef | None = None
     stop: StopReason | None = None
-    score: float | None = None
+    score: Finite | None = None
     resolved: bool | None = None
     evidence: JsonObject = Field(default_factory=dict)
 
 
-class HarborRewards(Foreign):
-    """A trial's rewards by name."""
+class HarborReward(Foreign):
+    """The reward that counts, among those that a trial has by name."""
 
-    rewards: JsonObject = Field(default_factory=dict)
+    reward: Finite | None = None
+
+
+class HarborRewards(Foreign):
+    """What the verifier of a trial wrote."""
+
+    rewards: HarborReward = HarborReward()
 
 
 class HarborTrial(Foreign):
@@ -178,26 +183,25 @@ def read(row: JsonObject, file: Path | None = None) -> Imported:
     own = parse(OwnFields, record.extra.get(OWN) or {})
     trial = _trial(file)
     policy = own.policy or PolicyRef(base_model=record.agent.model_name or UNKNOWN)
-    reader = _Reader(policy, tools_of(_as_tools(record.agent.tool_definitions)))
+    reader = _Reader(policy, tools_of(record.agent.tool_definitions))
     for number, step in enumerate(record.steps):
         try:
             reader.take(step)
         except ExchangeError as error:
             raise ExchangeError(f"steps[{number}]: {error}") from error
     messages = reader.tree.messages()
-    asked = next((message.content for message in messages if message.role == "user"), None)
-    name = trial.task_name or record.session_id or record.trajectory_id or (file.stem if file is not None else "")
-    task = own.task or Task(id=name, environment=UNKNOWN, instruction=asked or "")
+    task = own.task or task_of(messages, UNKNOWN, trial.task_name, record.session_id, record.trajectory_id)
     origin = Origin(NAME, task, policy.base_model, own.run_id or trial.trial_name, own.group_id)
     evidence: JsonObject = dict(own.evidence)
     evidence |= {} if own.resolved is None else {"resolved": own.resolved}
     evidence |= {} if record.session_id is None else {"traj_id": record.session_id}
     evidence |= {} if record.final_metrics is None else {"metrics": record.final_metrics}
-    paid = trial.verifier_result.rewards.get("reward")
-    reward = own.score if own.score is not None else float(paid) if isinstance(paid, int | float) else None
-    reward = reward if reward is not None else reward_of(own.resolved)
+    known = (own.score, trial.verifier_result.rewards.reward, reward_of(own.resolved))
+    reward = next((each for each in known if each is not None), None)
     detail: JsonObject = {} if own.resolved is None else {"resolved": own.resolved}
-    ending = Ending(own.stop or end_of(messages), evidence, reward, detail, times=_times(record.steps))
+    ending = Ending(
+        own.stop or end_of(messages), evidence, reward, detail, times=times_of(step.timestamp for step in record.steps)
+    )
     return finished(reader.tree, origin, ending, policy=policy, tokens=reader.tokens or None)
 
 
@@ -205,11 +209,12 @@ class _Reader:
     def __init__(self, policy: PolicyRef, tools: tuple[JsonObject, ...]) -> None:
         self.tree = EpisodeTree(tools=tools)
         self.tokens = 0
+        self._names: dict[str, str] = {}
         self._policy = policy
 
     def take(self, step: AtifStep) -> None:
         """Append the step's message, and what was answered to it."""
-        text = parse(WireMessage, {"role": "user", "content": step.message}).content
+        text = text_of(step.message)
         if step.source != "agent":
             if step.source not in _SOURCES:
                 raise ExchangeError(f"source: must be system, user or agent, not {step.source!r}")
@@ -217,25 +222,17 @@ class _Reader:
                 say(self.tree, Message.model_validate({"role": step.source, "content": text}), None)
         else:
             self._answer(step, text)
-        names = {call.tool_call_id: call.function_name for call in step.tool_calls}
-        for result in step.observation.results:
-            content = parse(WireMessage, {"role": "user", "content": result.content}).content
-            called = result.source_call_id
-            if called is None and len(names) == 1:
-                (called,) = names
-            role = "tool" if called in names else "user"
-            say(
-                self.tree,
-                Message.model_validate(
-                    {
-                        "role": role,
-                        "content": content,
-                        "tool_call_id": called if role == "tool" else None,
-                        "name": names.get(called or "") if role == "tool" else None,
-                    }
-                ),
-                None,
-            )
+        own = [call.tool_call_id for call in step.tool_calls]
+        self._names.update({call.tool_call_id: call.function_name for call in step.tool_calls})
+        results = step.observation.results
+        in_order = len(own) == len(results) and all(each.source_call_id is None for each in results)
+        for at, result in enumerate(results):
+            called = result.source_call_id or (own[at] if in_order else own[0] if len(own) == 1 else None)
+            content, name = text_of(result.content), self._names.get(called or "")
+            told = Message(role="user", content=content)
+            if name is not None:
+                told = Message(role="tool", content=content, tool_call_id=called, name=name)
+            say(self.tree, told, None)
 
     def _answer(self, step: AtifStep, text: str | None) -> None:
         calls = tuple(
@@ -264,7 +261,7 @@ class _Reader:
 class OwnStep(Foreign):
     """What our own files have in a step's ``extra``."""
 
-    reward: float | None = None
+    reward: Finite | None = None
     finish_reason: str | None = None
     sampled: bool | None = None
     no_text: bool | None = None
@@ -274,7 +271,9 @@ def _tokens(metrics: AtifMetrics) -> Tokens | None:
     """Raises ``ExchangeError`` when ids and logprobs do not fit."""
     if metrics.prompt_token_ids is None or metrics.completion_token_ids is None:
         return None
-    logprobs = metrics.logprobs or ()
+    given = metrics.logprobs or ()
+    logprobs = tuple(each for each in given if each is not None and math.isfinite(each))
+    logprobs = logprobs if len(logprobs) == len(given) else ()
     if logprobs and len(logprobs) != len(metrics.completion_token_ids):
         raise ExchangeError(
             f"metrics: {len(logprobs)} logprobs for {len(metrics.completion_token_ids)} completion_token_ids"
@@ -286,17 +285,7 @@ def _arguments(call: AtifCall) -> str:
     raw = call.extra.get("arguments")
     if isinstance(raw, str):
         return raw
-    return call.arguments if isinstance(call.arguments, str) else to_json(call.arguments).decode()
-
-
-def _as_tools(value: JsonValue) -> JsonValue:
-    """Definitions are OpenAI tools, or their functions alone."""
-    if not isinstance(value, list):
-        return value
-    return [
-        {"type": "function", "function": each} if isinstance(each, dict) and "function" not in each else each
-        for each in value
-    ]
+    return call.arguments if isinstance(call.arguments, str) else to_json(without_nulls(call.arguments)).decode()
 
 
 def _trial(file: Path | None) -> HarborTrial:
@@ -305,19 +294,9 @@ def _trial(file: Path | None) -> HarborTrial:
     if result is None or not result.is_file():
         return HarborTrial()
     try:
-        return parse(HarborTrial, without_nulls(json.loads(result.read_bytes())))
-    except (OSError, ValueError) as error:
+        return parse(HarborTrial, without_nulls(from_text(result.read_bytes())))
+    except (OSError, ExchangeError) as error:
         raise ExchangeError(f"{result}: cannot be read: {error}") from error
-
-
-def _times(steps: Sequence[AtifStep]) -> Times:
-    seconds: list[float] = []
-    for step in steps:
-        try:
-            seconds += [seconds_of(datetime.fromisoformat(step.timestamp))] if step.timestamp else []
-        except ValueError:
-            continue
-    return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES
 
 
 VERSION = "ATIF-v1.8"

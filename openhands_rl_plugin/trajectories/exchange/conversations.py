@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_of, reasoning_with, to_wire
 from openhands_rl_plugin.core.templates.function_text import Newlines
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, ToolCall, Trajectory
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, from_text
 from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
 
 ArgumentsForm = Literal["object", "string"]
@@ -68,8 +69,8 @@ def _spoken(node: Node) -> SpokenMessage:
 def arguments_object(arguments: str) -> JsonObject | None:
     """The arguments of a call as an object; ``None`` when the text is none."""
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value = from_text(arguments or "{}")
+    except ExchangeError:
         return None
     return value if isinstance(value, dict) else None
 
@@ -84,24 +85,13 @@ def as_text(columns: Columns) -> Columns:
     return {name: _as_text(kind) for name, kind in columns.items()}
 
 
-def _with_objects(messages: list[JsonValue]) -> list[JsonValue]:
-    return [_message_with_objects(each) if isinstance(each, dict) else each for each in messages]
-
-
-def _message_with_objects(message: JsonObject) -> JsonObject:
-    calls = message.get("tool_calls")
-    return (
-        {**message, "tool_calls": [_call_with_object(call) for call in calls]} if isinstance(calls, list) else message
-    )
-
-
-def _call_with_object(call: JsonValue) -> JsonValue:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        return call
-    arguments = function.get(_ARGUMENTS)
-    value = arguments_object(arguments) if isinstance(arguments, str) else None
-    return call if value is None else {**call, "function": {**function, _ARGUMENTS: value}}
+def _with_objects(value: JsonValue, key: str = "") -> JsonValue:
+    if isinstance(value, list):
+        return [_with_objects(each, key) for each in value]
+    if isinstance(value, dict) and key in ("", "tool_calls", "function"):
+        return {name: _with_objects(each, name) for name, each in value.items()}
+    known = arguments_object(value) if key == _ARGUMENTS and isinstance(value, str) else None
+    return value if known is None else known
 
 
 def _as_text(kind: Any) -> Any:

@@ -7,9 +7,14 @@ the episode came from. The id is a digest of the content, so the same record imp
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -31,9 +36,10 @@ from openhands_rl_plugin.core.types import (
     Task,
     Times,
     Tokens,
+    ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, Said
 
 UNKNOWN = "unknown"
 STRATEGY = "imported"
@@ -115,11 +121,64 @@ def say(
 def conversation(
     messages: Iterable[Message], policy: PolicyRef, tools: Sequence[JsonObject] = (), *, given: int = 0
 ) -> EpisodeTree:
-    """A tree with one path, in which the policy sampled what the assistant said behind the first ``given`` messages."""
+    """A tree with one path, in which the policy sampled what the assistant said behind the first ``given`` messages,
+    but for what the record marks as context only."""
     tree = EpisodeTree(tools=tools)
-    for at, message in enumerate(messages):
-        say(tree, message, policy if message.role == "assistant" and at >= given else None)
+    for at, message in enumerate(_linked(messages)):
+        sampled = message.role == "assistant" and at >= given and not _is_context_only(message)
+        say(tree, message, policy if sampled else None)
     return tree
+
+
+def _linked(messages: Iterable[Message]) -> Iterator[Message]:
+    """The messages with the ids that their record leaves out: of calls, and of the calls that results belong to.
+
+    A result without an id is that of the first open call of its name, or of any name.
+    """
+    waiting: list[ToolCall] = []
+    for at, message in enumerate(messages):
+        if message.role == "assistant":
+            waiting = [
+                call if call.id else call.model_copy(update={"id": f"call_{at}_{number}"})
+                for number, call in enumerate(message.tool_calls, 1)
+            ]
+            message = message.model_copy(update={"tool_calls": tuple(waiting)})
+        elif message.role == "tool" and waiting:
+            known = [call for call in waiting if message.tool_call_id == call.id]
+            called = known or [call for call in waiting if call.name == message.name] or waiting
+            if known or message.tool_call_id is None:
+                message = message.model_copy(update={"tool_call_id": called[0].id})
+                waiting = [call for call in waiting if call is not called[0]]
+        yield message
+
+
+def instruction_of(messages: Iterable[Message]) -> str:
+    """What the user asked for first; a demonstration's user is another one."""
+    asked = (each.content for each in messages if each.role == "user" and not _is_context_only(each))
+    return next(asked, None) or ""
+
+
+def task_of(messages: Sequence[Message], environment: str, *names: str | None, given: int = 0) -> Task:
+    """The task of a conversation: by the first name that there is, else by its first ``given`` messages, or by those
+    before the first answer."""
+    name = next(filter(None, names), None)
+    if name is None:
+        before = takewhile(lambda each: each.role != "assistant" or _is_context_only(each), messages)
+        prompt = messages[:given] or [*before] or messages
+        name = hashlib.sha256("\0".join(plain_message(each).model_dump_json() for each in prompt).encode()).hexdigest()[
+            :16
+        ]
+    return Task(id=name, environment=environment, instruction=instruction_of(messages))
+
+
+def name_of(file: Path | None) -> str | None:
+    """The task that SWE-agent and its like name a file after; other names of files say nothing."""
+    match = file and re.fullmatch(r"(.+?)\.traj(\.json)?(\.gz)?", file.name)
+    return match[1] if match else None
+
+
+def _is_context_only(message: Message) -> bool:
+    return isinstance(message, Said) and message.context_only
 
 
 def finished(
@@ -185,6 +244,16 @@ def date_of(seconds: float) -> datetime:
         return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError) as error:
         raise LeftOutError(f"its time is no date: {seconds:g} seconds since 1970") from error
+
+
+def times_of(stamps: Iterable[object]) -> Times:
+    """The first and the last of some times, each ISO 8601 or Unix seconds; what is no time is left out."""
+    seconds: list[float] = []
+    for stamp in stamps:
+        with suppress(ValueError):
+            at = seconds_of(datetime.fromisoformat(stamp)) if isinstance(stamp, str) else stamp
+            seconds += [float(at)] if isinstance(at, int | float) and math.isfinite(at) else []
+    return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES
 
 
 def seconds_of(date: datetime) -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, field_validator, model_validator
-from pydantic_core import from_json, to_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import RLError, problems
-from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, text_of
-from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
+from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, to_message, whole_json
+from openhands_rl_plugin.core.types import JsonObject
 
 
 class ExchangeError(RLError):
@@ -37,94 +38,92 @@ def parse[Record: Foreign](model: type[Record], value: object) -> Record:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        lines = [": ".join(filter(None, (".".join(at), what))) for at, what in problems(error, model)]
-        raise ExchangeError("; ".join(lines[:5])) from error
+        raise ExchangeError(what_is_wrong(error, model)) from error
 
 
-class WireFunction(Foreign):
-    """``arguments`` is the text that the model wrote; an object is written out."""
-
-    name: str
-    arguments: str = "{}"
-
-    @field_validator("arguments", mode="before")
-    @classmethod
-    def _as_text(cls, value: object) -> object:
-        return to_json(value).decode() if isinstance(value, dict | list) else value
+def what_is_wrong(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first wrong fields of a record, in one line."""
+    lines = [": ".join(filter(None, (".".join(at), what))) for at, what in problems(error, model)]
+    return "; ".join(lines[:5])
 
 
-class WireCall(Foreign):
-    """One entry of ``tool_calls``."""
+class Said(SpokenMessage):
+    """A message of a record. ``context_only``: the record says that nothing is to be learned from it."""
 
-    id: str = ""
-    function: WireFunction
+    context_only: bool = False
 
 
-class WireMessage(Foreign):
-    """A chat message with any of the forms of content: null, text, or a list of parts."""
+_CONTEXT_ONLY: Mapping[str, bool] = {
+    **dict.fromkeys(("is_demo", "mask", "masked", "is_copied_context"), True),
+    **dict.fromkeys(("weight", "loss_weight", "loss", "loss_mask", "train", "training", "trainable"), False),
+}
+"""The fields by which records mark a message that is context only -> whether they are true or false on it."""
+_LINKS = ("tool_call_id", "tool_call_ids", "call_id", "tool_use_id", "source_call_id")
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | None = None
-    tool_calls: tuple[WireCall, ...] = ()
-    function_call: WireFunction | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_parts(cls, value: object) -> object:
-        if not isinstance(value, list):
-            return value
-        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in value]
-        if not all(isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts):
-            raise ValueError("a part of the content is neither text nor an object with a type")
-        return text_of([{"type": "text", **part} if "text" in part else part for part in parts])
+def is_context_only(entry: Mapping[str, object]) -> bool:
+    """Whether a mark of any format says that a message was not sampled, or is not to be trained."""
+    marks = ((entry.get(name), held) for name, held in _CONTEXT_ONLY.items())
+    return any(isinstance(mark, bool | int | float) and bool(mark) is held for mark, held in marks)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_reasoning(cls, data: object) -> object:
-        """From whichever place it stands in."""
-        reasoning = reasoning_in(data) if isinstance(data, dict) else None
-        return {**data, "reasoning_content": reasoning} if isinstance(data, dict) and reasoning else data
 
-    def spoken(self) -> SpokenMessage:
-        """As a message of ours with its reasoning."""
-        return SpokenMessage(**dict(self.message()), reasoning=self.reasoning_content)
+def linked_call(entry: Mapping[str, object]) -> str | None:
+    """The id of the call that a result belongs to. Raises ``ValueError`` for several."""
+    given = next((entry[name] for name in _LINKS if entry.get(name) not in (None, "", [])), None)
+    ids = given if isinstance(given, list) else [given]
+    if len(ids) != 1 or not isinstance(ids[0], str | int | None):
+        raise ValueError(f"a result belongs to one call, and this one names {given!r:.80}")
+    return None if ids[0] is None else str(ids[0])
 
-    def message(self) -> Message:
-        """As a message of ours."""
-        calls = tuple(
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in self.tool_calls
-        )
-        if not calls and self.function_call is not None:
-            calls = (ToolCall(name=self.function_call.name, arguments=self.function_call.arguments),)
-        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        return Message.model_validate(
-            {
-                "role": role,
-                "content": self.content,
-                "tool_calls": calls,
-                "tool_call_id": self.tool_call_id,
-                "name": self.name,
-            }
-        )
+
+def read_message(wire: object) -> Said:
+    """An OpenAI chat message as records have it. Raises ``ValueError`` for what is none."""
+    if not isinstance(wire, dict):
+        raise ValueError(f"must be a chat message, not {type(wire).__name__}")
+    # A columnar data set gives every call the fields of all calls.
+    filled = {name: without_nulls(wire[name]) for name in ("tool_calls", "function_call") if wire.get(name)}
+    try:
+        said = to_message({**wire, **filled, "tool_call_id": linked_call(wire)})
+    except ValidationError as error:
+        raise ValueError(what_is_wrong(error, Said)) from error
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]}: is required") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"has not the form of a chat message ({error})") from error
+    return Said(**dict(said), reasoning=reasoning_in(wire), context_only=is_context_only(wire))
+
+
+ChatMessage = Annotated[Said, BeforeValidator(read_message)]
+
+
+def chat_message(wire: JsonObject) -> Said:
+    """``read_message`` for one of a record. Raises ``ExchangeError``."""
+    try:
+        return read_message(wire)
+    except ValueError as error:
+        raise ExchangeError(str(error)) from error
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def without_nulls(value: JsonValue) -> Any:
     """``value`` without null fields, at any depth: the inverse of what a columnar dataset does to nested objects."""
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        inner = {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: item for key, item in inner.items() if item or not value[key] or not isinstance(item, dict)}
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
 
 
 def tools_of(value: JsonValue) -> tuple[JsonObject, ...]:
-    """Tools as a list or as a JSON string, with null-filled fields. Raises ``ExchangeError``."""
-    listed = from_text(value) if isinstance(value, str) else value
-    tools = without_nulls(listed if listed is not None else [])
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+    """Tools, or their functions alone, as a list or as JSON, with null-filled fields. Raises ``ExchangeError``."""
+    listed = from_text(value) if isinstance(value, str) and value.strip() else value
+    tools = without_nulls(listed or [])
+    if isinstance(tools, list):
+        tools = [{"type": "function", "function": tool} if _is_tool({"function": tool}) else tool for tool in tools]
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
         raise ExchangeError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
     return tuple(tools)
 
@@ -143,13 +142,12 @@ def names_of_tests(value: JsonValue) -> list[str]:
 
 
 def from_text(text: str | bytes) -> JsonValue:
-    """JSON. Raises ``ExchangeError`` that says where it is broken."""
+    """JSON, with U+FFFD for what no file can hold. Raises ``ExchangeError`` that says where it is broken."""
     try:
         return from_json(text)
     except ValueError as error:
-        raise ExchangeError(f"not valid JSON: {error}") from error
-
-
-def messages_of(wire: Sequence[WireMessage]) -> list[Message]:
-    """All of them as messages of ours, with their reasoning."""
-    return [message.spoken() for message in wire]
+        try:
+            decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+            return from_json(json.dumps(whole_json(json.loads(decoded))))
+        except (ValueError, RecursionError):
+            raise ExchangeError(f"not valid JSON: {error}") from error

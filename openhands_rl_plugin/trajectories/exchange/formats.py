@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from itertools import islice
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -40,6 +41,8 @@ from openhands_rl_plugin.trajectories.exchange.reading import (
 )
 from openhands_rl_plugin.trajectories.exchange.writing import Columns, Folder, JsonFile, ParquetFile, Sink
 
+# Records of a file that are read to recognise its format.
+_LOOKED_AT = 1000
 _JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 Convert = Callable[[JsonObject, Path], Imported | list[Imported]]
@@ -178,7 +181,7 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             "output-jsonl",
-            "output.jsonl of OpenHands' evaluation (V0 events; V1 events in)",
+            "output.jsonl of OpenHands' evaluation (V0 events, also of save_trajectory_path; V1 events in)",
             _by_row(v0.read),
             _each(v0.rows),
             _ALL,
@@ -285,7 +288,7 @@ def source_of(path: Path, name: str) -> Source:
 def recognised_source(path: Path) -> tuple[Source, Counter[str]]:
     """What is in ``path``, each file in its own format, and the names of these with how many files (or folders).
 
-    Raises ``ExchangeError`` for a file whose first record is in none of them.
+    Raises ``ExchangeError`` for a file whose records are in none of them.
     """
     if v1.is_conversation(path):
         return v1.source(path), Counter({"v1-events": 1})
@@ -307,18 +310,24 @@ def recognised_source(path: Path) -> tuple[Source, Counter[str]]:
 
 
 def _format_of(file: Path) -> str | None:
-    """By its first record; ``None`` for an empty file, and for files of a trial that its trajectory reads."""
-    first = next(rows_of(file), None)
-    if first is None or atif.is_trial(file):
+    """By its first record that has one; ``None`` for an empty file and a trial's, which its trajectory reads."""
+    if atif.is_trial(file):
         return None
-    try:
-        name = recognised(first.load())
-    except ExchangeError as error:
-        raise ExchangeError(f"{first.at}: {error}") from error
-    if name is None:
+    wrong: ExchangeError | None = None
+    for row in islice(rows_of(file), _LOOKED_AT):
+        try:
+            name = recognised(row.load())
+        except ExchangeError as error:
+            wrong = wrong or ExchangeError(f"{row.at}: {error}")
+            continue
+        if name is not None:
+            return name
         known = ", ".join(each.name for each in formats().values() if each.importable)
-        raise ExchangeError(f"{file}: is in none of the formats {known}; name the one that is meant with --format")
-    return name
+        unknown = f"{file}: is in none of the formats {known}; name the one that is meant with --format"
+        wrong = wrong or ExchangeError(unknown)
+    if wrong is not None:
+        raise wrong
+    return None
 
 
 def exportable(name: str) -> Format:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue, model_validator
 
+from openhands_rl_plugin.core.messages import plain_message
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     ACTED,
@@ -22,7 +23,6 @@ from openhands_rl_plugin.core.types import (
     Message,
     PolicyRef,
     Score,
-    Task,
     Times,
     Trajectory,
 )
@@ -36,12 +36,14 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     end_of,
     finished,
     say,
+    task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ChatMessage,
     ExchangeError,
+    Finite,
     Foreign,
     LeftOutError,
-    WireMessage,
     parse,
     tools_of,
 )
@@ -64,13 +66,13 @@ class Logged(Foreign):
     V1's SDK calls the native form ``raw_messages`` and ``response``, and the text that the model said ``raw_response``.
     """
 
-    messages: tuple[WireMessage, ...]
+    messages: tuple[ChatMessage, ...]
     response: Response
-    fncall_messages: tuple[WireMessage, ...] = ()
+    fncall_messages: tuple[ChatMessage, ...] = ()
     fncall_response: Response | None = None
     kwargs: LLMSettings = Field(default_factory=LLMSettings)
     tools: JsonValue = None
-    timestamp: float = 0.0
+    timestamp: Finite = 0.0
 
     @model_validator(mode="before")
     @classmethod
@@ -150,8 +152,7 @@ def _episode(instance: str, files: Sequence[Path]) -> Imported:
     tree = merged.tree
     tree.head = merged.main_head()
     merged.mark_acted()
-    asked = next((message.content for message in tree.messages() if message.role == "user"), None)
-    origin = Origin("llm-completions", Task(id=instance, environment=SWE, instruction=asked or ""), merged.model)
+    origin = Origin("llm-completions", task_of(tree.messages(), SWE, instance), merged.model)
     times = Times(started=logged[0].timestamp, finished=logged[-1].timestamp)
     ending = Ending(end_of(tree.messages()), {"calls": len(logged)}, times=times)
     return finished(tree, origin, ending)
@@ -188,15 +189,14 @@ class _Merged:
         self.model = logged.kwargs.model or response.model or self.model
         tree.tools = tree.tools or _tools(logged)
         at: int | None = None
-        for wire in logged.fncall_messages or logged.messages:
-            at = self._step(at, wire.message())
-        answer = response.choices[0].message
-        metadata: JsonObject = {"reasoning_content": answer.reasoning_content} if answer.reasoning_content else {}
+        for said in logged.fncall_messages or logged.messages:
+            at = self._step(at, said)
+        metadata: JsonObject = {}
         if logged.fncall_response is not None and logged.response.choices:
             metadata["text"] = logged.response.choices[0].message.content
         tree.head = at
         policy = PolicyRef(base_model=self.model or UNKNOWN)
-        node = self._keep(at, say(tree, answer.message(), policy, metadata))
+        node = self._keep(at, say(tree, response.choices[0].message, policy, metadata))
         root = tree.path()[0]
         self._last[root] = node
         self._calls[root] += 1
@@ -225,8 +225,8 @@ class _Merged:
         if same is None:
             self.tree.head = at
             return self._keep(at, say(self.tree, message, None))
-        if (node := self.tree.nodes[same]).sampled and node.message != message:
-            node.metadata["replayed_as"] = message.model_dump(mode="json", exclude_defaults=True)
+        if (node := self.tree.nodes[same]).sampled and node.message != (plain := plain_message(message)):
+            node.metadata["replayed_as"] = plain.model_dump(mode="json", exclude_defaults=True)
         return same
 
     def _keep(self, parent: int | None, node: int) -> int:

@@ -6,8 +6,9 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,11 +67,19 @@ def row_source(path: Path, convert: Callable[[JsonObject, Path], Imported | list
     def units() -> Iterator[Unit]:
         before = 0
         for file in files:
-            for row in rows_of(file):
-                yield Unit(row.at, before + row.done, lambda load=row.load, file=file: convert(load(), file))
+            try:
+                for row in rows_of(file):
+                    # The place of one row of several is no name of a file.
+                    yield Unit(row.at, before + row.done, lambda row=row: convert(row.load(), Path(row.at)))
+            except ExchangeError as error:
+                yield Unit(str(file), before, partial(_refuse, error))
             before += file.stat().st_size
 
     return Source(sum(file.stat().st_size for file in files), units(), in_bytes=True)
+
+
+def _refuse(error: ExchangeError) -> Imported:
+    raise error
 
 
 def files_below(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -130,10 +139,18 @@ def _lines(file: Path, stream: io.BufferedReader[Any], raw: io.FileIO) -> Iterat
     number = 0
     while line := stream.readline(MAX_LINE + 1):
         number += 1
-        if len(line) > MAX_LINE:
-            raise ExchangeError(f"{file}:{number}: longer than {MAX_LINE >> 20} MiB")
-        if not line.isspace():
-            yield Row(f"{file}:{number}", raw.tell(), lambda line=line: _object(from_text(line)))
+        if too_long := len(line) > MAX_LINE:
+            while (more := stream.readline(MAX_LINE)) and not more.endswith(b"\n"):
+                continue
+            line = b""
+        if too_long or not line.isspace():
+            yield Row(f"{file}:{number}", raw.tell(), partial(_line, line))
+
+
+def _line(line: bytes) -> JsonObject:
+    if not line:
+        raise ExchangeError(f"longer than {MAX_LINE >> 20} MiB")
+    return _object(from_text(line))
 
 
 def _document(file: Path, stream: io.BufferedReader[Any]) -> JsonValue:
@@ -149,8 +166,11 @@ def _document(file: Path, stream: io.BufferedReader[Any]) -> JsonValue:
 def _members(file: Path, document: JsonValue, size: int) -> Iterator[Row]:
     """The rows of an array, or of an object from instance ids to rows. Any other object is one row, as a list of chat
     messages is."""
-    if isinstance(document, list) and document and all(_is_message(value) for value in document):
-        document = {"messages": document, "trajectory_format": CONVERSATION_FILE}
+    if isinstance(document, list) and document:
+        if all(_is_message(value) for value in document):
+            document = {"messages": document, "trajectory_format": CONVERSATION_FILE}
+        elif all(_is_event(value) for value in document):
+            document = {"history": document}
     if isinstance(document, dict) and document and all(_is_member(value) for value in document.values()):
         document = [{"instance_id": key, **value} for key, value in document.items() if isinstance(value, dict)]
     rows = document if isinstance(document, list) else [document]
@@ -161,6 +181,11 @@ def _members(file: Path, document: JsonValue, size: int) -> Iterator[Row]:
 
 def _is_message(value: JsonValue) -> bool:
     return isinstance(value, dict) and "role" in value and not {"content", "tool_calls"}.isdisjoint(value)
+
+
+def _is_event(value: JsonValue) -> bool:
+    """Whether it is an event of OpenHands V0, as its ``save_trajectory_path`` lists them."""
+    return isinstance(value, dict) and "source" in value and not {"action", "observation"}.isdisjoint(value)
 
 
 def _is_member(value: JsonValue) -> bool:
@@ -176,12 +201,15 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
             for batch in table.iter_batches(batch_size=64):
                 for row in batch.to_pylist():
                     number += 1
-                    # Times and decimals are no JSON; what has them is written as text.
-                    plain = json.loads(json.dumps(row, default=str))
-                    plain = {name: decode[name](value) for name, value in plain.items()}
-                    yield Row(f"{file}[{number - 1}]", size * number // rows, lambda row=plain: row)
+                    yield Row(f"{file}[{number - 1}]", size * number // rows, partial(_decoded, row, decode))
     except (pyarrow.ArrowException, OSError) as error:
         raise ExchangeError(f"{file}: cannot be read as Parquet: {error}") from error
+
+
+def _decoded(row: Any, decode: Mapping[str, Callable[[JsonValue], JsonValue]]) -> JsonObject:
+    # Times and decimals are no JSON; what has them is written as text.
+    plain = _object(from_text(json.dumps(row, default=str)))
+    return {name: decode[name](value) for name, value in plain.items()}
 
 
 def _decoder(pyarrow: Any, kind: Any) -> Callable[[JsonValue], JsonValue]:

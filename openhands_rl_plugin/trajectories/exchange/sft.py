@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import JsonValue, field_validator
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_with
+from openhands_rl_plugin.core.messages import FINISH, SpokenMessage, reasoning_with
 from openhands_rl_plugin.core.templates.function_text import Newlines, RenderError, read_function_text, render_call
-from openhands_rl_plugin.core.types import JsonObject, Message, Score, Task, ToolCall, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Message, Score, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.conversations import (
     CONVERSATION,
     TOOLS,
@@ -31,13 +31,14 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     identity_columns,
     patch_of,
     reward_of,
+    task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ChatMessage,
+    Finite,
     Foreign,
     LeftOutError,
-    WireMessage,
     from_text,
-    messages_of,
     parse,
     tools_of,
     without_nulls,
@@ -68,7 +69,7 @@ _NAMELESS = "function"
 class SftRow(Foreign):
     """A row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has ``test_result`` and null-filled tools)."""
 
-    messages: tuple[WireMessage, ...]
+    messages: tuple[ChatMessage, ...]
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -76,10 +77,12 @@ class SftRow(Foreign):
         return from_text(value) if isinstance(value, str) else value
 
     tools: JsonValue = None
-    instance_id: str = ""
+    instance_id: str | None = None
+    id: str | None = None
+    task_id: str | None = None
     run_id: str | None = None
     model: str | None = None
-    score: float | None = None
+    score: Finite | None = None
     resolved: bool | None = None
     test_result: JsonValue = None
     patch: str | None = None
@@ -145,14 +148,14 @@ def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> I
 def import_text(row: JsonObject) -> Imported:
     """An episode of a row with calls as text. Raises ``ExchangeError``."""
     record = parse(SftRow, row)
-    messages, tools = read_text_messages(messages_of(record.messages), tools_of(record.tools))
+    messages, tools = read_text_messages(record.messages, tools_of(record.tools))
     return _imported("sft-text", record, messages, tools)
 
 
 def import_native(row: JsonObject) -> Imported:
     """An episode of a row with native calls. Raises ``ExchangeError``."""
     record = parse(SftRow, row)
-    return _imported("sft-native", record, messages_of(record.messages), tools_of(record.tools))
+    return _imported("sft-native", record, record.messages, tools_of(record.tools))
 
 
 def read_text_messages(
@@ -160,11 +163,13 @@ def read_text_messages(
 ) -> tuple[list[Message], tuple[JsonObject, ...]]:
     """Messages with native calls, and the tools: those of the system prompt unless ``tools`` are given.
 
-    A text that cannot be read as a call stays text. Calls are numbered; their ids are not part of the text form.
+    A text that cannot be read as a call stays text, and so does everything where the results of calls have another
+    form. Calls are numbered; their ids are not part of the text form.
     """
     out: list[Message] = []
     known, newlines = tuple(tools), Newlines.WRAPPED
     numbered = 0
+    open_calls: set[str] = set()
     for at, message in enumerate(messages):
         content = message.content or ""
         if at == 0 and message.role == "system":
@@ -172,10 +177,14 @@ def read_text_messages(
             known, newlines = known or prompt.tools, prompt.newlines
             out += [message.model_copy(update={"content": prompt.content})] if prompt.content else []
         elif message.role == "assistant" and not message.tool_calls:
+            if open_calls:
+                return list(messages), tuple(tools)
             read = read_answer(message, known, newlines, numbered)
             numbered += len(read.tool_calls)
+            open_calls = {call.id for call in read.tool_calls if call.name != FINISH}
             out.append(read)
         elif message.role == "user" and (result := _read_result(content, out)) is not None:
+            open_calls.discard(result.tool_call_id or "")
             out.append(result)
         else:
             out.append(message)
@@ -210,9 +219,8 @@ def _read_result(content: str, before: Sequence[Message]) -> Message | None:
     return None
 
 
-def _imported(format: str, record: SftRow, messages: list[Message], tools: tuple[JsonObject, ...]) -> Imported:
-    instruction = next((message.content for message in messages if message.role == "user"), None) or ""
-    task = Task(id=record.instance_id, environment=SWE, instruction=instruction)
+def _imported(format: str, record: SftRow, messages: Sequence[Message], tools: tuple[JsonObject, ...]) -> Imported:
+    task = task_of(messages, SWE, record.instance_id, record.id, record.task_id)
     origin = Origin(format, task, record.model, record.run_id)
     evidence: JsonObject = {} if record.resolved is None else {"resolved": record.resolved}
     if record.test_result is not None:

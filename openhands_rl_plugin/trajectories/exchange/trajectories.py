@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import JsonValue, ValidationError
 
-from openhands_rl_plugin.core.errors import problems
 from openhands_rl_plugin.core.records import Label
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, JsonObject, Score, Trajectory
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, what_is_wrong
 
 
 class Line(Frozen):
@@ -41,8 +40,7 @@ def read(row: JsonObject) -> Imported:
     try:
         line = Line.model_validate(row)
     except ValidationError as error:
-        lines = [": ".join(filter(None, (".".join(at), what))) for at, what in problems(error, Line)]
-        raise ExchangeError("; ".join(lines[:5])) from error
+        raise ExchangeError(what_is_wrong(error, Line)) from error
     if any(each.trajectory_id != line.trajectory.id for each in (*line.scores, *line.labels)):
         raise ExchangeError("scores or labels: one belongs to another trajectory")
     found = ImportedWithLabels(line.trajectory, line.scores)

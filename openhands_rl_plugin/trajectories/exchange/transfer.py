@@ -12,11 +12,12 @@ from itertools import batched
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.judgements import labels_of, preferences
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, Label, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_trajectory, redact_value
-from openhands_rl_plugin.core.types import JsonObject, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels, resolved
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError
 from openhands_rl_plugin.trajectories.exchange.formats import Files
@@ -40,7 +41,7 @@ class ExportReport:
 
 @dataclass
 class ImportReport:
-    """Counts of an import. ``bad`` has the message of each one that was skipped."""
+    """Counts of an import. ``bad`` has the place and the fault of each record that could not be read."""
 
     records: int = 0
     new: int = 0
@@ -118,27 +119,22 @@ def _write(
 
 
 async def import_source(
-    source: Source, storage: TrajectoryStorage, *, skip_bad: bool = False, advanced: Advanced = lambda done: None
+    source: Source, storage: TrajectoryStorage, *, advanced: Advanced = lambda done: None
 ) -> ImportReport:
-    """Store every record, once. Raises ``ExchangeError`` with its place for the first bad one, unless skipped.
-
-    Records before a bad one stay stored; the same import continues where it stopped.
-    """
+    """Store every record that can be read, once; the report names the others."""
     report = ImportReport()
-    for batch in batched(_episodes(source, skip_bad, advanced, report), _BATCH):
+    for batch in batched(_episodes(source, advanced, report), _BATCH):
         await _store(batch, storage, report)
     return report
 
 
-def _episodes(source: Source, skip_bad: bool, advanced: Advanced, report: ImportReport) -> Iterator[Imported]:
+def _episodes(source: Source, advanced: Advanced, report: ImportReport) -> Iterator[Imported]:
     for unit in source.units:
         try:
-            found = unit.read()
-        except ExchangeError as error:
-            message = str(error) if str(error).startswith(unit.at) else f"{unit.at}: {error}"
-            if not skip_bad:
-                raise ExchangeError(f"{message}; --skip-bad leaves such records out") from error
-            report.bad.append(message)
+            with boundary(FailureKind.INFRASTRUCTURE, "import"):
+                found = unit.read()
+        except (ExchangeError, CaughtFailure) as error:
+            report.bad.append(str(error) if str(error).startswith(unit.at) else f"{unit.at}: {error}")
         else:
             report.records += 1
             yield from found if isinstance(found, list) else [found]

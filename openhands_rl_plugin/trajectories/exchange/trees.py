@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from openhands_rl_plugin.core.types import JsonObject, Node, Score, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 from openhands_rl_plugin.trajectories.exchange.conversations import CONVERSATION, TOOLS, conversation_of
 from openhands_rl_plugin.trajectories.exchange.episodes import identity_columns
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
@@ -62,11 +62,11 @@ def preference_rows(
             "rejected_id": other.id,
             **identity_columns(trajectory, scores),
         }
-    for state, siblings in _valued_siblings(trajectory).items():
+    for state, siblings in _valued(trajectory).items():
         best = max(siblings, key=lambda at: trajectory.nodes[at].value or 0.0)
         worst = min(siblings, key=lambda at: trajectory.nodes[at].value or 0.0)
         margin = (trajectory.nodes[best].value or 0.0) - (trajectory.nodes[worst].value or 0.0)
-        if margin < SMALLEST_MARGIN:
+        if len(siblings) < 2 or margin < SMALLEST_MARGIN:
             continue
         found = True
         yield {
@@ -110,12 +110,11 @@ def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[Json
 def _shared_beginning(one: Trajectory, other: Trajectory) -> int:
     """How many messages both begin with, before the first answer that either of them gave."""
     pairs = zip(one.path(), other.path(), strict=False)
-    same = takewhile(lambda at: _is_same_context(one.nodes[at[0]], other.nodes[at[1]]), pairs)
-    return sum(1 for _ in same)
-
-
-def _is_same_context(one: Node, other: Node) -> bool:
-    return one.message == other.message and not one.sampled and not other.sampled
+    nodes = ((one.nodes[at], other.nodes[there]) for at, there in pairs)
+    said = takewhile(
+        lambda both: both[0].message == both[1].message and not (both[0].sampled or both[1].sampled), nodes
+    )
+    return sum(1 for _ in said)
 
 
 def _valued(trajectory: Trajectory) -> dict[int | None, list[int]]:
@@ -125,7 +124,3 @@ def _valued(trajectory: Trajectory) -> dict[int | None, list[int]]:
         if node.sampled and node.value is not None and node.visits:
             states.setdefault(node.parent, []).append(at)
     return states
-
-
-def _valued_siblings(trajectory: Trajectory) -> dict[int | None, list[int]]:
-    return {state: actions for state, actions in _valued(trajectory).items() if len(actions) > 1}

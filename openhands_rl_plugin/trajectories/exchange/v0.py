@@ -13,7 +13,6 @@ place in events.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
@@ -28,15 +27,13 @@ from openhands_rl_plugin.core.types import (
     PolicyRef,
     Score,
     StopReason,
-    Task,
-    Times,
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.conversations import spoken, wire_of
+from openhands_rl_plugin.trajectories.exchange.conversations import arguments_object, spoken, wire_of
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
-    UNKNOWN_TIMES,
+    UNKNOWN,
     Ending,
     Imported,
     Origin,
@@ -47,20 +44,21 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     resolved,
     reward_of,
     say,
-    seconds_of,
+    task_of,
+    times_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ChatMessage,
     ExchangeError,
     Foreign,
     LeftOutError,
-    WireMessage,
-    from_text,
+    Said,
     names_of_tests,
     parse,
     tools_of,
     without_nulls,
 )
-from openhands_rl_plugin.trajectories.exchange.v1 import read_log
+from openhands_rl_plugin.trajectories.exchange.v1 import Llm, read_log, shell_result
 
 _SILENT = {"agent_state_changed", "null", "recall", "loop_detection", "success"}
 # Actions of old histories, which do not hold the response -> the function that the agent called, and its parameters.
@@ -89,7 +87,7 @@ _FUNCTIONS: dict[str, tuple[str, dict[str, str]]] = {
 class Choice(Foreign):
     """One choice of a response."""
 
-    message: WireMessage
+    message: ChatMessage
 
 
 class Response(Foreign):
@@ -126,7 +124,7 @@ class EventReader:
     def __init__(self, policy: PolicyRef) -> None:
         self.tree = EpisodeTree()
         self._policy = policy
-        self._responses: set[tuple[str, WireMessage]] = set()
+        self._responses: set[tuple[str, Said]] = set()
         self._pending: ToolCall | None = None
 
     def read(self, history: Sequence[JsonValue]) -> EpisodeTree:
@@ -166,13 +164,11 @@ class EventReader:
         response = metadata.model_response
         if not response.choices:
             raise ExchangeError("tool_call_metadata.model_response.choices: is empty")
-        wire = response.choices[0].message
+        said = response.choices[0].message
         # Each call of a response is an action of its own. Not every server gives its responses ids of their own.
-        if (response.id, wire) in self._responses:
-            return
-        self._responses.add((response.id, wire))
-        reasoning: JsonObject = {"reasoning_content": wire.reasoning_content} if wire.reasoning_content else {}
-        say(self.tree, wire.message(), self._policy, reasoning)
+        if (response.id, said) not in self._responses:
+            self._responses.add((response.id, said))
+            say(self.tree, said, self._policy)
 
     def _reconstruct_call(self, event: V0Event, action: str) -> None:
         function, parameters = _FUNCTIONS[action]
@@ -206,7 +202,8 @@ class EventReader:
 def _observation_text(event: V0Event, observation: str) -> str:
     match observation:
         case "run":
-            return "".join(_command_result(event))
+            held = event.extras.get("metadata")
+            return shell_result(event.content, held if isinstance(held, dict) else {**event.extras})
         case "run_ipython":
             shown = "![image](data:image/png;base64, ...) already displayed to user"
             lines = event.content.split("\n")
@@ -220,18 +217,6 @@ def _observation_text(event: V0Event, observation: str) -> str:
             return _text(outputs.get("content")) or event.content if isinstance(outputs, dict) else event.content
         case _:
             return event.content
-
-
-def _command_result(event: V0Event) -> Iterator[str]:
-    held = event.extras.get("metadata")
-    metadata = held if isinstance(held, dict) else {"exit_code": event.extras.get("exit_code")}
-    yield f"{_text(metadata.get('prefix'))}{event.content}{_text(metadata.get('suffix'))}"
-    if metadata.get("working_dir"):
-        yield f"\n[Current working directory: {metadata['working_dir']}]"
-    if metadata.get("py_interpreter_path"):
-        yield f"\n[Python interpreter: {metadata['py_interpreter_path']}]"
-    if metadata.get("exit_code") not in (None, -1):
-        yield f"\n[Command finished with exit code {metadata['exit_code']}]"
 
 
 def _text(value: JsonValue) -> str:
@@ -284,7 +269,7 @@ def _message(message: Message, trajectory: Trajectory) -> JsonObject:
 
 
 def _action(call: ToolCall, thought: str) -> JsonObject:
-    arguments = _arguments(call)
+    arguments = arguments_object(call.arguments) or {}
     if call.name in _SHELL and isinstance(command := arguments.get("command"), str):
         args: JsonObject = {
             "command": command,
@@ -300,15 +285,6 @@ def _action(call: ToolCall, thought: str) -> JsonObject:
     return {"source": "agent", "message": f"Calling {call.name}", "action": _MCP, "args": args}
 
 
-def _arguments(call: ToolCall) -> JsonObject:
-    """As an object; the raw text stays in the response."""
-    try:
-        arguments = from_text(call.arguments or "{}")
-    except ExchangeError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
-
-
 def _observation(message: Message, asked: dict[str, JsonObject], functions: dict[str, ToolCall]) -> JsonObject:
     content, called = message.content or "", message.tool_call_id or ""
     call = functions.get(called)
@@ -316,7 +292,7 @@ def _observation(message: Message, asked: dict[str, JsonObject], functions: dict
     if called in asked:
         event["tool_call_metadata"] = asked[called]
     if call is not None and call.name in _SHELL:
-        command = _arguments(call).get("command")
+        command = (arguments_object(call.arguments) or {}).get("command")
         extras: JsonObject = {"command": command if isinstance(command, str) else "", "metadata": {"exit_code": -1}}
         return {**event, "observation": "run", "extras": {**extras, "hidden": False}}
     return {**event, "observation": "mcp", "extras": {"name": message.name or "", "arguments": {}}}
@@ -339,27 +315,22 @@ def _response(identity: str, model: str, message: Message) -> JsonObject:
 _TEST_LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
 
-class LlmConfig(Foreign):
-    """The part that names the model."""
-
-    model: str | None = None
-
-
 class Metadata(Foreign):
     """What the harness ran."""
 
     agent_class: str | None = None
-    llm_config: LlmConfig = LlmConfig()
-    llm: LlmConfig = LlmConfig()
+    llm_config: Llm = Llm()
+    llm: Llm = Llm()
     dataset: str | None = None
     data_split: str | None = None
     eval_output_dir: str | None = None
 
 
 class EvalOutput(Foreign):
-    """One instance of a run. ``report`` stands where ``update_output_with_eval`` puts it."""
+    """One instance of a run, or the events of a saved trajectory. ``report`` stands where ``update_output_with_eval``
+    puts it."""
 
-    instance_id: str
+    instance_id: str | None = None
     test_result: JsonObject = Field(default_factory=dict)
     instruction: str = ""
     metadata: Metadata = Metadata()
@@ -372,8 +343,9 @@ class EvalOutput(Foreign):
 
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:
-    """An instance with its history or its result."""
-    return "instance_id" in row and "messages" not in row and not {"history", "test_result"}.isdisjoint(row)
+    """An instance with its history or its result, or a history alone."""
+    known = not {"history", "test_result"}.isdisjoint(row) if "instance_id" in row else "history" in row
+    return known and "messages" not in row and "trajectory" not in row
 
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
@@ -409,26 +381,23 @@ def read(row: JsonObject) -> Imported:
     metadata = record.metadata
     data = without_nulls(record.instance)
     data.update({name: list(names_of_tests(data[name])) for name in _TEST_LISTS if name in data})
-    instruction = record.instruction or data.get("problem_statement")
-    task = Task(
-        id=record.instance_id,
-        environment=SWE,
-        instruction=instruction if isinstance(instruction, str) else "",
-        data=data,
-        split=metadata.data_split or "",
-    )
     run_id = record.run_id or metadata.eval_output_dir
-    origin = Origin("output-jsonl", task, metadata.llm_config.model or metadata.llm.model, run_id)
+    model = metadata.llm_config.model or metadata.llm.model
+    policy = PolicyRef(base_model=model or UNKNOWN)
     if any(isinstance(event, dict) and "kind" in event for event in record.history):
-        tree = read_log(record.history, origin.policy).tree
+        tree = read_log(record.history, policy).tree
     else:
-        tree = EventReader(origin.policy).read(record.history)
+        tree = EventReader(policy).read(record.history)
+    task = task_of(tree.messages(), SWE, record.instance_id)
+    asked = next((text for text in (record.instruction, data.get("problem_statement")) if text), task.instruction)
+    about = {"instruction": str(asked), "data": data, "split": metadata.data_split or ""}
+    origin = Origin("output-jsonl", task.model_copy(update=about), model, run_id)
     evidence = _evidence(record)
     judged = _report(record).get("resolved")
     known = judged if isinstance(judged, bool) else None
     stop, failure = _ending(record, end_of(tree.messages()))
     detail: JsonObject = {} if known is None else {"resolved": known}
-    times = _times(record.history)
+    times = times_of(event.get("timestamp") for event in record.history if isinstance(event, dict))
     return finished(tree, origin, Ending(stop, evidence, reward_of(known), detail, failure, times))
 
 
@@ -482,16 +451,3 @@ def _ending(record: EvalOutput, recorded: StopReason) -> tuple[StopReason, Failu
         return StopReason.TRUNCATED, None
     failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=record.error[:500], boundary="openhands.evaluation")
     return StopReason.ERROR, failure
-
-
-def _times(events: Sequence[JsonValue]) -> Times:
-    stamps = [event["timestamp"] for event in events if isinstance(event, dict) and "timestamp" in event]
-    seconds = [at for stamp in stamps if isinstance(stamp, str) and (at := _seconds(stamp)) is not None]
-    return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES
-
-
-def _seconds(stamp: str) -> float | None:
-    try:
-        return seconds_of(datetime.fromisoformat(stamp))
-    except ValueError:
-        return None

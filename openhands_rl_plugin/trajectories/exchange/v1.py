@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from datetime import datetime
 from difflib import SequenceMatcher
 from functools import cache, partial
 from itertools import accumulate, takewhile
@@ -23,8 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field, JsonValue, ValidationError
+from pydantic_core import to_json
 
-from openhands_rl_plugin.core.messages import reasoning_in, text_of
+from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import SUB_AGENT, SubAgentOf, sub_agent_of, sub_agents_run
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
@@ -37,14 +36,12 @@ from openhands_rl_plugin.core.types import (
     PolicyRef,
     Score,
     StopReason,
-    Task,
     Times,
     ToolCall,
     Trajectory,
 )
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     UNKNOWN,
-    UNKNOWN_TIMES,
     Ending,
     Imported,
     Origin,
@@ -53,14 +50,14 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     finished,
     named_identity,
     say,
-    seconds_of,
+    task_of,
+    times_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
     Foreign,
     LeftOutError,
-    WireFunction,
-    WireMessage,
+    chat_message,
     parse,
     without_nulls,
 )
@@ -284,7 +281,7 @@ def _text(content: str) -> JsonObject:
 
 _ERROR_HEADER = "[An error occurred during execution.]\n"
 _RESULTS = {"ObservationEvent", "UserRejectObservation", "AgentErrorEvent"}
-_SAID = _RESULTS | {"SystemPromptEvent", "MessageEvent", "ActionEvent"}
+_SAID = _RESULTS | {"SystemPromptEvent", "MessageEvent", "ActionEvent", "ACPToolCallEvent"}
 
 
 class Text(Foreign):
@@ -292,20 +289,6 @@ class Text(Foreign):
 
     type: str = "text"
     text: str = ""
-
-
-class V1Call(Foreign):
-    """The call as the model wrote it; the first SDKs had name and arguments in a ``function``, as OpenAI has."""
-
-    id: str = ""
-    name: str = ""
-    arguments: str = "{}"
-    function: WireFunction | None = None
-
-    def as_tool_call(self, event: V1Event) -> ToolCall:
-        """As a call of ours; missing fields are taken from the event."""
-        said = self.function or self
-        return ToolCall(id=self.id or event.tool_call_id, name=said.name or event.tool_name, arguments=said.arguments)
 
 
 class V1Event(Foreign):
@@ -323,18 +306,18 @@ class V1Event(Foreign):
     extended_content: tuple[Text, ...] = ()
     thought: tuple[Text, ...] = ()
     reasoning_content: str | None = None
-    thinking_blocks: tuple[JsonObject, ...] = ()
-
-    @property
-    def reasoning(self) -> str | None:
-        """Of an answer, in either form."""
-        return self.reasoning_content or reasoning_in({"thinking_blocks": self.thinking_blocks})
-
+    thinking_blocks: JsonValue = None
+    responses_reasoning_item: JsonValue = None
     tool_name: str = ""
     tool_call_id: str = ""
-    tool_call: V1Call | None = None
+    tool_call: JsonObject | None = None
     llm_response_id: str | None = None
     observation: JsonObject | None = None
+    title: str = ""
+    tool_kind: str | None = None
+    raw_input: JsonValue = None
+    raw_output: JsonValue = None
+    content: JsonValue = None
     rejection_reason: str = ""
     error: str = ""
     code: str = ""
@@ -370,7 +353,7 @@ def read_log(events: Sequence[JsonValue], policy: PolicyRef, leaf: str | None = 
         reader.tree.head = reader.places[leaf]
     errors = tuple((event.code, event.detail) for event in parsed if event.kind == "ConversationErrorEvent")
     condensations = sum(event.kind == "Condensation" for event in parsed)
-    return Log(reader.tree, _times(parsed), errors, condensations)
+    return Log(reader.tree, times_of(event.timestamp for event in parsed), errors, condensations)
 
 
 class _Reader:
@@ -379,6 +362,8 @@ class _Reader:
         self.places: dict[str, int | None] = {}
         self._policy = policy
         self._answers: dict[str, int] = {}
+        # Calls of the agent behind ACP since the last message -> their nodes.
+        self._agents_calls: dict[str, int] = {}
         # Node -> the events that it was read from.
         self._events: dict[int, tuple[str, ...]] = {}
 
@@ -400,6 +385,8 @@ class _Reader:
                     role="tool", content=content, tool_call_id=event.tool_call_id, name=event.tool_name or None
                 )
                 say(self.tree, result, None)
+            case "ACPToolCallEvent":
+                self._add_agents_call(event)
             case "Condensation":
                 self._condense(event)
             case _:
@@ -441,32 +428,56 @@ class _Reader:
         self._events[self.tree.head] = events
 
     def _add_message(self, event: V1Event) -> None:
-        wire = parse(WireMessage, _as_wire(event.llm_message or {}))
-        message = wire.message()
+        self._agents_calls.clear()
+        message = chat_message(_as_wire(event.llm_message or {}))
         if event.extended_content:
             added = [part.text for part in event.extended_content]
             message = message.model_copy(update={"content": _join([message.content or "", *added])})
         known = self._answers.get(event.llm_response_id or "")
         sampled = message.role == "assistant" and known is None
-        at = say(self.tree, message, self._policy if sampled else None, _reasoning(wire.reasoning_content))
+        at = say(self.tree, message, self._policy if sampled else None)
         if sampled and event.llm_response_id:
             self._answers[event.llm_response_id] = at
 
     def _add_action(self, event: V1Event) -> None:
         if event.tool_call is None:
             raise ExchangeError("tool_call: is required")
-        call = event.tool_call.as_tool_call(event)
+        # Missing fields of the call are those of the event.
+        call: JsonObject = {"id": event.tool_call_id, "name": event.tool_name, **without_nulls(event.tool_call)}
+        wire: JsonObject = {
+            "role": "assistant",
+            "content": _join(part.text for part in event.thought),
+            "tool_calls": [call],
+            "reasoning_content": event.reasoning_content,
+            "thinking_blocks": event.thinking_blocks,
+            "responses_reasoning_item": event.responses_reasoning_item,
+        }
+        message = chat_message(_as_wire(wire))
         known = self._answers.get(event.llm_response_id or "")
         if known is not None and known in self.tree.path():
             # Each call of a response is an event of its own.
             node = self.tree.nodes[known]
-            node.message = node.message.model_copy(update={"tool_calls": (*node.message.tool_calls, call)})
+            node.message = node.message.model_copy(
+                update={"tool_calls": (*node.message.tool_calls, *message.tool_calls)}
+            )
             return
-        message = Message(role="assistant", content=_join(part.text for part in event.thought), tool_calls=(call,))
         # An answer that was forgotten and is said again was sampled once.
-        at = say(self.tree, message, self._policy if known is None else None, _reasoning(event.reasoning))
+        at = say(self.tree, message, self._policy if known is None else None)
         if event.llm_response_id:
             self._answers[event.llm_response_id] = at
+
+    def _add_agents_call(self, event: V1Event) -> None:
+        """What an agent behind ACP did: as a call that was not sampled, with its result. Later events complete it."""
+        given = event.raw_input if isinstance(event.raw_input, dict) else {"input": event.raw_input or event.title}
+        call = ToolCall(id=event.tool_call_id, name=event.tool_kind or "tool", arguments=to_json(given).decode())
+        result = event.raw_output if event.raw_output not in (None, "", {}, []) else event.content
+        said = Message(role="assistant", content=event.title or None, tool_calls=(call,))
+        told = Message(role="tool", content=text_of(result) or "", tool_call_id=call.id, name=call.name)
+        if (known := self._agents_calls.get(call.id)) is not None:
+            self.tree.nodes[known].message, self.tree.nodes[known + 1].message = said, told
+            return
+        self._agents_calls[call.id] = say(self.tree, said, None, {"calls": "made by an agent behind ACP"})
+        say(self.tree, told, None)
 
 
 def _system(event: V1Event) -> str:
@@ -483,10 +494,11 @@ def _result(event: V1Event) -> list[str]:
     text = text_of(_parts(observation.get("content"))) or ""
     header = [_ERROR_HEADER] if observation.get("is_error") else []
     metadata = observation.get("metadata")
-    return [*header, _shell_result(text, metadata) if isinstance(metadata, dict) else text]
+    return [*header, shell_result(text, metadata) if isinstance(metadata, dict) else text]
 
 
-def _shell_result(text: str, metadata: JsonObject) -> str:
+def shell_result(text: str, metadata: JsonObject) -> str:
+    """The result of a command as the model is shown it, with what OpenHands notes on it."""
     text = f"{metadata.get('prefix') or ''}{text}{metadata.get('suffix') or ''}"
     if metadata.get("working_dir"):
         text += f"\n[Current working directory: {metadata['working_dir']}]"
@@ -513,13 +525,11 @@ def read_tool(given: JsonObject) -> JsonObject:
 
 
 def _as_wire(message: JsonObject) -> JsonObject:
-    """The SDK's calls have name and arguments beside their id."""
-    message = {**message, "content": _parts(message.get("content"))}
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    nested = [{**call, "function": call.get("function") or call} if isinstance(call, dict) else call for call in calls]
-    return {**message, "tool_calls": nested}
+    """The SDK's message as OpenAI's; it has the reasoning of OpenAI's Responses in an item of its own."""
+    blocks, item = message.get("thinking_blocks"), message.get("responses_reasoning_item")
+    thoughts = blocks if isinstance(blocks, list) else []
+    thoughts = [*thoughts, {**item, "type": "reasoning"}] if isinstance(item, dict) else thoughts
+    return {**message, "content": _parts(message.get("content")), "thinking_blocks": thoughts}
 
 
 def _parts(content: JsonValue) -> JsonValue:
@@ -536,21 +546,9 @@ def _parts(content: JsonValue) -> JsonValue:
     return parts
 
 
-def _reasoning(text: str | None) -> JsonObject:
-    return {"reasoning_content": text} if text else {}
-
-
 def _join(parts: Iterable[str]) -> str | None:
     texts = [part for part in parts if part]
     return "\n".join(texts) or None
-
-
-def _times(events: Sequence[V1Event]) -> Times:
-    seconds = []
-    for event in events:
-        with suppress(ValueError):
-            seconds.append(seconds_of(datetime.fromisoformat(event.timestamp or "")))
-    return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES
 
 
 ENVIRONMENT = "openhands"
@@ -572,6 +570,7 @@ EVENT_KINDS = frozenset(
         "ConversationStateUpdateEvent",
         "LLMCompletionLogEvent",
         "PauseEvent",
+        "ACPToolCallEvent",
         "TokenEvent",
     }
 )
@@ -673,7 +672,7 @@ def _events(files: Sequence[Path]) -> Iterator[JsonObject]:
 def _from_file(file: Path) -> Imported:
     base = _state_of(file.parent)
     events = [row.load() for row in rows_of(file)]
-    name = file.name.partition(".")[0]
+    name = re.sub(r"\.(json|jsonl)(\.gz)?$", "", file.name)
     return _episode(base.id or (name if name != _EVENTS else file.absolute().parent.name), base, events)
 
 
@@ -681,13 +680,12 @@ def _episode(name: str, base: BaseState, events: Sequence[JsonValue], parent: Tr
     if not any(recognises(event) for event in events if isinstance(event, dict)):
         raise ExchangeError("there is no event of OpenHands' SDK in it")
     log = read_log(events, PolicyRef(base_model=base.agent.llm.model or "unknown"), base.leaf_event_id)
-    asked = next((message.content for message in log.tree.messages() if message.role == "user"), None)
     link = base.sub_agent
     if parent is not None:
         # The SDK's own events do not say which agent of the registry it is.
         link = SubAgentOf(parent=parent.id, kind=UNKNOWN if link is None else link.kind)
     data: JsonObject = {} if link is None else {SUB_AGENT: link.model_dump()}
-    task = Task(id=name, environment=ENVIRONMENT, instruction=asked or "", data=data)
+    task = task_of(log.tree.messages(), ENVIRONMENT, name).model_copy(update={"data": data})
     run_id = None if link is None else sub_agents_run(UNKNOWN if parent is None else parent.run_id)
     origin = Origin("v1-events", task, base.agent.llm.model, run_id)
     stop, failure = _ending(base.execution_status, log)
