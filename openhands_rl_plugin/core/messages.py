@@ -207,6 +207,7 @@ def calls_in(wire: WireMessage) -> tuple[ToolCall, ...]:
     return tuple(
         ToolCall(id=_identity(call.get("id")) or "", name=function["name"], arguments=function.get("arguments"))
         for call, function in calls
+        if function.get("name") or function.get("arguments")
     )
 
 
@@ -295,14 +296,26 @@ def wire_calls(calls: Sequence[ToolCall]) -> list[JsonValue]:
 
 
 def text_of(content: object) -> str | None:
-    """Content as plain text, without reasoning; another part that is no text (an image) is named in brackets."""
+    """Content as plain text, without reasoning; another part that is no text (an image) is named in brackets.
+
+    What is neither text nor parts, such as the object that a tool returned, is written as JSON.
+    """
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list | tuple) else [content]
+    if not all(_is_part(part, alone=parts is not content) for part in parts):
+        return json.dumps(content, ensure_ascii=False)
     spoken = [part for part in parts if not _is_reasoning(part)]
     if parts and not spoken:
         return None
     return "\n".join(text for part in spoken if (text := _part_text(part)) is not None)
+
+
+def _is_part(part: object, *, alone: bool) -> bool:
+    if not isinstance(part, Mapping):
+        return not alone and isinstance(part, str | None)
+    kind = part.get("type")
+    return kind == "text" or _is_reasoning(part) or (not alone and (isinstance(kind, str) or "text" in part))
 
 
 def _part_text(part: object) -> str | None:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -157,7 +157,7 @@ def read_trl(row: JsonObject) -> list[Imported]:
 
 
 def _episode(
-    record: TrlRecord, task: Task, prompt: list[Message], answer: list[Message], wanted: bool | None
+    record: TrlRecord, task: Task, prompt: Sequence[Message], answer: Sequence[Message], wanted: bool | None
 ) -> Imported:
     messages = [*prompt, *answer]
     if not any(message.role == "assistant" for message in answer):
@@ -167,7 +167,7 @@ def _episode(
     return finished(tree, origin, Ending(end_of(messages), {}, reward_of(wanted)))
 
 
-def _messages(value: JsonValue, name: str, role: Any) -> list[Message]:
+def _messages(value: JsonValue, name: str, role: Any) -> Sequence[Message]:
     """Messages, or one of ``role`` with the text. Raises ``ExchangeError``."""
     if value is None or isinstance(value, str):
         return [Message(role=role, content=value)] if value else []

@@ -96,7 +96,7 @@ def read_message(wire: object) -> Said:
 ChatMessage = Annotated[Said, BeforeValidator(read_message)]
 
 
-def chat_message(wire: JsonObject) -> Said:
+def chat_message(wire: JsonValue) -> Said:
     """``read_message`` for one of a record. Raises ``ExchangeError``."""
     try:
         return read_message(wire)

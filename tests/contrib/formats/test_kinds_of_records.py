@@ -1,0 +1,254 @@
+"""What records of others have beside plain conversations: marks, links, identities, reasoning, objects, odd bytes.
+
+The shapes are those of public data sets and programs: SWE-agent, Nebius, SWE-smith, agent-data-protocol, ShareGPT,
+OpenAI's fine-tuning files, mini-swe-agent, and what ``datasets`` makes of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_foreign_records import run, stored
+
+from openhands_rl_plugin.core.messages import reasoning_of
+from openhands_rl_plugin.core.types import Trajectory
+
+USER, ANSWER = {"role": "user", "content": "Fix f."}, {"role": "assistant", "content": "Done."}
+HELD = {"role": "assistant", "content": "Not me."}
+
+
+def call(name: str = "bash", identity: Any = "c1", arguments: Any = '{"command":"ls"}') -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [*calls], **more}
+
+
+def read(rows: Any, folder: Path, name: str = "rows.jsonl", rc: int = 0) -> list[Trajectory]:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows) if ".jsonl" in name else json.dumps(rows)
+    file.write_bytes(rows if isinstance(rows, bytes) else lines.encode())
+    assert run("import", file, "--into", folder / "store") == rc
+    return [trajectory for trajectory, _ in stored(folder / "store")]
+
+
+def swe_agent(*history: dict[str, Any]) -> dict[str, Any]:
+    steps = [{"action": "ls", "observation": "a.py", "response": "ls", "thought": ""}]
+    return {"trajectory": steps, "history": [*history], "info": {"exit_status": "submitted", "submission": "diff"}}
+
+
+def nebius(*messages: dict[str, Any]) -> dict[str, Any]:
+    return {"instance_id": "t1", "trajectory": [{"system_prompt": None, "mask": False, **each} for each in messages]}
+
+
+def adp(*content: dict[str, Any], **more: Any) -> dict[str, Any]:
+    asked = {"class_": "text_observation", "source": "user", "content": "Fix f.", "name": None}
+    said = {"class_": "message_action", "content": "Done.", "description": None}
+    return {"schema_version": "1.5.0", "id": "t1", "details": {}, "content": [asked, *content, said], **more}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, {**HELD, "weight": 0}, USER, {**ANSWER, "weight": 1}]},
+        {"messages": [USER, {**HELD, "loss_mask": 0, "weight": None}, USER, {**ANSWER, "loss_mask": 1}]},
+        {"messages": [USER, {**HELD, "train": False}, USER, ANSWER]},
+        {"messages": [{**USER, "is_demo": True, "content": "Another."}, {**HELD, "is_demo": True}, USER, ANSWER]},
+        {"prompt": [USER], "completion": [{**HELD, "weight": 0.0}, USER, ANSWER]},
+        {"conversations": [
+            {"from": "human", "value": "Fix f.", "weight": None},
+            {"from": "gpt", "value": "Not me.", "weight": 0},
+            {"from": "gpt", "value": "Done.", "weight": 1},
+        ]},
+        nebius({"role": "user", "text": "Fix f."}, {"role": "ai", "text": "Not me.", "mask": True}, {"role": "ai", "text": "Done."}),
+        adp({"class_": "message_action", "content": "Not me.", "description": None, "weight": 0}),
+        swe_agent({**USER, "content": "Another.", "is_demo": True}, {**HELD, "is_demo": True}, USER, {**ANSWER, "agent": "main"}),
+    ],
+)  # fmt: skip
+def test_what_is_marked_as_context_was_not_sampled(row: Any, tmp_path: Path) -> None:
+    (found,) = read([row], tmp_path)
+    assert [node.message.content for node in found.sampled()] == ["Done."]
+    assert "Not me." in [message.content for message in found.messages()] and found.task.instruction == "Fix f."
+
+
+RESPONSES = [
+    {"object": "response", "output": [
+        {"type": "function_call", "call_id": each, "name": "read", "arguments": json.dumps({"path": each})} for each in "ab"
+    ]},
+    *({"type": "function_call_output", "call_id": each, "output": each.upper()} for each in "ba"),
+]  # fmt: skip
+BOTH = calling(*(call("read", each, {"path": each}) for each in "ab"))
+
+
+def results(*links: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "tool", "content": content, **link} for content, link in zip("BA", links, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, BOTH, *results({"tool_call_id": "b"}, {"tool_call_id": "a"}), ANSWER]},
+        {"messages": [USER, BOTH, *results({"call_id": "b"}, {"call_id": "a"}), ANSWER]},
+        {"messages": [USER, BOTH, *results({"tool_use_id": "b"}, {"tool_use_id": "a"}), ANSWER]},
+        {"messages": [USER, BOTH, *results({"tool_call_ids": ["b"]}, {"tool_call_ids": ["a"]})[::-1], ANSWER]},
+        {"messages": [USER, calling(call("read", None, {"path": "b"}), call("read", "", {"path": "a"})), *results({}, {}), ANSWER]},
+        {"messages": [USER, calling(call("b", "1", {"path": "b"}), call("a", "2", {"path": "a"})),
+                      *results({"name": "b"}, {"name": "a"})[::-1], ANSWER]},
+        {"messages": [USER, {"role": "assistant", "content": None, "function_call": call("read", 1, '{"path":"b"}')["function"]},
+                      {"role": "function", "name": "read", "content": "B"},
+                      {"role": "assistant", "content": "", "function_call": call("read", 2, '{"path":"a"}')["function"]},
+                      {"role": "function", "name": "read", "content": "A"}, ANSWER]},
+        {"info": {"exit_status": "Submitted"}, "messages": [USER, *RESPONSES, ANSWER], "trajectory_format": "mini-swe-agent-1.1"},
+        swe_agent(USER, BOTH, *results({"tool_call_ids": ["b"]}, {"tool_call_ids": ["a"]}), ANSWER),
+        adp(*({"class_": "api_action", "function": "read", "kwargs": {"path": each, "text": None}, "tool_call_id": each} for each in "ab"),
+            *({"class_": "text_observation", "source": "user", "content": each.upper(), "tool_call_id": each} for each in "ba")),
+    ],
+)  # fmt: skip
+def test_every_result_belongs_to_its_call(row: Any, tmp_path: Path) -> None:
+    (found,) = read([row], tmp_path)
+    calls = {each.id: json.loads(each.arguments) for message in found.messages() for each in message.tool_calls}
+    told = [
+        (message.content, calls[message.tool_call_id or ""]) for message in found.messages() if message.role == "tool"
+    ]
+    assert sorted(told, key=str) == [("A", {"path": "a"}), ("B", {"path": "b"})]
+    assert run("export", tmp_path / "store", "--format", "sft-native", "--out", tmp_path / "out.jsonl") == 0
+    (out,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert {each["tool_call_id"] for each in out["messages"] if each["role"] == "tool"} == {*calls}
+
+
+def test_a_result_of_two_calls_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"messages": [USER, BOTH, {"role": "tool", "content": "AB", "tool_call_ids": ["a", "b"]}, ANSWER]}
+    assert read([row], tmp_path, rc=1) == []
+    assert "messages: a result belongs to one call, and this one names ['a', 'b']" in capsys.readouterr().err
+
+
+def test_two_rows_are_two_tasks(tmp_path: Path) -> None:
+    other = {"role": "user", "content": "Fix g."}
+    rows = [
+        {"messages": [USER, ANSWER], "id": 7},
+        {"messages": [USER, ANSWER], "id": "arrow.1d70.lm_rewrite__a", "instance_id": None},
+        {"messages": [USER, ANSWER], "task_id": "t"},
+        {"messages": [USER, ANSWER]},
+        {"messages": [other, ANSWER]},
+        {"messages": [{"role": "system", "content": "Rules."}, USER, ANSWER]},
+        {"messages": [ANSWER]},
+    ]
+    found = [each.task.id for each in read(rows, tmp_path / "chats")]
+    assert found[:3] == ["7", "arrow.1d70.lm_rewrite__a", "t"] and len({*found}) == len(rows)
+    # Several attempts at one task are a group; a file's name says which task only where one run is in it.
+    again = [*rows[3:5], {"messages": [USER, HELD]}]
+    assert len({each.task.id for each in read(again, tmp_path / "attempts")}) == 2
+    dotted = tmp_path / "files" / "someone__arrows.1d70d009.lm_rewrite__a.traj"
+    assert [each.task.id for each in read(swe_agent(USER, ANSWER), dotted.parent, dotted.name)] == [dotted.stem]
+    for name, row in (
+        ("trl", {"completion": [ANSWER], "prompt": []}),
+        ("swe", swe_agent(USER, ANSWER)),
+        ("adp", adp()),
+    ):
+        changed = json.loads(
+            json.dumps(row).replace("Done.", "Not me.").replace("Fix f.", "Fix g.").replace("t1", "t2")
+        )
+        assert len({each.group_id for each in read([row, changed], tmp_path / name)}) == 2
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reasoning_content": "Hm."},
+        {"reasoning": "Hm.", "reasoning_content": None},
+        {"thinking": "Hm."},
+        {"thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}]},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "Hm.", "format": None, "index": 0}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, {"type": "text", "text": "Done."}]},
+    ],
+)  # fmt: skip
+def test_reasoning_in_every_spelling(more: Any, tmp_path: Path) -> None:
+    (found,) = read([{"messages": [USER, {**ANSWER, **more}]}], tmp_path)
+    (answer,) = found.sampled()
+    assert (answer.message.content, reasoning_of(answer)) == ("Done.", "Hm.")
+
+
+def test_objects_are_written_out(tmp_path: Path) -> None:
+    observed = {"class_": "json_observation", "source": "environment", "content": {"result": [1, None]}, "name": None}
+    action = {"class_": "api_action", "function": "f", "kwargs": {}, "reasoning_content": "Hm.", "reward": 0.5}
+    (found,) = read([adp(action, observed)], tmp_path / "adp")
+    assert [m.content for m in found.messages() if m.role == "tool"] == ['{"result": [1, null]}']
+    assert [reasoning_of(node) for node in found.sampled()] == ["Hm.", None] and found.episode_return == 0.5
+    told = {"role": "tool", "tool_call_id": "c1", "content": {"type": "error", "message": "gone"}}
+    (found,) = read([{"messages": [USER, calling(call()), told, ANSWER]}], tmp_path / "chat")
+    assert found.messages()[2].content == '{"type": "error", "message": "gone"}'
+
+
+def test_null_filled_structs_are_calls_with_their_own_arguments(tmp_path: Path) -> None:
+    """``datasets`` gives every call the parameters of all tools, nested ones too, and every message calls."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    given = [
+        {"command": "ls", "options": {"all": True}},
+        {"path": "x", "options": {"deep": {"depth": 1}}},
+        {"path": "y"},
+    ]
+    result = {"role": "tool", "content": "a.py", "tool_call_id": "c1"}
+    rows = [
+        {"instance_id": f"t{at}", "messages": [USER, calling(call(arguments=each)), result, ANSWER]}
+        for at, each in enumerate(given)
+    ]
+    table = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    found = read(table.getvalue(), tmp_path, "rows.parquet")
+    assert [json.loads(c.arguments) for each in found for m in each.messages() for c in m.tool_calls] == given
+
+
+SMITH = [
+    {"role": "system", "content": "You can interact with a computer."},
+    USER,
+    {"role": "assistant", "content": "A look.\n\n<function=bash>\n<parameter=command>ls</parameter>\n</function>"},
+    {"role": "user", "content": "OBSERVATION:\na.py"},
+    {"role": "assistant", "content": "Done.\n\n<function=submit>\n</function>"},
+]
+
+
+def test_calls_as_text_stay_with_their_results(tmp_path: Path) -> None:
+    hermes = [
+        {"from": "human", "value": "Fix f."},
+        {"from": "gpt", "value": '<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'},
+        {"from": "tool", "value": "<tool_response>\na.py\n</tool_response>"},
+        {"from": "gpt", "value": "Done."},
+    ]
+    smith, chat = read([{"instance_id": "t1", "messages": SMITH}], tmp_path / "a") + read(
+        [{"conversations": hermes}], tmp_path / "b"
+    )
+    assert [(m.role, m.content, m.tool_calls) for m in smith.messages()] == [
+        (m["role"], m["content"], ()) for m in SMITH
+    ]
+    assert [m.role for m in chat.messages()] == ["user", "assistant", "user", "assistant"]
+    # The form that OpenHands writes has results that say which call they are of.
+    own = [*SMITH[:3], {"role": "user", "content": "EXECUTION RESULT of [bash]:\na.py"}, SMITH[4]]
+    (native,) = read([{"messages": own}], tmp_path / "c")
+    assert [m.tool_call_id for m in native.messages()] == [None, None, None, "toolu_01", None]
+
+
+def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = [{"id": name, "messages": [USER, ANSWER]} for name in ("\udcb2", "b", "c")]
+    lines = [
+        b"not json",
+        json.dumps(good[0]).encode(),
+        json.dumps({"id": "x", "messages": [USER, {**ANSWER, "role": "robot"}]}).encode(),
+        b'{"messages": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        json.dumps(good[1]).encode().replace(b"Done.", b"byte \xb2"),
+        json.dumps({"id": "y", "messages": [USER, ANSWER], "score": math.nan}).encode(),
+        json.dumps({"id": "z", "messages": [USER, calling({**call(), "function": {"arguments": "{}"}})]}).encode(),
+        json.dumps(good[2]).encode(),
+    ]
+    found = read(b"\n".join(lines), tmp_path, rc=1)
+    assert [each.task.id for each in found] == ["\ufffd", "b", "c"] and found[1].messages()[1].content == "byte \ufffd"
+    told = capsys.readouterr()
+    assert "rows.jsonl:1: not valid JSON" in told.err and "--skip-bad leaves such records out" in told.err
+    assert "3 new trajectories of 3 records, 0 scores; 5 bad records skipped" in told.out
+    assert "rows.jsonl:6: score: must be a finite number" in told.err
