@@ -33,8 +33,10 @@ def calling(*calls: dict[str, Any], **more: Any) -> dict[str, Any]:
 def read(rows: Any, folder: Path, name: str = "rows.jsonl", rc: int = 0) -> list[Trajectory]:
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(row) + "\n" for row in rows) if ".jsonl" in name else json.dumps(rows)
-    file.write_bytes(rows if isinstance(rows, bytes) else lines.encode())
+    if not isinstance(rows, bytes):
+        lines = "\n".join(map(json.dumps, rows)) if name.endswith(".jsonl") else json.dumps(rows)
+        rows = lines.encode()
+    file.write_bytes(rows)
     assert run("import", file, "--into", folder / "store") == rc
     return [trajectory for trajectory, _ in stored(folder / "store")]
 
@@ -44,8 +46,9 @@ def swe_agent(*history: dict[str, Any]) -> dict[str, Any]:
     return {"trajectory": steps, "history": [*history], "info": {"exit_status": "submitted", "submission": "diff"}}
 
 
-def nebius(*messages: dict[str, Any]) -> dict[str, Any]:
-    return {"instance_id": "t1", "trajectory": [{"system_prompt": None, "mask": False, **each} for each in messages]}
+def nebius(*said: tuple[str, str, bool]) -> dict[str, Any]:
+    messages = [{"role": role, "text": text, "mask": mask, "system_prompt": None} for role, text, mask in said]
+    return {"instance_id": "t1", "trajectory": messages}
 
 
 def adp(*content: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -54,22 +57,25 @@ def adp(*content: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"schema_version": "1.5.0", "id": "t1", "details": {}, "content": [asked, *content, said], **more}
 
 
+DEMO = ({**USER, "content": "Another.", "is_demo": True}, {**HELD, "is_demo": True})
+
+
 @pytest.mark.parametrize(
     "row",
     [
         {"messages": [USER, {**HELD, "weight": 0}, USER, {**ANSWER, "weight": 1}]},
         {"messages": [USER, {**HELD, "loss_mask": 0, "weight": None}, USER, {**ANSWER, "loss_mask": 1}]},
         {"messages": [USER, {**HELD, "train": False}, USER, ANSWER]},
-        {"messages": [{**USER, "is_demo": True, "content": "Another."}, {**HELD, "is_demo": True}, USER, ANSWER]},
+        {"messages": [*DEMO, USER, ANSWER]},
         {"prompt": [USER], "completion": [{**HELD, "weight": 0.0}, USER, ANSWER]},
         {"conversations": [
             {"from": "human", "value": "Fix f.", "weight": None},
             {"from": "gpt", "value": "Not me.", "weight": 0},
             {"from": "gpt", "value": "Done.", "weight": 1},
         ]},
-        nebius({"role": "user", "text": "Fix f."}, {"role": "ai", "text": "Not me.", "mask": True}, {"role": "ai", "text": "Done."}),
+        nebius(("user", "Fix f.", False), ("ai", "Not me.", True), ("ai", "Done.", False)),
         adp({"class_": "message_action", "content": "Not me.", "description": None, "weight": 0}),
-        swe_agent({**USER, "content": "Another.", "is_demo": True}, {**HELD, "is_demo": True}, USER, {**ANSWER, "agent": "main"}),
+        swe_agent(*DEMO, USER, {**ANSWER, "agent": "main"}),
     ],
 )  # fmt: skip
 def test_what_is_marked_as_context_was_not_sampled(row: Any, tmp_path: Path) -> None:
@@ -78,13 +84,29 @@ def test_what_is_marked_as_context_was_not_sampled(row: Any, tmp_path: Path) -> 
     assert "Not me." in [message.content for message in found.messages()] and found.task.instruction == "Fix f."
 
 
-RESPONSES = [
-    {"object": "response", "output": [
-        {"type": "function_call", "call_id": each, "name": "read", "arguments": json.dumps({"path": each})} for each in "ab"
-    ]},
-    *({"type": "function_call_output", "call_id": each, "output": each.upper()} for each in "ba"),
-]  # fmt: skip
 BOTH = calling(*(call("read", each, {"path": each}) for each in "ab"))
+ASKED = [
+    {"type": "function_call", "call_id": each, "name": "read", "arguments": f'{{"path": "{each}"}}'} for each in "ab"
+]
+TOLD = [{"type": "function_call_output", "call_id": each, "output": each.upper()} for each in "ba"]
+MINI = {"info": {"exit_status": "Submitted"}, "trajectory_format": "mini-swe-agent-1.1"}
+ACTIONS = [
+    {"class_": "api_action", "function": "read", "kwargs": {"path": each, "text": None}, "tool_call_id": each}
+    for each in "ab"
+]
+SEEN = [
+    {"class_": "text_observation", "source": "user", "content": each.upper(), "tool_call_id": each} for each in "ba"
+]
+
+
+def legacy(path: str) -> list[dict[str, Any]]:
+    """A call and its result in the form before tools."""
+    asked = {
+        "role": "assistant",
+        "content": None,
+        "function_call": {"name": "read", "arguments": f'{{"path": "{path}"}}'},
+    }
+    return [asked, {"role": "function", "name": "read", "content": path.upper()}]
 
 
 def results(*links: dict[str, Any]) -> list[dict[str, Any]]:
@@ -98,17 +120,13 @@ def results(*links: dict[str, Any]) -> list[dict[str, Any]]:
         {"messages": [USER, BOTH, *results({"call_id": "b"}, {"call_id": "a"}), ANSWER]},
         {"messages": [USER, BOTH, *results({"tool_use_id": "b"}, {"tool_use_id": "a"}), ANSWER]},
         {"messages": [USER, BOTH, *results({"tool_call_ids": ["b"]}, {"tool_call_ids": ["a"]})[::-1], ANSWER]},
-        {"messages": [USER, calling(call("read", None, {"path": "b"}), call("read", "", {"path": "a"})), *results({}, {}), ANSWER]},
-        {"messages": [USER, calling(call("b", "1", {"path": "b"}), call("a", "2", {"path": "a"})),
-                      *results({"name": "b"}, {"name": "a"})[::-1], ANSWER]},
-        {"messages": [USER, {"role": "assistant", "content": None, "function_call": call("read", 1, '{"path":"b"}')["function"]},
-                      {"role": "function", "name": "read", "content": "B"},
-                      {"role": "assistant", "content": "", "function_call": call("read", 2, '{"path":"a"}')["function"]},
-                      {"role": "function", "name": "read", "content": "A"}, ANSWER]},
-        {"info": {"exit_status": "Submitted"}, "messages": [USER, *RESPONSES, ANSWER], "trajectory_format": "mini-swe-agent-1.1"},
+        {"messages": [USER, calling(*(call("read", None, {"path": each}) for each in "ba")), *results({}, {}), ANSWER]},
+        {"messages": [USER, calling(*(call(each, f"c{each}", {"path": each}) for each in "ab")),
+                      *results({"name": "b"}, {"name": "a"}), ANSWER]},
+        {"messages": [USER, *legacy("b"), *legacy("a"), ANSWER]},
+        {**MINI, "messages": [USER, {"object": "response", "output": ASKED}, *TOLD, ANSWER]},
         swe_agent(USER, BOTH, *results({"tool_call_ids": ["b"]}, {"tool_call_ids": ["a"]}), ANSWER),
-        adp(*({"class_": "api_action", "function": "read", "kwargs": {"path": each, "text": None}, "tool_call_id": each} for each in "ab"),
-            *({"class_": "text_observation", "source": "user", "content": each.upper(), "tool_call_id": each} for each in "ba")),
+        adp(*ACTIONS, *SEEN),
     ],
 )  # fmt: skip
 def test_every_result_belongs_to_its_call(row: Any, tmp_path: Path) -> None:
@@ -166,9 +184,9 @@ def test_two_rows_are_two_tasks(tmp_path: Path) -> None:
         {"thinking": "Hm."},
         {"thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}]},
         {"reasoning_details": [{"type": "reasoning.text", "text": "Hm.", "format": None, "index": 0}]},
-        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, {"type": "text", "text": "Done."}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, "Done."]},
     ],
-)  # fmt: skip
+)
 def test_reasoning_in_every_spelling(more: Any, tmp_path: Path) -> None:
     (found,) = read([{"messages": [USER, {**ANSWER, **more}]}], tmp_path)
     (answer,) = found.sampled()
