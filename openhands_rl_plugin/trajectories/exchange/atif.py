@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
@@ -62,6 +63,9 @@ OWN = "openhands_rl"
 _SOURCES = {"system": "system", "user": "user"}
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class AtifCall(Foreign):
     """A call. ``arguments`` is an object."""
 
@@ -87,8 +91,8 @@ class AtifObservation(Foreign):
 class AtifMetrics(Foreign):
     """Token ids of a step as far as they were recorded."""
 
-    prompt_token_ids: tuple[int, ...] | None = None
-    completion_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
+    completion_token_ids: tuple[TokenId, ...] | None = None
     logprobs: tuple[float | None, ...] | None = None
 
 

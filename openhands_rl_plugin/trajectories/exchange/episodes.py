@@ -39,7 +39,7 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, Said
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, Said, from_text
 
 UNKNOWN = "unknown"
 STRATEGY = "imported"
@@ -48,6 +48,8 @@ SCORE_VERSION = "imported-1"
 UNKNOWN_TIMES = Times(started=0.0, finished=0.0)
 
 _NAMESPACE = uuid.UUID("6b0f5f2e-0c1c-5f0e-9a55-5d2f6f8e7c11")
+# What a store has around a record.
+_ROOM = 20
 _FINISHING = {"finish", "submit"}
 
 
@@ -226,11 +228,12 @@ def reward_of(resolved: bool | None) -> float | None:
 
 
 def _identity(origin: Origin, trajectory: Trajectory) -> str:
-    if origin.identity is not None:
-        return origin.identity
+    """Raises ``ExchangeError`` for an episode that a store would not read back."""
     # Times are left out: a copied file has new ones.
     content = trajectory.model_dump_json(exclude={"id", "times", "schema_version"})
-    return named_identity(origin.format, hashlib.sha256(content.encode()).hexdigest())
+    if content.count("[") + content.count("{") > 100:
+        from_text("[" * _ROOM + content + "]" * _ROOM)
+    return origin.identity or named_identity(origin.format, hashlib.sha256(content.encode()).hexdigest())
 
 
 def named_identity(*names: str) -> str:

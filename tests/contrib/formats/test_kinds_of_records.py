@@ -259,6 +259,7 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
         json.dumps(good[0]).encode(),
         json.dumps({"id": "x", "messages": [USER, {**ANSWER, "role": "robot"}]}).encode(),
         b'{"messages": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"messages": [], "test_result": ' + b"[" * 185 + b"]" * 185 + b"}",
         json.dumps(good[1]).encode().replace(b"Done.", b"byte \xb2"),
         json.dumps({"id": "y", "messages": [USER, ANSWER], "score": math.nan}).encode(),
         json.dumps({"id": "z", "messages": [USER, calling({**call(), "function": {"arguments": "{}"}})]}).encode(),
@@ -268,5 +269,5 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert [each.task.id for each in found] == ["\ufffd", "b", "c"] and found[1].messages()[1].content == "byte \ufffd"
     told = capsys.readouterr()
     assert "rows.jsonl:1: not valid JSON" in told.err and "--skip-bad leaves such records out" in told.err
-    assert "3 new trajectories of 3 records, 0 scores; 5 bad records skipped" in told.out
-    assert "rows.jsonl:6: score: must be a finite number" in told.err
+    assert "3 new trajectories of 3 records, 0 scores; 6 bad records skipped" in told.out
+    assert "rows.jsonl:7: score: must be a finite number" in told.err

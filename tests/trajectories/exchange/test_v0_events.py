@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from exchange_samples import CODE, DATA, INDENTED, TOOLS, call, same_talk, score
 
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, PolicyRef, StopReason
+from openhands_rl_plugin.trajectories.exchange.episodes import Imported
+from openhands_rl_plugin.trajectories.exchange.formats import recognised_source
 from openhands_rl_plugin.trajectories.exchange.v0 import EventReader, read, rows
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")]
@@ -134,6 +137,23 @@ def test_messages_are_those_that_openhands_makes() -> None:
         "Hm.",
         "Is it right?",
     ]
+
+
+def test_a_saved_trajectory_is_read_like_a_history(tmp_path: Path) -> None:
+    """``save_trajectory_path`` is a file of events as one list; a run of another task is another task."""
+    from openhands.events.serialization.event import event_to_dict, event_to_trajectory
+
+    saved = [event_to_trajectory(event, include_screenshots=False) for event in real_events()]
+    for name, asked in (("a", "Fix f."), ("b", "Fix g.")):
+        text = json.dumps(saved, indent=4).replace("Fix f.", asked)
+        (tmp_path / f"{name}-0a1b2c.json").write_text(text)
+    source, names = recognised_source(tmp_path)
+    assert names == {"output-jsonl": 2}
+    one, other = (found.trajectory for unit in source.units if isinstance(found := unit.read(), Imported))
+    history = json.loads(json.dumps([event_to_dict(event) for event in real_events()]))
+    assert one.messages() == EventReader(POLICY).read(history).messages() and one.tools == TOOLS
+    assert (one.task.instruction, other.task.instruction) == ("Fix f.", "Fix g.")
+    assert one.task.id != other.task.id and one.group_id != other.group_id
 
 
 @pytest.mark.shows("export as the host's own events")

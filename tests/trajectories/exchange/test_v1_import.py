@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from exchange_samples import DATA
+from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message
@@ -139,3 +140,33 @@ def test_calls_of_the_first_sdks_keep_their_arguments() -> None:
     event: JsonObject = {"id": "1", "kind": "ActionEvent", "tool_name": "terminal", "tool_call_id": "c1"}
     (node,) = read_log([{**event, "tool_call": call}], PolicyRef(base_model="m")).tree.nodes
     assert node.message.tool_calls == (ToolCall(id="c1", name="terminal", arguments=arguments),)
+
+
+def test_calls_of_an_agent_behind_acp_are_kept_with_their_results() -> None:
+    """The SDK logs an event when such a call starts and one when it ends; a message begins a new series of ids."""
+
+    def logged(identity: str, status: str, **more: JsonValue) -> JsonObject:
+        held: JsonObject = {"raw_input": {"command": f"ls {identity}"}, "raw_output": None, "content": None, **more}
+        about: JsonObject = {"kind": "ACPToolCallEvent", "source": "agent", "title": f"List {identity}"}
+        return {**about, "tool_call_id": identity, "tool_kind": "execute", "status": status, "is_error": False, **held}
+
+    def message(role: str, text: str) -> JsonObject:
+        wire: JsonObject = {"role": role, "content": [{"type": "text", "text": text}]}
+        return {"kind": "MessageEvent", "source": "user" if role == "user" else "agent", "llm_message": wire}
+
+    shown: JsonValue = [{"type": "content", "text": "b.py"}]
+    events = [
+        message("user", "Fix f."),
+        logged("a", "in_progress"),
+        logged("b", "in_progress"),
+        logged("a", "completed", raw_output={"stdout": "a.py"}),
+        logged("b", "completed", content=shown),
+        message("assistant", "Done."),
+        logged("a", "failed", raw_output="gone", is_error=True),
+    ]
+    tree = read_log([{"id": str(at), **event} for at, event in enumerate(events)], PolicyRef(base_model="m")).tree
+    told = [(each.tool_call_id, each.content) for each in tree.messages() if each.role == "tool"]
+    assert told == [("a", '{"stdout": "a.py"}'), ("b", "b.py"), ("a", "gone")]
+    calls = [(call.id, call.name, call.arguments) for each in tree.messages() for call in each.tool_calls]
+    assert calls == [(each, "execute", f'{{"command":"ls {each}"}}') for each in "aba"]
+    assert [node.message.content for node in tree.nodes if node.sampled] == ["Done."]
