@@ -66,22 +66,6 @@ def test_a_record_is_recognised_and_read(
         assert (result.content, result.tool_call_id) == ("a.py", call.id)
 
 
-@pytest.mark.parametrize(("name", "number"), CASES)
-def test_every_other_format_is_refused(
-    name: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "record.json"
-    file.write_text(json.dumps(RECORDS[name][number]))
-    alike = {name, "sft-text", "sft-native", "mini-swe-agent"} if name in ("sft-native", "mini-swe-agent") else {name}
-    others = {"predictions"} if (name, number) == ("nebius", 1) else set()
-    for other in formats().values():
-        if other.importable and other.name not in alike | others:
-            into = tmp_path / other.name
-            assert run("import", file, "--format", other.name, "--into", into) == 1, other.name
-            assert capsys.readouterr().err
-            assert not into.exists() or stored(into) == []
-
-
 def test_outcomes_patches_and_names_survive(tmp_path: Path) -> None:
     for name, number, patch, resolved in (
         ("sft-native", 0, "diff --git a b", True),
@@ -225,14 +209,6 @@ def test_any_field_may_be_wrong(name: str) -> None:
                         read(wrong, Path("x.json"))
                     except ExchangeError:
                         continue
-
-
-def test_thinking_parts_are_reasoning(tmp_path: Path) -> None:
-    parts = [{"type": "thinking", "thinking": "I should look.", "signature": "s"}, {"type": "text", "text": "A look."}]
-    row = {"messages": [*CHAT[:2], {"role": "assistant", "content": parts}, CHAT[-1]]}
-    ((trajectory, _),) = imported(row, tmp_path, file="rows.jsonl")
-    answer = next(trajectory.sampled())
-    assert (answer.message.content, reasoning_of(answer)) == ("A look.", "I should look.")
 
 
 @pytest.mark.parametrize("name", ["sft-native", "sft-text", "llm-completions", "output-jsonl", "atif", "trajectories"])

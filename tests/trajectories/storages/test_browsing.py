@@ -70,23 +70,6 @@ async def listed(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[Tr
     return [each async for each in storage.summaries(where)]
 
 
-@pytest.mark.parametrize("text", ["a", "ab", "*", "?", "[a]", "ä", "A", "a\nb", "", "shop", "m1", "terminated", "\0"])
-async def test_a_text_is_looked_for_in_the_header(make: Make, text: str) -> None:
-    storage = await filled(make)
-    columns = [(each, set(header_of(each))) for each in await listed(storage, ALL)]
-    expected = [each.id for each, values in columns if any(text in value for value in values if value is not None)]
-    where = ALL.model_copy(update={"contains": text})
-    assert [each.id for each in await listed(storage, where)] == expected
-    assert await storage.count(where) == len(expected)
-    await storage.close()
-
-
-def header_of(summary: TrajectorySummary) -> tuple[str | None, ...]:
-    policy = summary.policy
-    ids = summary.id, summary.run_id, summary.group_id, summary.task_id
-    return *ids, summary.environment, summary.strategy, policy.base_model, policy.adapter
-
-
 @pytest.mark.parametrize("order", TrajectoryOrder)
 @pytest.mark.parametrize("descending", [False, True])
 async def test_pages_put_together_are_the_list(make: Make, order: TrajectoryOrder, descending: bool) -> None:
