@@ -9,7 +9,7 @@ from exchange_samples import CODE, DATA, call, said, score, told, trajectory
 
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, ToolCall
 from openhands_rl_plugin.trajectories.exchange import predictions, trajectories, verifier
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, names_of_tests, tools_of
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, tools_of
 from openhands_rl_plugin.trajectories.exchange.sft import import_native, native_rows
 
 
@@ -49,17 +49,6 @@ def test_a_row_of_the_sampled_set_with_null_filled_unions() -> None:
     )
     assert scores[0].reward == 1.0 and found.evidence["resolved"] is True
     assert found.evidence["test_result"] == {"git_patch": "diff", "report": {"resolved": True}}
-
-
-@pytest.mark.parametrize("given", ['["a", "b"]', ["a", "b"]])
-def test_names_of_tests_come_as_list_or_as_text(given: str | list[str]) -> None:
-    assert names_of_tests(given) == ["a", "b"]  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("given", ["[1]", "nonsense", 3, {"a": 1}])
-def test_wrong_names_of_tests_are_refused(given: object) -> None:
-    with pytest.raises(ExchangeError):
-        names_of_tests(given)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("given", ["{", '{"a": 1}', [1], [{"type": "function"}], [{"function": {"name": None}}]])

@@ -10,7 +10,6 @@ from mongodb_server import MongoServer
 
 from openhands_rl_plugin.core.records import EpisodeStart, Label, LabelKind
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score
-from openhands_rl_plugin.trajectories.mongodb import reading as changes
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 
@@ -66,19 +65,3 @@ async def test_a_writer_that_is_between_its_two_steps_is_not_passed_over(
     assert not again.any, "it is told once"
     await reader.close()
     await writer.close()
-
-
-async def test_a_number_that_nobody_uses_is_forgotten(
-    mongodb: MongoServer, database: MongoDatabase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = database.name
-    storage = MongoDBTrajectoryStorage(mongodb.url, name)
-    await storage.add(sample_episode("one"))
-    await storage.add_labels([LABEL])
-    cursor = (await storage.changed_since(None)).cursor
-    await storage.add_labels([LABEL])  # known already: its number is wasted
-    seen = await storage.changed_since(cursor)
-    assert ".gl2:" in seen.cursor
-    monkeypatch.setattr(changes, "_PATIENCE", 0)
-    assert ".g" not in (await storage.changed_since(seen.cursor)).cursor
-    await storage.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -120,24 +119,4 @@ async def test_a_prefix_finds_an_episode(make: Make) -> None:
     assert (await find_episode(storage, "ab")).id == "ab-1"
     with pytest.raises(StorageError, match="5 episodes"):
         await find_episode(storage, "a")
-    await storage.close()
-
-
-@pytest.mark.parametrize("finished", [None, True])
-async def test_any_part_of_an_order_is_that_part_of_the_whole(make: Make, finished: bool | None) -> None:
-    """From the beginning and from the end, with equal values, values that nobody knows, and an open episode."""
-    storage = await filled(make)
-    for at in range(4):
-        await storage.add(sample_episode(f"same-{at}", run="same", reward=0.25, finished=3))
-    orders = (TrajectoryOrder.STORED, TrajectoryOrder.REWARD, TrajectoryOrder.TOKENS)
-    for sort, descending in itertools.product(orders, (False, True)):
-        where = TrajectoryFilter(finished=finished, sort=sort, descending=descending)
-        whole = [each.id for each in await listed(storage, where)]
-        assert len(whole) == (14 if finished is None else 13)
-        same = [each for each in whole if each.startswith("same")]
-        assert same == sorted(same, reverse=descending and sort is TrajectoryOrder.STORED)
-        for offset, limit in ((1, 3), (8, 3), (9, None), (12, 3), (20, 3)):
-            page = where.model_copy(update={"offset": offset, "limit": limit})
-            end = None if limit is None else offset + limit
-            assert [each.id for each in await listed(storage, page)] == whole[offset:end]
     await storage.close()

@@ -84,12 +84,15 @@ def test_both_find_the_same(mongodb: MongoServer, tmp_path: Path) -> None:
         for storage in both:
             runner.run(filled(storage))
 
-        @settings(max_examples=400)
+        @settings(max_examples=100)
         @given(ASKED)
         def ask(fields: dict[str, Any]) -> None:
             where = TrajectoryFilter(**fields)
             one, other = (runner.run(told(storage, where)) for storage in both)
             assert one == other, where
+            whole = runner.run(told(both[0], where.model_copy(update={"offset": 0, "limit": None})))
+            end = None if where.limit is None else where.offset + where.limit
+            assert one is StorageError or one[0] == whole[0][where.offset : end]
 
         ask()
         for storage in both:

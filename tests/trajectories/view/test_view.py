@@ -156,14 +156,6 @@ def test_what_a_search_spent_and_why_is_shown(tmp_path: Path, capsys: pytest.Cap
     assert any(turn["simulated"] for turn in turns if not turn["acted"])
 
 
-def test_notes_of_any_form_are_no_error() -> None:
-    episode = example_trajectory(0)
-    odd = [{"search": "a lot"}, {"search": {"merged": "x", "dropped": 5, "report": [1]}}]
-    nodes = [node.model_copy(update={"metadata": odd[at % 2]}) for at, node in enumerate(episode.nodes)]
-    turns = view_of(episode.model_copy(update={"nodes": tuple(nodes)})).turns
-    assert {(turn.merged, turn.dropped, turn.search_report) for turn in turns} == {(0, None, None)}
-
-
 def test_the_instructions_of_an_episode_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     standard = example_trajectory(0)
     first = standard.nodes[0].model_copy(update={"metadata": {"prompt": "compact"}})
@@ -178,12 +170,6 @@ def test_the_instructions_of_an_episode_are_named(tmp_path: Path, capsys: pytest
     assert "prompt compact" in shown(capsys, "show", tmp_path, "compact-one")
     assert "prompt compact" not in shown(capsys, "show", tmp_path, standard.id)
     assert json.loads(shown(capsys, "show", tmp_path, standard.id, "--json"))["prompt"] == "standard"
-
-
-def test_an_episode_as_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads(shown(capsys, "show", store, "search", "--json"))
-    assert [turn["segment"] for turn in document["turns"]] == [None, 1, 1, None, 2]
-    assert document["totals"]["segments"] == 2 and document["scores"][0]["reward"] == 0.75
 
 
 def test_a_longer_beginning_is_asked_for_when_several_fit(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,11 +206,6 @@ def test_a_wrong_option_is_wrong_usage(words: list[str], store: Path, capsys: py
     assert words[0] in capsys.readouterr().err
 
 
-def test_bounds_that_nothing_is_between_are_told(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list", str(store), "--min-reward", "1", "--max-reward", "0"]) == 1
-    assert "--min-reward and --max-reward" in capsys.readouterr().err
-
-
 def ids(printed: str) -> list[str]:
     return [json.loads(line)["id"] for line in printed.splitlines()]
 
@@ -241,15 +222,6 @@ def test_the_list_is_filtered_sorted_and_paged(store: Path, capsys: pytest.Captu
     table = shown(capsys, "list", store, "--limit", 2)
     assert "1 to 2 of 9 episodes; --offset shows more" in table and "grid-1" in table
     assert "none of 0 episodes" in shown(capsys, "list", store, "--run", "other")
-
-
-def test_figures_by_the_threshold_of_a_configuration(
-    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text('[rl.reward]\nname = "success"\noptions = { threshold = 0.7 }\n')
-    (group,) = json.loads(shown(capsys, "stats", store, "--by", "environment", "--json", "--config", config))
-    assert group["success"]["mean"] == pytest.approx(5 / 7)
 
 
 def test_figures_by_group(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,12 +281,6 @@ async def test_what_is_no_sample_of_the_policy_is_in_no_mean() -> None:
     assert group.curve == (1.0, 0.0)
 
 
-def test_the_interval_of_many_is_that_of_few() -> None:
-    few, many = mean_of([0.0, 1.0] * 150), mean_of([0.0, 1.0] * 151)
-    assert few.mean == many.mean == 0.5
-    assert few.low == pytest.approx(many.low, abs=0.01) and few.high == pytest.approx(many.high, abs=0.01)
-
-
 def test_nothing_is_known_of_nothing() -> None:
     assert mean_of([]).n == 0
     totals = view_of(example_trajectory(0).model_copy(update={"nodes": (), "head": None})).totals
@@ -347,12 +313,6 @@ def test_figures_that_are_no_numbers_stop_nothing(store: Path, capsys: pytest.Ca
     for words in (["--success-at", "nan"], ["--success-at", "much"]):
         assert cli.main(["stats", str(store), *words]) == 2
     assert len(json.loads(shown(capsys, "stats", store, "--by", "split,split", "--json"))[0]["name"]) == 1
-
-
-def test_other_branches_are_told_even_when_nobody_acted_on_them(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "1 more turn on other branches: see --tree" in shown(capsys, "show", store, "search")
 
 
 def test_whoever_reads_may_stop_early(store: Path) -> None:
