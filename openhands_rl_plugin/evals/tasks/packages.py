@@ -20,9 +20,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, problems
-from openhands_rl_plugin.core.files import draft_folder, file_sha256, write_file
+from openhands_rl_plugin.core.files import draft_folder, file_sha256, scratch_folder, write_file
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.environments.workspace.copies import scratch_folder
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.git import clone_command, git_folder, run_git
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
@@ -352,7 +351,7 @@ def _download(name: str, version: str, folder: Path) -> Path:
     user's."""
     python = find_python(f"{sys.version_info.major}.{sys.version_info.minor}")
     what = f"{name} {version}"
-    with scratch_folder("openhands-rl-fetch-") as scratch:
+    with scratch_folder("fetch") as scratch:
         for part in ("layer", "tmp"):
             (scratch / part).mkdir()
         script = ["/bin/bash", "-ec", _DOWNLOAD, "bash", str(python.program), f"{name}=={version}"]
