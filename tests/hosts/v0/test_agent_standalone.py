@@ -22,7 +22,13 @@ from openhands_rl_plugin.core.types import Completion, FailureKind, SamplingPara
 from openhands_rl_plugin.hosts.pool.connection import FromWorker, Store, Stored
 from openhands_rl_plugin.hosts.pool.worker import PoolStorage
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode, current_episode
-from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, StandaloneRun, standalone_episode
+from openhands_rl_plugin.hosts.shared.standalone_run import (
+    RUN_VARIABLE,
+    TASK_INDEX_VARIABLE,
+    OwnRun,
+    StandaloneRun,
+    standalone_episode,
+)
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 
 pytestmark = pytest.mark.contract
@@ -76,6 +82,19 @@ def test_a_task_follows_from_its_text_and_its_folder(tmp_path):
     asked = [("Do it.", tmp_path), ("Do that.", tmp_path), ("Do it.", tmp_path / "other")]
     assert all(task(*each) == task(*each) for each in asked)
     assert len({task(*each).id for each in asked}) == len({asked_in_common(task(*each)) for each in asked}) == 3
+
+
+def test_attempts_of_one_run_are_samples_of_a_group_with_seeds_of_their_own(tmp_path, monkeypatch):
+    settings, requests = RLSettings(sampling=SamplingSettings(seed=7)), []
+    for sample in (0, 1, None):
+        if sample is not None:
+            run = OwnRun(run_id="run-1", workspace=str(tmp_path), sample=sample)
+            monkeypatch.setenv(RUN_VARIABLE, run.model_dump_json())
+        given = {"session": "s", "instruction": "Do it.", "base_model": "m", "environment_mode": False}
+        requests.append(standalone_episode(settings, workspace=tmp_path / "copy", **given).request)
+    one, two, later = requests
+    assert (one.run_id, one.group_id, one.task) == (two.run_id, two.group_id, two.task) and one.seed != two.seed
+    assert (later.group_id, later.task == one.task) == ("s", False), "the variable is for one episode"
 
 
 async def test_two_runs_of_one_named_session_are_two_trajectories(tmp_path):
