@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
-from openhands_rl_plugin.core.files import PRIVATE, write_file
+from openhands_rl_plugin.core.files import PRIVATE, is_contained, write_file
 from openhands_rl_plugin.core.types import JsonObject
 
 OUTPUT = "output.jsonl"
@@ -69,6 +69,8 @@ class RunFiles:
     def write_completions(self, instance_id: str, files: Iterator[tuple[str, JsonObject]]) -> None:
         """Replace the instance's folder of ``llm_completions``."""
         folder = self.directory / COMPLETIONS / instance_id
+        if not is_contained(instance_id):
+            raise StorageError(f"{self.directory}: the id {instance_id!r:.100} cannot name a folder")
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, mode=0o700)

@@ -79,10 +79,11 @@ def instance_of(row: Mapping[str, JsonValue]) -> Instance:
     if missing := [name for name in _REQUIRED if not isinstance(row.get(name), str) or not row[name]]:
         raise ConfigError(f"column {', '.join(missing)} is missing or empty; an instance has {', '.join(_REQUIRED)}")
     identity = str(row["instance_id"])
-    if "/" in identity or identity in (".", ".."):
+    if "/" in identity or not is_contained(identity):
         raise ConfigError(f"the id {identity!r} cannot name a folder")
     if not is_contained(str(row["repo"])) or not re.fullmatch(r"\w[\w./-]*", str(row["base_commit"])):
-        raise ConfigError(f"{identity}: repo {row['repo']!r:.100} or base_commit {row['base_commit']!r:.100} is none")
+        what = f"repo {row['repo']!r:.100} or base_commit {row['base_commit']!r:.100}"
+        raise ConfigError(f"{identity}: {what} cannot be the name of a repository and a commit")
     tests = {field: _tests([row[each] for each in row if each.upper() == name], name) for name, field in _TESTS.items()}
     if not any(tests.values()):
         raise ConfigError(f"columns {' and '.join(_TESTS)} name no test, so that no patch of it can be judged")

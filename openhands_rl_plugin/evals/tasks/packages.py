@@ -41,7 +41,7 @@ _RELEASE = re.compile(rf"(?P<name>{_NAME})==((?P<previous>{_VERSION})\.\.)?(?P<v
 class Release(Frozen):
     """A version on the package index. ``sha256`` is that of its source archive; empty: whatever the index gives."""
 
-    version: str
+    version: str = Field(pattern=rf"^{_VERSION}$")
     sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
 
 
@@ -427,6 +427,8 @@ def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
     try:
         bare = git_folder(root) == root
     except ConfigError as error:
+        if "no git repository" not in str(error):
+            raise ConfigError(f"--repo {error}") from error
         raise ConfigError(
             f"--repo {error}: tasks are made of commits; run `git init`, `git add` and `git commit` in it, or give "
             "another folder"
@@ -502,13 +504,16 @@ class TaskRepositories:
 
 
 def _package(source: JsonObject) -> Package:
-    """The package behind a row's source. Raises ``ConfigError`` for a source of another kind."""
+    """The package behind a row's source. Raises ``ConfigError`` for a source of another kind, and an invalid one."""
     texts = {name: str(value) for name, value in source.items()}
-    if {"sdist", "version", "sha256"} <= texts.keys():
-        release = Release(version=texts["version"], sha256=texts["sha256"])
-        return Package(name=texts["sdist"], release=release)
-    if {"git", "commit"} <= texts.keys():
-        return Package(name="repository", git=texts["git"], commit=texts["commit"])
-    if {"archive", "path"} <= texts.keys():
-        return Package(name=texts["archive"], archive=Path(texts["path"]))
+    try:
+        if {"sdist", "version", "sha256"} <= texts.keys():
+            release = Release(version=texts["version"], sha256=texts["sha256"])
+            return Package(name=texts["sdist"], release=release)
+        if {"git", "commit"} <= texts.keys():
+            return Package(name="repository", git=texts["git"], commit=texts["commit"])
+        if {"archive", "path"} <= texts.keys():
+            return Package(name=texts["archive"], archive=Path(texts["path"]))
+    except ValidationError as error:
+        raise ConfigError(f"a source that is none: {error.errors()[0]['msg']}") from error
     raise ConfigError(f"a source of an unknown kind: {', '.join(sorted(texts))}")

@@ -116,16 +116,16 @@ def check_size(files: int, size: int, what: str) -> None:
 def _tar_members(path: Path) -> Iterator[tuple[str, TreeFile]]:
     with tarfile.open(path) as archive:
         total = 0
-        for member in archive:
+        for at, member in enumerate(archive):
             total += member.size
-            check_size(0, total, str(path))
+            check_size(at, total, str(path))
             if member.isfile() and (stream := archive.extractfile(member)) is not None:
                 yield member.name, TreeFile(EXECUTABLE if member.mode & 0o100 else PLAIN, stream.read())
 
 
 def _zip_members(path: Path) -> Iterator[tuple[str, TreeFile]]:
     with zipfile.ZipFile(path) as archive:
-        check_size(0, sum(info.file_size for info in archive.infolist()), str(path))
+        check_size(len(archive.infolist()), sum(info.file_size for info in archive.infolist()), str(path))
         for info in archive.infolist():
             if not info.is_dir():
                 yield info.filename, TreeFile(PLAIN, archive.read(info))

@@ -13,9 +13,11 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.evals.swe.dataset import instance_of
 from openhands_rl_plugin.evals.tasks.packages import (
     Package,
     Release,
+    TaskRepositories,
     fetch_release,
     layout_of,
     make_environment,
@@ -132,6 +134,31 @@ def test_names_of_others_stay_below_their_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leaves the folder"):
         GitRepository(work).tree(tree)
     assert {each.name for each in tmp_path.iterdir()} == {"good", path.name, "work"}
+
+
+ROW = {"instance_id": "a", "repo": "o/n", "base_commit": "0" * 40, "problem_statement": "x", "FAIL_TO_PASS": ["t"]}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        *({"instance_id": each} for each in ("../a", "..", ".git", "a/b", "a\0")),
+        *({"repo": each} for each in ("../private", "/srv/private", "o/../../n", "o/.git")),
+        *({"base_commit": each} for each in ("--output=/tmp/x", "a b", "$(id)")),
+    ],
+    ids=str,
+)
+def test_a_row_names_no_place_of_this_machine(columns: dict[str, str]) -> None:
+    assert instance_of(ROW).repo == "o/n"
+    with pytest.raises(ConfigError, match="cannot"):
+        instance_of({**ROW, **columns})
+
+
+@pytest.mark.parametrize("version", ["../../../srv", "1/../../x", "1.0 --index-url=x", "-r x"])
+async def test_a_rows_source_names_no_place_either(version: str, tmp_path: Path) -> None:
+    row = instance_of({**ROW, "source": {"sdist": "a", "version": version, "sha256": "0" * 64}})
+    with pytest.raises(ConfigError, match="a source that is none"):
+        await TaskRepositories(tmp_path).find(row)
 
 
 BACKEND = """import os, pathlib

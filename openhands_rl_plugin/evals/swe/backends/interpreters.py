@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,8 @@ class Interpreter(NamedTuple):
 @functools.cache
 def find_python(version: str) -> Interpreter:
     """The newest Python ``version`` ("3.9"). Raises ``ConfigError`` that says how to get one."""
+    if not re.fullmatch(r"\d+(\.\d+){0,2}", version):
+        raise ConfigError(f"{version!r:.50} is no version of Python")
     short = ".".join(version.split(".")[:2])
     for program in _candidates(short):
         if (prefix := _prefix(program, short)) is not None:
