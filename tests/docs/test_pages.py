@@ -26,6 +26,7 @@ CHANGES = {
     "native_tool_calling = false": "native_tool_calling = true",
     "max_response_length = 4096": "max_response_length = 64",
     "--algorithm sft": "--algorithm sft --num-epochs 1",
+    "--model smollm2-135m": "--model ./model",
 }
 
 

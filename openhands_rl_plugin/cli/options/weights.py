@@ -28,10 +28,11 @@ def at_server(settings: RLSettings, given: Path | None) -> tuple[RLSettings, Pat
 
 def given_weights(model: Path | None) -> Path:
     """The model's directory. Raises ``ConfigError`` where none is given, or that is none."""
+    from openhands_rl_plugin.apps.demo_model import named_model
     from openhands_rl_plugin.models.engines.server_models import local_weights
 
     if model is None:
         raise ConfigError("no model is given: give its folder with --model, or its server as base_url in [rl.serving]")
-    if (weights := local_weights(model)) is None:
+    if (weights := local_weights(named_model(model))) is None:
         raise ConfigError(f"--model {model}: this is not the folder of a model (it has no config.json)")
     return weights

@@ -150,9 +150,9 @@ def check_room(settings: RLSettings, choice: PromptChoice, problem: str = "") ->
 
 def _template_knows_tools(model: Path) -> bool:
     texts = []
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
+    for path in (*model.rglob("*.jinja"), model / "tokenizer_config.json"):
         try:
-            texts.append((model / name).read_text(encoding="utf-8"))
+            texts.append(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError):
             continue
     return any("tools" in text for text in texts)

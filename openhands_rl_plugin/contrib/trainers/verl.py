@@ -116,9 +116,7 @@ class PolicyEndpoint:
             cached_tokens=0,
             adapter=None,
         )
-        choice = Formatter(tokenizer).chat_choice(
-            0, generation, logprobs=True, token_ids=True, tools=bool(body.tools) and body.tool_choice != "none"
-        )
+        choice = Formatter(tokenizer).chat_choice(0, generation, logprobs=True, token_ids=True, tools=body.callable)
         more = {"prompt_logprobs": None, "prompt_token_ids": list(ids)}
         return json_response(chat_body(new_id("chatcmpl"), MODEL, [choice], usage([generation], 1), **more))
 

@@ -25,6 +25,7 @@ from openhands_rl_plugin.core.templates.parsing import (
     dumps,
     is_unicode,
     scan,
+    signatures,
     skip_space,
 )
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
@@ -117,8 +118,23 @@ def render_tool_call(call: ToolCall) -> str:
 def parse_tool_call_json(text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
     """Take an answer apart; a call that does not keep to ``tools`` (none: not checked) is a problem."""
     tags = [Tag(match[1].lower(), "", *match.span()) for match in _TAG.finditer(text)]
+    if not tags and (call := fenced_call(text, tools)) is not None:
+        return check(ParsedAnswer(before="", calls=(call,), spans=(Span(0, len(text)),)), tools)
     reader = _Reader(text, tags)
     return check(scan(text, tags, reader.read, reader.read_end), tools)
+
+
+def fenced_call(text: str, tools: Sequence[JsonObject]) -> ToolCall | None:
+    """The call of an answer that is one fenced JSON object naming one of ``tools``; ``None`` for another answer."""
+    opened = _FENCE.match(text)
+    if not tools or opened is None or not text.startswith("{", opened.end()):
+        return None
+    try:
+        decoded = decode_object(text, opened.end(), len(text))
+        call = call_of(text, decoded, [])
+    except (NotJson, BadCall):
+        return None
+    return call if text[decoded.end :].strip() == "```" and call.name in signatures(tools) else None
 
 
 class _Reader:

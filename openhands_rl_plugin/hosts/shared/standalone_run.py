@@ -199,12 +199,11 @@ _SECONDS = 10.0
 def adapter_in_use(serving: ServingSettings, listed: Sequence[ListedModel], *, model: str, url: str) -> str | None:
     """The served name of the version that ``[rl.serving]`` points to, if the server has it on this model.
 
-    ``listed``: the models of the server at ``url``. ``None``: sample from ``model``, nothing was published there.
+    ``listed``: the models of the server at ``url``, which where ``[rl.serving]`` names none is that of the LLM.
+    ``None``: sample from ``model``, nothing was published there.
     """
-    if not (serving.base_url and listed):
-        return None
-    current = AdapterStore(serving.adapters_directory).current(serving.adapter)
-    if current is None:
+    current = AdapterStore(serving.adapters_directory).current(serving.adapter) if listed else None
+    if current is None or (not serving.base_url and current.base_model != model):
         return None
     for each in listed:
         if each.id in (current.name, f"{model}:{current.name}") and each.parent in (None, model):

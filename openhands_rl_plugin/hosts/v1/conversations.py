@@ -14,6 +14,7 @@ from openhands.sdk.conversation.state import ConversationExecutionStatus as Stat
 from openhands.sdk.event import MessageEvent
 from openhands.sdk.llm import LLM
 from openhands.sdk.llm.router import RouterLLM
+from pydantic import SecretStr
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
@@ -210,13 +211,15 @@ def _answered(played: _Played, conversation: LocalConversation) -> bool:
     return any(isinstance(event, MessageEvent) and event.source == "user" for event in later)
 
 
-def _published(settings: RLSettings, base_model: str) -> str | None:
-    """The newest adapter version on the server of ``[rl.serving]``, if there is one."""
+def _published(settings: RLSettings, base_model: str, llm: LLM) -> str | None:
+    """The adapter version in use, if the server of ``[rl.serving]``, or else of the LLM, has it."""
     serving = settings.serving
-    if not serving.base_url or AdapterStore(serving.adapters_directory).current(serving.adapter) is None:
+    url = serving.base_url or llm.base_url
+    if not url or AdapterStore(serving.adapters_directory).current(serving.adapter) is None:
         return None
-    listed = listed_models(serving.base_url, serving.api_key() or None)
-    return adapter_in_use(serving, listed, model=base_model, url=serving.base_url)
+    own = llm.api_key.get_secret_value() if isinstance(llm.api_key, SecretStr) else llm.api_key
+    listed = listed_models(url, serving.api_key() if serving.base_url else own)
+    return adapter_in_use(serving, listed, model=base_model, url=url)
 
 
 def _episode(
@@ -233,7 +236,7 @@ def _episode(
             instruction=last_instruction(conversation.state.events),
             base_model=base_model,
             environment_mode=False,
-            served_model=_published(settings, base_model),
+            served_model=_published(settings, base_model, llm),
             workspace=str(conversation.workspace.working_dir),
         )
         standalone = StandaloneRun(episode)

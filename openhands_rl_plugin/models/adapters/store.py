@@ -31,6 +31,7 @@ PROBED = "probed.json"
 UNFINISHED = (".new-*", ".verifier-*")
 """What is not whole yet, and nobody's but its writer's."""
 
+_POINTER = ".current.json"
 _ABANDONED = 24 * 3600.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
@@ -58,7 +59,7 @@ class AdapterStore:
     """The versions of any number of adapters below one directory."""
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(root).expanduser()
+        self.root = Path(root).expanduser().absolute()  # a server may have another working directory
 
     def create(
         self,
@@ -118,6 +119,11 @@ class AdapterStore:
             return self.get(Pointer.model_validate_json(pointer.read_text()).name)
         except (OSError, ValidationError) as error:
             raise StorageError(f"{pointer} cannot be read: {describe(error)}") from error
+
+    def in_use(self) -> tuple[Adapter, ...]:
+        """The version in use of every name. Raises ``StorageError``."""
+        names = [each.name.removesuffix(_POINTER) for each in sorted(self.root.glob(f"*{_POINTER}"))]
+        return tuple(found for name in names if (found := self.current(name)) is not None)
 
     def point(self, adapter: Adapter) -> None:
         """Make ``adapter`` the version in use, atomically. Raises ``StorageError``."""
@@ -239,7 +245,7 @@ class AdapterStore:
             return adapter
 
     def _pointer(self, name: str) -> Path:
-        return self.root / f"{check_name(name)}.current.json"
+        return self.root / f"{check_name(name)}{_POINTER}"
 
 
 def weights_files(directory: Path) -> list[Path]:

@@ -26,7 +26,6 @@ from openhands_rl_plugin.core.types import (
     PolicyRef,
     SamplingParams,
     Tokens,
-    ToolCall,
     Usage,
 )
 from openhands_rl_plugin.models.engines.openai_wire import request_body
@@ -38,7 +37,7 @@ from openhands_rl_plugin.models.generator.model import eos_ids
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, SequenceState, sample
 from openhands_rl_plugin.models.server.prompts import PromptRenderer
 from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
-from openhands_rl_plugin.models.server.responses import ParsedText, parse_tool_calls
+from openhands_rl_plugin.models.server.responses import answer_message
 
 DEFAULT_MAX_TOKENS = 512
 _UNBOUNDED = 2**31
@@ -109,7 +108,7 @@ class TransformersEngine:
         except (ServingError, ValidationError) as error:
             raise ModelError(f"the model cannot take this request: {error}") from error
         turn = len(messages)
-        return [self._completion(answer, wanted, turn, called=bool(tools)) for answer in answers]
+        return [self._completion(answer, wanted, turn, tools) for answer in answers]
 
     async def aclose(self) -> None:
         """Stop the generator, if this engine started it."""
@@ -132,16 +131,14 @@ class TransformersEngine:
         params = self._prompts.params(request, prompt_len=len(ids), max_tokens=limit, top_logprobs=None)
         return ids, [params.with_seed(None if wanted.seed is None else wanted.seed + at) for at in range(n)]
 
-    def _completion(self, answer: Generation, wanted: SamplingParams, turn: int, *, called: bool) -> Completion:
-        parsed = parse_tool_calls(answer.text) if called else ParsedText(answer.text, ())
-        calls = tuple(
-            ToolCall(id=f"call_{turn}_{at}", name=call.name, arguments=call.arguments)
-            for at, call in enumerate(parsed.calls)
-        )
+    def _completion(
+        self, answer: Generation, wanted: SamplingParams, turn: int, tools: Sequence[JsonObject]
+    ) -> Completion:
+        message = answer_message(answer.text, tools, turn=turn)
         return Completion(
-            message=Message(role="assistant", content=parsed.content, tool_calls=calls),
+            message=message,
             tokens=Tokens(prompt_ids=answer.prompt_ids, sampled_ids=answer.token_ids, logprobs=answer.logprobs),
-            finish_reason="tool_calls" if calls else answer.finish_reason.value,
+            finish_reason="tool_calls" if message.tool_calls else answer.finish_reason.value,
             usage=Usage(
                 prompt_tokens=len(answer.prompt_ids),
                 cached_tokens=answer.cached_tokens,

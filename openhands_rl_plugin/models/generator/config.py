@@ -16,7 +16,7 @@ class GeneratorConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(min_length=1, description="Directory (or cached hub name) of a Hugging Face causal LM.")
+    model: str = Field(min_length=1, description="Directory (or hub name) of a Hugging Face causal LM; smollm2-135m.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="auto: bfloat16 where the processor multiplies it natively, else float32."
     )
@@ -60,7 +60,10 @@ class ServerConfig(GeneratorConfig):
         description="Environment variable with the key; no key is asked for when it is unset or empty.",
     )
     chat_template: str | None = Field(
-        default=None, description="File with a Jinja chat template; None: the model's own."
+        default=None, description="File with a Jinja chat template, or the name of one of the model's; None: its own."
+    )
+    adapters: str | None = Field(
+        default=None, description="Folder of adapter versions, of which those in use are loaded at the start."
     )
     max_body_bytes: int = Field(default=4 * 1024**2, ge=1024, description="Longest request body.")
 

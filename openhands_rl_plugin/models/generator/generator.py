@@ -280,7 +280,7 @@ class Generator:
             waiting.done.result()
 
     def _read_model(self, path: Path) -> ServedModel:
-        first = path == Path(self.config.model)
+        first = path in (Path(self.config.model), self._first.absolute())
         directory = self._first if first else path
         if not is_file(directory / "config.json"):
             raise NotFound(f"There is no model in {str(directory)[:200]}.", param="model_path")

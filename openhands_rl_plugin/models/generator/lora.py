@@ -141,7 +141,7 @@ def read_adapter(
             layers = {at: _scaled(at, *pair, config.scaling(at), dtype, device) for at, pair in pairs.items()}
     except CaughtFailure as caught:
         raise _load_error(name, f"it cannot be used: {caught.failure.message}") from caught
-    return LoadedAdapter(name, str(path), layers)
+    return LoadedAdapter(name, str(path.absolute()), layers)
 
 
 def _read_config(name: str, path: Path, base_model: str) -> AdapterConfig:

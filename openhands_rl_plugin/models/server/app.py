@@ -16,7 +16,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from openhands_rl_plugin.core.files import is_file
+from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import listening, read_body, serving
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
@@ -35,6 +38,7 @@ from openhands_rl_plugin.models.server.requests import (
 from openhands_rl_plugin.models.server.responses import Formatter, chat_body, models_body, new_id, now, usage
 from openhands_rl_plugin.models.server.streaming import DeltaQueue, cancelling, chat_events, text_events
 
+log = redacting_logger(__name__)
 # Seconds that an adapter keeps taking requests after it was asked to be unloaded.
 _UNLOAD_GRACE = 0.25
 _LONG_BODY = 256 * 1024
@@ -85,10 +89,9 @@ class ModelEndpoints:
         if queue:
             return _stream(chat_events(queue, body, model, ids, formatter, len(jobs)), handles)
         answers = await self._answers(request, handles)
-        tools = bool(body.tools) and body.tool_choice != "none"
         logprobs, token_ids = bool(body.logprobs), bool(body.return_token_ids)
         choices = [
-            formatter.chat_choice(index, answer, logprobs=logprobs, token_ids=token_ids, tools=tools)
+            formatter.chat_choice(index, answer, logprobs=logprobs, token_ids=token_ids, tools=body.callable)
             for index, answer in enumerate(answers)
         ]
         observed = formatter.prompt_logprobs(answers[0].prompt)
@@ -136,7 +139,8 @@ class ModelEndpoints:
         """GET /v1/models: the base model, then the adapters."""
         base = self._base_name
         served = self._generator
-        cards = [{"id": base, "root": served.model.name, "max_model_len": served.max_model_len}]
+        root = str(served.model.directory.absolute())
+        cards = [{"id": base, "root": root, "max_model_len": served.max_model_len}]
         cards += [{"id": each.name, "root": each.path, "parent": base} for each in served.adapters]
         return json_response(models_body(cards))
 
@@ -252,6 +256,22 @@ def _stream(events, handles: Sequence[RequestHandle]) -> StreamingResponse:
     return StreamingResponse(cancelling(events, lambda: _cancel(handles)), media_type="text/event-stream")
 
 
+def load_versions_in_use(generator: Generator, store: AdapterStore) -> None:
+    """Serve every version in use below ``store``; one that does not fit the model is named and left out.
+
+    Raises ``StorageError`` for a damaged store.
+    """
+    for adapter in store.in_use():
+        path = Path(adapter.path)
+        try:
+            if is_file(path / "config.json"):
+                generator.replace_model(adapter.name, path)
+            else:
+                generator.load_adapter(adapter.name, path)
+        except ServingError as error:
+            log.warning("%s is not served: %s", adapter.name, error)
+
+
 @contextmanager
 def running_server(config: ServerConfig, generator: Generator | None = None) -> Iterator[str]:
     """As ``open_server``; yields the URL alone."""
@@ -271,6 +291,8 @@ def open_server(config: ServerConfig, generator: Generator | None = None) -> Ite
     with ExitStack() as stack:
         listener = stack.enter_context(listening(config.host, config.port))
         served = generator or stack.enter_context(Generator(config))
+        if config.adapters:
+            load_versions_in_use(served, AdapterStore(config.adapters))
         app = build_app(config, served)
         url = stack.enter_context(
             serving(

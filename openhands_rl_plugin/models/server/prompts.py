@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from pydantic import JsonValue
-from pydantic_core import from_json
 from transformers import PreTrainedTokenizerFast
 
-from openhands_rl_plugin.core.errors import CaughtFailure, boundary
-from openhands_rl_plugin.core.templates.json_calls import render_tool_call
-from openhands_rl_plugin.core.types import FailureKind, ToolCall
+from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
+from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.models.generator.errors import ServingError, StartError
 from openhands_rl_plugin.models.generator.sequence import DecodingParams
 from openhands_rl_plugin.models.server.requests import (
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     SamplingFields,
     TokenizeRequest,
-    Tool,
 )
 
 log = logging.getLogger(__name__)
@@ -35,42 +28,38 @@ class PromptRenderer:
     """Renders conversations and texts to token ids with the model's tokenizer. Safe in any thread."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_model_len: int, chat_template: str | None) -> None:
-        """``chat_template``: a file that replaces the model's own template. Raises ``StartError``."""
+        """``chat_template``: a file in the place of the model's own template, or the name of one of those. Raises
+        ``StartError``."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         try:
-            own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
-            self._template = Path(chat_template).read_text(encoding="utf-8") if chat_template else own
+            named = isinstance(tokenizer.chat_template, dict) and chat_template in tokenizer.chat_template
+            read = None if named or not chat_template else Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise StartError(f"cannot read the chat template {chat_template}: {error}") from error
+        self._template = read or chat_template
         self._warned = False
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._most_characters = max_model_len * max(longest, _LEAST_PER_TOKEN)
 
     def chat(self, request: ChatCompletionRequest | TokenizeRequest) -> tuple[int, ...]:
         """The token ids of a conversation, with the generation prompt. Raises ``ServingError``."""
-        if not self._template:
+        if not (self._template or self._tokenizer.chat_template):
             raise ServingError(
                 "This model has no chat template; start the server with --chat-template, or use /v1/completions."
             )
         assert request.messages is not None
-        self._warn_if_ignored(request.tools)
-        # It accepts any keyword that the template uses.
-        render = cast(Callable[..., str], self._tokenizer.apply_chat_template)
+        tools = [tool.model_dump() for tool in request.tools or ()]
+        wires = [message.wire for message in request.messages]
+        more = {**(request.chat_template_kwargs or {}), "continue_final_message": request.continue_final_message}
+        cue, tokenizer = request.add_generation_prompt, cast(TemplateTokenizer, self._tokenizer)
         try:
-            with boundary(FailureKind.MODEL, "chat template"):
-                text = render(
-                    [self._message(message) for message in request.messages],
-                    tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
-                    chat_template=self._template,
-                    add_generation_prompt=request.add_generation_prompt,
-                    continue_final_message=request.continue_final_message,
-                    tokenize=False,
-                    **(request.chat_template_kwargs or {}),
-                )
-        except CaughtFailure as caught:
-            reason = caught.failure.message
-            raise ServingError(f"The chat template rejected the messages: {reason}", param="messages") from caught
+            text = chat_text(tokenizer, wires, tools, cue=cue, template=self._template, options=more)
+        except RenderError as error:
+            raise ServingError(f"The chat template rejected the messages: {error}", param="messages") from error
+        if tools and not self._warned and "tools" not in tokenizer.get_chat_template(self._template, tools):
+            self._warned = True
+            log.warning("the chat template does not render tools: use one that does (--chat-template)")
         return self.text(text, special=False)
 
     def text(self, text: str, *, special: bool) -> tuple[int, ...]:
@@ -114,48 +103,3 @@ class PromptRenderer:
             top_logprobs=top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
         )
-
-    def _message(self, message: ChatMessage) -> dict[str, JsonValue]:
-        """One message as chat templates expect it: text content, arguments as an object."""
-        content = message.text
-        rendered: dict[str, JsonValue] = {"role": message.role}
-        calls = message.tool_calls or ()
-        if calls and "tool_calls" not in (self._template or ""):
-            # A template without tool calls would drop them from the history.
-            values = (ToolCall(name=call.function.name, arguments=call.function.arguments or "{}") for call in calls)
-            written = (render_tool_call(call) for call in values)
-            content = "\n".join([content, *written] if content else written)
-        elif calls:
-            rendered["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-                }
-                for call in calls
-            ]
-        rendered["content"] = content
-        if message.name is not None:
-            rendered["name"] = message.name
-        if message.tool_call_id is not None:
-            rendered["tool_call_id"] = message.tool_call_id
-        return rendered
-
-    def _warn_if_ignored(self, tools: Sequence[Tool] | None) -> None:
-        if tools and "tools" not in (self._template or "") and not self._warned:
-            self._warned = True
-            log.warning("the chat template does not render tools: use one that does (--chat-template)")
-
-
-def _arguments(text: str) -> JsonValue:
-    """Parsed arguments for the template; text that is not a JSON object is returned unchanged."""
-    try:
-        value = from_json(text or "{}")
-    except ValueError as error:
-        if "recursion limit" in str(error):
-            raise ServingError("The arguments of a tool call are nested too deeply.", param="messages") from error
-        try:
-            value = json.loads(text)  # it takes half a surrogate pair
-        except (ValueError, RecursionError):
-            return text
-    return value if isinstance(value, dict) else text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from openhands_rl_plugin.core.messages import calls_in
 
 MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
@@ -33,43 +35,34 @@ class StreamOptions(OpenAIModel):
     include_usage: bool = False
 
 
-class FunctionCall(OpenAIModel):
-    """The function of a tool call; ``arguments`` is JSON text as the model wrote it."""
-
-    name: str
-    arguments: str = "{}"
-
-
-class MessageToolCall(OpenAIModel):
-    """A tool call in an assistant message; responses always set ``id``."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class ContentPart(OpenAIModel):
-    """A part of a message; only text is supported."""
+    """A part of a message: text, or reasoning, whose fields are its server's own."""
 
-    type: Literal["text"]
-    text: str
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "input_text", "output_text", "thinking", "redacted_thinking", "reasoning", "refusal"]
 
 
 class ChatMessage(OpenAIModel):
-    """One message of the conversation."""
+    """One message of the conversation; its calls and its reasoning are read by ``core.messages``."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | Annotated[tuple[ContentPart, ...], Field(fail_fast=True)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[tuple[MessageToolCall, ...], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
 
     @property
-    def text(self) -> str:
-        """The content as one string; parts are joined by newlines, as in vLLM."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "\n".join(part.text for part in self.content)
+    def wire(self) -> dict[str, Any]:
+        """The message as it was sent."""
+        return self.model_dump(exclude_unset=True)
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> ChatMessage:
+        try:
+            calls_in(self.wire)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError("tool_calls are not those of OpenAI's messages") from error
+        return self
 
 
 Messages = Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), Field(max_length=MAX_MESSAGES)]
@@ -157,6 +150,11 @@ class ChatCompletionRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that an answer may call."""
+        return [tool.model_dump() for tool in self.tools or () if self.tool_choice != "none"]
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from openhands_rl_plugin.core.templates.json_calls import OPEN, parse_tool_call_json
-from openhands_rl_plugin.core.types import ToolCall
+from openhands_rl_plugin.core.templates.json_calls import OPEN, fenced_call, parse_tool_call_json
+from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
+from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.models.server.requests import CompletionRequest
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and clients of this module need neither
@@ -62,9 +63,11 @@ class Formatter:
             return None
         return [None if one is None else self._prompt_entry(one) for one in observed]
 
-    def chat_choice(self, index: int, answer: Generation, *, logprobs: bool, token_ids: bool, tools: bool) -> Body:
+    def chat_choice(
+        self, index: int, answer: Generation, *, logprobs: bool, token_ids: bool, tools: Sequence[JsonObject]
+    ) -> Body:
         """A whole chat choice; tool calls are parsed when the request offered tools."""
-        parsed = parse_tool_calls(answer.text) if tools else ParsedText(answer.text, ())
+        parsed = parse_tool_calls(answer.text, tools)
         return {
             "index": index,
             "message": assistant_body(parsed.content, parsed.calls),
@@ -170,6 +173,7 @@ def now() -> int:
 
 
 _OPEN = re.compile(re.escape(OPEN), re.IGNORECASE)
+_FENCED = re.compile(r"\s*+(?:`{0,2}\Z|```(?:j|js|jso|json)?\s*+(?:\Z|\{))", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -184,17 +188,31 @@ class ParsedText:
     spoken: str = ""
 
 
-def parse_tool_calls(text: str) -> ParsedText:
-    """Split an answer into text and calls. If any call is malformed, everything is left as content."""
-    parsed = parse_tool_call_json(text)
+def parse_tool_calls(text: str, tools: Sequence[JsonObject]) -> ParsedText:
+    """Split an answer to a request that offered ``tools`` into text and calls.
+
+    Without tools, or if any call is malformed, everything is content.
+    """
+    parsed = parse_tool_call_json(text) if tools else ParsedAnswer(text)
+    if (call := fenced_call(text, tools)) is not None:
+        return ParsedText(None, (call,))
     if parsed.problems or not parsed.calls:
         return ParsedText(text, (), text)
     spoken = parsed.before + parsed.after
     return ParsedText(spoken.strip() or None, parsed.calls, spoken)
 
 
+def answer_message(text: str, tools: Sequence[JsonObject], *, turn: int) -> Message:
+    """The answer to a request that offered ``tools``, as the server gives it; ``turn`` numbers its calls."""
+    parsed = parse_tool_calls(text, tools)
+    calls = tuple(call.model_copy(update={"id": f"call_{turn}_{at}"}) for at, call in enumerate(parsed.calls))
+    return Message(role="assistant", content=parsed.content, tool_calls=calls)
+
+
 def safe_length(text: str) -> int:
     """How much of an unfinished answer is surely plain content: up to a call or what may become one."""
+    if _FENCED.match(text):
+        return 0
     if match := _OPEN.search(text):
         return match.start()
     for length in range(min(len(OPEN) - 1, len(text)), 0, -1):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.models.generator.errors import RequestCancelled, ServingError
 from openhands_rl_plugin.models.generator.sequence import Delta, DeltaCallback, Generation, RequestHandle
 from openhands_rl_plugin.models.server.http import SSE_DONE, error_body, sse_event
@@ -67,7 +68,7 @@ class DeltaQueue:
 class _Choice:
     """State of a streamed chat choice; with tools, text that may become a tool call is buffered."""
 
-    tools: bool
+    tools: Sequence[JsonObject]
     whole: str = ""
     sent: int = 0
 
@@ -81,9 +82,7 @@ class _Choice:
 
     def rest(self) -> tuple[str, list[Body]]:
         """At the end: the buffered text, and the tool calls that were parsed from it."""
-        parsed = parse_tool_calls(self.whole) if self.tools else None
-        if parsed is None or not parsed.calls:
-            return self.whole[self.sent :], []
+        parsed = parse_tool_calls(self.whole, self.tools)
         calls = tool_call_bodies(parsed.calls)
         return parsed.spoken[self.sent :], [{"index": i, **call} for i, call in enumerate(calls)]
 
@@ -98,8 +97,7 @@ async def chat_events(
 ) -> AsyncIterator[str]:
     """The events of a chat completion with ``count`` choices, up to and including ``[DONE]``."""
     head = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk", "created": now(), "model": model}
-    tools = bool(request.tools) and request.tool_choice != "none"
-    choices = [_Choice(tools) for _ in range(count)]
+    choices = [_Choice(request.callable) for _ in range(count)]
     finished: dict[int, Generation] = {}
     for index in range(count):
         first = chunk_choice(index, delta={"role": "assistant", "content": ""})

@@ -12,12 +12,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
-from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
 from openhands_rl_plugin.core.messages import SpokenMessage
+from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
+from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import (
     ACTED,
+    FailureKind,
     JsonObject,
     Message,
     Node,
@@ -71,12 +74,12 @@ _TOOL: JsonObject = {
 class TemplateTraits(NamedTuple):
     """What a template can say.
 
-    ``arguments``: the form in which it prints the arguments of a call as one JSON object, ``None`` when it prints no
-    calls, results or tools. ``parallel``: several calls in a turn. ``content``: text beside a call. ``system``: a
-    message of that role. ``repeats``: two messages of one role in a row. ``reasoning``: ``reasoning_content``.
+    ``native``: results, tools, and calls with their arguments as one JSON object. ``parallel``: several calls in a
+    turn. ``content``: text beside a call. ``system``: a message of that role. ``repeats``: two messages of one role in
+    a row. ``reasoning``: ``reasoning_content``.
     """
 
-    arguments: ArgumentsForm | None
+    native: bool
     parallel: bool
     content: bool
     system: bool
@@ -95,14 +98,12 @@ def traits_of(render: Render) -> TemplateTraits:
     """Found out by rendering short conversations."""
     asked = {"role": "user", "content": "Begin."}
     system = {"role": "system", "content": "Rules."}
-    printed = forms_printed(render)
-    arguments = printed[0] if printed else None
-    calls = [_probe_call(arguments or "object", _CALL), _probe_call(arguments or "object", "probe_other")]
+    calls = [_probe_call("object", _CALL), _probe_call("object", "probe_other")]
     both = [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
     one = [asked, {"role": "assistant", "content": _TEXT, "tool_calls": calls[:1]}]
     thought = [asked, {"role": "assistant", "content": _TEXT, "reasoning_content": _REASON}]
     return TemplateTraits(
-        arguments=arguments,
+        native=_prints_calls(render, asked, "object"),
         parallel="probe_other" in (_tried(render, both, [_TOOL]) or ""),
         content=_TEXT in (_tried(render, one, [_TOOL]) or ""),
         system="Rules." in (_tried(render, [system, asked]) or ""),
@@ -131,11 +132,11 @@ def turns_for(
         message.model_copy(update={"sampled": False}) if at in context else message
         for at, message in zip(trajectory.path(leaf), spoken_messages(trajectory, leaf), strict=True)
     ]
-    native = traits.arguments is not None
+    native = traits.native
     if not native or (not traits.parallel and any(len(message.tool_calls) > 1 for message in spoken)):
         spoken = single_call_turns(spoken).messages
     if native:
-        turns = [RenderedMessage(_native(message, traits), _trained(message)) for message in spoken]
+        turns = [RenderedMessage({**wire_of(each), "content": each.content or ""}, _trained(each)) for each in spoken]
     else:
         turns = list(_as_text(spoken, trajectory.tools))
     if not traits.system:
@@ -147,16 +148,6 @@ def _trained(message: Message) -> bool:
     """Malformed calls are context only: a template would write them as something that was not said."""
     well_formed = all(arguments_object(call.arguments) is not None for call in message.tool_calls)
     return isinstance(message, SpokenMessage) and message.sampled and well_formed
-
-
-def _native(message: Message, traits: TemplateTraits) -> dict[str, Any]:
-    wire: dict[str, Any] = {**wire_of(message), "content": message.content or ""}
-    if traits.arguments == "object":
-        for call in wire.get("tool_calls", ()):
-            value = arguments_object(call["function"]["arguments"])
-            if value is not None:
-                call["function"]["arguments"] = value
-    return wire
 
 
 def _as_text(spoken: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[RenderedMessage]:
@@ -230,7 +221,7 @@ def _tried(render: Render, messages: WireMessages, tools: Sequence[JsonObject] =
 _CACHED_TEXTS = 4096
 
 
-class ChatTokenizer(Protocol):
+class ChatTokenizer(TemplateTokenizer, Protocol):
     """The part of a Hugging Face tokenizer that is used here."""
 
     @property
@@ -241,10 +232,6 @@ class ChatTokenizer(Protocol):
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
         """Id -> added token, which says whether it is special."""
-        ...
-
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
-        """Render a conversation; with ``tokenize=False`` the result is text."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -334,15 +321,10 @@ class TokenMaker:
 
     def render(self, messages: WireMessages, tools: Sequence[JsonObject], cue: bool) -> str:
         """The conversation as text. Raises ``TrainingError`` when the template refuses it."""
-        from jinja2 import TemplateError
-
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=cue
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            return chat_text(self._tokenizer, messages, tools, cue=cue)
+        except RenderError as error:
             raise TrainingError(f"the chat template refuses the conversation: {error}") from error
-        return cast(str, text)
 
     def with_tokens(self, trajectory: Trajectory) -> Trajectory:
         """All that was acted on, as the template takes it, with token ids and without logprobs.
@@ -451,7 +433,7 @@ class TemplateCheck:
     def __init__(self, tokenizer: ChatTokenizer, conversations: Sequence[str]) -> None:
         self.rendered = 0
         self.refused: Counter[str] = Counter()
-        self._render = TokenMaker(tokenizer).render
+        self._tokenizer = tokenizer
         self._conversations = conversations
         self.printed = forms_printed(self._render)
 
@@ -471,6 +453,16 @@ class TemplateCheck:
                 yield name, row
 
         return watched
+
+    def _render(self, messages: WireMessages, tools: Sequence[JsonObject], cue: bool) -> str:
+        """As other programs render: in the form in which the messages come."""
+        try:
+            with boundary(FailureKind.MODEL, "chat template"):
+                return self._tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=cue
+                )
+        except CaughtFailure as caught:
+            raise TrainingError(f"the chat template refuses the conversation: {caught.failure.message}") from caught
 
     def _look_at(self, row: JsonObject) -> None:
         tools: Any = row.get("tools") or []

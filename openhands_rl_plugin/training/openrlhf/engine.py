@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.templates.chat import chat_text
 from openhands_rl_plugin.core.types import (
     Completion,
     JsonObject,
@@ -16,10 +17,9 @@ from openhands_rl_plugin.core.types import (
     PolicyRef,
     SamplingParams,
     Tokens,
-    ToolCall,
     Usage,
 )
-from openhands_rl_plugin.models.server.responses import ParsedText, parse_tool_calls
+from openhands_rl_plugin.models.server.responses import answer_message
 
 _CHOSEN_BY_STRATEGY = ("temperature", "top_p", "seed")
 
@@ -71,7 +71,7 @@ class OpenRLHFEngine:
             raise ModelError(f"the conversation has {len(prompt)} tokens of {self._longest}: raise --data.max_len")
         wanted = self._wanted(sampling, room)
         answers = await asyncio.gather(*(self._generator.generate(list(prompt), deepcopy(wanted)) for _ in range(n)))
-        return [self._completion(tuple(messages), prompt, answer.outputs[0], bool(tools)) for answer in answers]
+        return [self._completion(tuple(messages), prompt, answer.outputs[0], tools) for answer in answers]
 
     def _prompt(self, messages: tuple[Message, ...], tools: Sequence[JsonObject]) -> tuple[int, ...]:
         """The ids of the longest known prefix that ends with an answer, and those of the text after it."""
@@ -97,12 +97,12 @@ class OpenRLHFEngine:
         return wanted
 
     def _completion(
-        self, messages: tuple[Message, ...], prompt: tuple[int, ...], output: Any, called: bool
+        self, messages: tuple[Message, ...], prompt: tuple[int, ...], output: Any, tools: Sequence[JsonObject]
     ) -> Completion:
         sampled = tuple(output.token_ids)
         # Not the engine's own text: OpenRLHF requests it with its special tokens.
         text = str(self._tokenizer.decode(list(sampled), skip_special_tokens=True))
-        message = message_of(text, turn=len(messages), called=called)
+        message = answer_message(text, tools, turn=len(messages))
         self._contexts[(*messages, message)] = prompt + sampled
         given = output.logprobs or ()
         return Completion(
@@ -140,13 +140,8 @@ class TokenizerTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[JsonObject] = (), *, add_generation_prompt: bool = True
     ) -> str:
-        """The text of the prompt. Errors of the template are not caught."""
-        return self._tokenizer.apply_chat_template(
-            [to_wire(message) for message in messages],
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
+        """The text of the prompt. Raises ``RenderError``."""
+        return chat_text(self._tokenizer, [to_wire(each) for each in messages], tools, cue=add_generation_prompt)
 
 
 def text_behind(renderer: Renderer, messages: Sequence[Message], answer: int, tools: Sequence[JsonObject]) -> str:
@@ -159,13 +154,3 @@ def text_behind(renderer: Renderer, messages: Sequence[Message], answer: int, to
     if not found or _STAND_IN in before:
         raise ModelError("the chat template omits the assistant's answers; use a model with another template")
     return behind
-
-
-def message_of(text: str, *, turn: int, called: bool) -> Message:
-    """An answer as a message; its tool calls are parsed as by the model server, if tools were offered."""
-    parsed = parse_tool_calls(text) if called else ParsedText(text, ())
-    calls = tuple(
-        ToolCall(id=f"call_{turn}_{at}", name=call.name, arguments=call.arguments)
-        for at, call in enumerate(parsed.calls)
-    )
-    return Message(role="assistant", content=parsed.content, tool_calls=calls)

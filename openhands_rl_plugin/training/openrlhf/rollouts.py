@@ -41,10 +41,11 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
+from openhands_rl_plugin.models.server.responses import answer_message
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.training.data.batch import is_cut_short, samples_of
-from openhands_rl_plugin.training.openrlhf.engine import OpenRLHFEngine, TokenGenerator, message_of, text_behind
+from openhands_rl_plugin.training.openrlhf.engine import OpenRLHFEngine, TokenGenerator, text_behind
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.segments import observed_tokens
 
@@ -305,7 +306,7 @@ class SteppedEpisode:
             raise TrainingError("the episode is not open: reset it first, and do not step after its end")
         tools, turn = self._session.tree.tools, len(self._messages)
         spoken = without_stop(text, self._template.stop)
-        self._engine.said.put_nowait(message_of(spoken, turn=turn, called=bool(tools)))
+        self._engine.said.put_nowait(answer_message(spoken, tools, turn=turn))
         messages = await self._engine.asked.get()
         if messages is None:
             return await self._last(self._playing.result())

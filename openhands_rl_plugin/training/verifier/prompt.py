@@ -10,12 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from jinja2 import TemplateError
+from typing import TYPE_CHECKING, cast
 
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.messages import transcript
+from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
+from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.trajectories.exchange.episodes import patch_of
 from openhands_rl_plugin.trajectories.exchange.verifier import LogSection, joined, log_sections, question
@@ -133,16 +133,12 @@ class VerifierPrompts:
 
     def _around(self) -> tuple[str, str]:
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                question(_PLACE),  # pyright: ignore[reportArgumentType]  (its own type asks for plain strings)
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            rendered = chat_text(cast(TemplateTokenizer, self._tokenizer), question(_PLACE), cue=True)
+        except RenderError as error:
             raise TrainingError(
-                f"the verifier's question cannot be rendered with the model's chat template: {describe(error)}"
+                f"the verifier's question cannot be rendered with the model's chat template: {error}"
             ) from error
-        before, found, after = str(rendered).partition(f"{_OPEN}{_PLACE}{_CLOSE}")
+        before, found, after = rendered.partition(f"{_OPEN}{_PLACE}{_CLOSE}")
         if not found:
             raise TrainingError("the model's chat template changes the user's message; use another base model")
         return before, after + JUDGEMENT

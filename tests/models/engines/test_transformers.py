@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from openhands_rl_plugin.core.errors import ConfigError, ModelError, RLError
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Completion, Message, Observation, PolicyRef, SamplingParams, Tokens, ToolCall
+from openhands_rl_plugin.core.types import Completion, Message, Observation, PolicyRef, SamplingParams, Tokens
 from openhands_rl_plugin.models.engines.transformers import TransformersEngine
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.generator import Generator
@@ -126,16 +126,6 @@ async def test_an_adapter_is_sampled_and_named(generator: Generator, path: Path,
     assert tokens_of(tuned).logprobs != tokens_of(base).logprobs
     with pytest.raises(ModelError, match="policy-v000002"):
         await TransformersEngine(generator, adapter="policy-v000002").complete(ASK, sampling=GREEDY)
-
-
-async def test_tools_and_calls_reach_the_prompt(engine: TransformersEngine):
-    tool = {"type": "function", "function": {"name": "grep", "parameters": {"type": "object"}}}
-    call = Message(role="assistant", tool_calls=(ToolCall(id="c", name="grep", arguments='{"q": "fox"}'),))
-    result = Message(role="tool", content="found", tool_call_id="c")
-    completion = (await engine.complete([*ASK, call, result], tools=[tool], sampling=GREEDY))[0]
-    prompt = engine.tokenizer.decode(tokens_of(completion).prompt_ids)
-    for part in ("Tools: grep", '{"name": "grep", "arguments": {"q": "fox"}}', "found"):
-        assert part in prompt
 
 
 async def test_turns_extend_in_the_tree(engine: TransformersEngine):

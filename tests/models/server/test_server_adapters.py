@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny_model import write_adapter, write_model
 from transformers import AutoModelForCausalLM
 
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sequence import DecodingParams
+from openhands_rl_plugin.models.server.app import running_server
 
 
 @pytest.fixture
@@ -181,3 +184,23 @@ def test_requests_in_flight_finish_on_their_version(generator: Generator, adapte
     assert ticket.future.result().token_ids == expected.token_ids
     assert newer.future.result().token_ids == generator.generate([5, 6, 7], params, adapter="b").token_ids
     generator.unload_adapter("same-name").result(timeout=30)
+
+
+def test_a_server_starts_with_the_versions_in_use(
+    tiny_model: Path, adapter_a: Path, adapter_b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = write_adapter(tmp_path / "made", write_model(tmp_path / "other", hidden_size=32), seed=1)
+    store = AdapterStore("adapters")
+    for name, path in (("policy", adapter_a), ("policy", adapter_b), ("another-model", other), ("unused", adapter_a)):
+        store.create(
+            name, lambda folder, path=path: shutil.copytree(path, folder, dirs_exist_ok=True), base_model="tiny"
+        )
+    store.point(store.versions("policy")[0])
+    store.point(store.versions("another-model")[0])
+    shutil.copytree(tiny_model, tmp_path / "model")
+    config = ServerConfig(model="model", served_model_name="tiny", port=0, threads=1, adapters="adapters")
+    with running_server(config) as url:
+        cards = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+    roots = {"tiny": str(tmp_path / "model"), "policy-v000001": str(tmp_path / "adapters/policy-v000001")}
+    assert {card["id"]: card["root"] for card in cards} == roots

@@ -155,22 +155,6 @@ def test_models_and_health(client: openai.OpenAI, http: httpx.Client, adapter_a:
     assert http.get("/health").status_code == 200
 
 
-def test_tools_are_rendered_and_calls_in_the_history(http: httpx.Client, generator: Generator) -> None:
-    tool = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
-    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"query": "fox"}'}}
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "lazy dog"},
-    ]
-    body = http.post("/tokenize", json={"messages": messages, "tools": [tool]}).json()
-    text = generator.tokenizer.decode(body["tokens"])
-    assert "Tools: search" in text and '{"name": "search", "arguments": {"query": "fox"}}' in text
-    assert "<|im_start|>tool\nlazy dog" in text
-    answer = http.post("/v1/chat/completions", json={"messages": messages, "tools": [tool], "max_tokens": 4})
-    assert answer.json()["choices"][0]["message"]["tool_calls"] is None
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "text"),
     [

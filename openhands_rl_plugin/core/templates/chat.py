@@ -1,0 +1,124 @@
+"""A conversation as text by a tokenizer's own chat template. Serving and training render here, and as vLLM does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.messages import WireMessage, calls_in, reasoning_in, text_of
+from openhands_rl_plugin.core.templates.json_calls import render_tool_call
+from openhands_rl_plugin.core.templates.parsing import RenderError
+from openhands_rl_plugin.core.types import FailureKind, JsonObject
+
+_TAKES_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+\s*(?:\.\s*content\b|\[\s*['\"]content['\"]\s*\])")
+_MOST_QUOTED = 3
+
+
+class TemplateTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that renders conversations."""
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str:
+        """The template's text: that given or named, else ``tool_use`` with tools, else ``default`` or the only one."""
+        ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
+        """Render a conversation; with ``tokenize=False`` the result is text."""
+        ...
+
+
+def chat_text(
+    tokenizer: TemplateTokenizer,
+    messages: Sequence[WireMessage],
+    tools: Sequence[JsonObject] = (),
+    *,
+    cue: bool,
+    template: str | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """The prompt of a conversation; ``cue``: with what opens an answer of the model.
+
+    ``template``: a text in the place of the tokenizer's own, or the name of one of several. ``options`` are keywords of
+    the template. Arguments of calls are given as objects, and as text to a template that takes no objects. Calls are
+    written into the content where a template has no calls, because it would drop them. Raises ``RenderError``.
+    """
+    offered = [_offered(tool) for tool in tools] or None
+    try:
+        with boundary(FailureKind.MODEL, "chat template"):
+            chosen = tokenizer.get_chat_template(template, offered)
+
+            def render(*, objects: bool) -> str:
+                shown = [_shown(message, chosen, objects=objects) for message in messages]
+                return tokenizer.apply_chat_template(
+                    shown,
+                    tools=offered,
+                    chat_template=chosen,
+                    add_generation_prompt=cue,
+                    tokenize=False,
+                    **options,
+                )
+
+            try:
+                return render(objects=True)
+            except TypeError:  # it joins the arguments and a text
+                return render(objects=False)
+    except CaughtFailure as caught:
+        raise RenderError(caught.failure.message) from caught
+
+
+def _offered(tool: JsonObject) -> JsonObject:
+    """The tool with the fields, and in the order, that vLLM's own model of it has."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    first = {name: function.get(name) for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": {**first, **function}}
+
+
+def _shown(wire: WireMessage, template: str, *, objects: bool) -> dict[str, Any]:
+    """A message as templates take it."""
+    calls, content = calls_in(wire), text_of(wire.get("content")) or ""
+    shown: dict[str, Any] = {"role": wire["role"], "content": content}
+    if calls and "tool_calls" not in template:
+        written = [render_tool_call(call) for call in calls]
+        shown["content"] = "\n".join([content, *written] if content else written)
+    elif calls:
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _object(call.arguments) if objects else call.arguments},
+            }
+            for call in calls
+        ]
+    if wire["role"] != "tool" and _TAKES_PARTS.search(template):
+        given = wire.get("content") if shown["content"] == content else shown["content"]
+        parts = given if isinstance(given, list | tuple) else [given] if given is not None else []
+        shown["content"] = [{"type": "text", "text": text} for part in parts if (text := text_of([part])) is not None]
+    if wire["role"] == "assistant" and (reasoning := reasoning_in(wire)) is not None:
+        shown["reasoning"] = shown["reasoning_content"] = reasoning
+    return shown | {name: wire[name] for name in ("name", "tool_call_id") if wire.get(name) is not None}
+
+
+def _object(arguments: str) -> JsonValue:
+    """The object in the text, or in a string of JSON within it; text that holds none is returned unchanged."""
+    value: JsonValue = arguments
+    for _ in range(_MOST_QUOTED):
+        if not isinstance(value, str):
+            break
+        try:
+            value = from_json(value)
+        except ValueError as error:
+            if "recursion limit" in str(error):
+                raise RenderError("the arguments of a tool call are nested too deeply") from error
+            try:
+                value = json.loads(value)  # it takes half a surrogate pair
+            except (ValueError, RecursionError):
+                return arguments
+    return value if isinstance(value, dict) else {} if value is None else arguments
