@@ -198,9 +198,9 @@ def test_a_server_starts_with_the_versions_in_use(
         )
     store.point(store.versions("policy")[0])
     store.point(store.versions("another-model")[0])
-    shutil.copytree(tiny_model, tmp_path / "model")
-    config = ServerConfig(model="model", served_model_name="tiny", port=0, threads=1, adapters="adapters")
+    (tmp_path / "tiny").symlink_to(tiny_model)
+    config = ServerConfig(model="tiny", served_model_name="base", port=0, threads=1, adapters="adapters")
     with running_server(config) as url:
         cards = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
-    roots = {"tiny": str(tmp_path / "model"), "policy-v000001": str(tmp_path / "adapters/policy-v000001")}
+    roots = {"base": str(tmp_path / "tiny"), "policy-v000001": str(tmp_path / "adapters/policy-v000001")}
     assert {card["id"]: card["root"] for card in cards} == roots
