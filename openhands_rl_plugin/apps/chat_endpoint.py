@@ -381,8 +381,7 @@ class PolicyConfig(Frozen):
     upstream_key_env: VariableName = Field(default="", description="environment variable with the model server's key")
     tools: tuple[str, ...] = Field(default=(), description="think, final or module:Class; none: a plain conversation")
     template: str = Field(
-        default="",
-        description="family whose calls stand in the text (qwen3, ...); unset: the server reads them",
+        default="", description="family whose calls stand in the text (qwen3, ...); unset: the server reads them"
     )
     opens_thought: bool = Field(
         default=False,
@@ -399,10 +398,7 @@ class PolicyConfig(Frozen):
     def options(self) -> ToolOptions:
         """Of the environment. A conversation without tools has no system message of its own."""
         return ToolOptions(
-            tools=self.tools,
-            template=self.template,
-            opens_thought=self.opens_thought,
-            system_prompt=self.system_prompt,
+            tools=self.tools, template=self.template, opens_thought=self.opens_thought, system_prompt=self.system_prompt
         )
 
     def limits(self) -> Limits:

@@ -64,12 +64,7 @@ from openhands_rl_plugin.models.generator.errors import ServingError
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
 from openhands_rl_plugin.rollout.session import SessionRunner
-from openhands_rl_plugin.training.data.dataset import (
-    ExcludedEpisodes,
-    TrainReport,
-    build_dataset_or_sft,
-    load_episodes,
-)
+from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainReport, build_dataset_or_sft, load_episodes
 from openhands_rl_plugin.training.learn import learn, tell_notes
 from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 

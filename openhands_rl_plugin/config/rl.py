@@ -121,10 +121,7 @@ class LoopSettings(Settings):
     )
     warm_start_epochs: int = Field(default=2, ge=1, description="passes over the demonstrations")
     warm_start_rate: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="its learning rate, which decays to 0; 0: learning_rate of [rl.training]",
+        default=0.0, ge=0, le=1, description="its learning rate, which decays to 0; 0: learning_rate of [rl.training]"
     )
     warm_start_batch_size: int = Field(
         default=0, ge=0, description="episodes per optimiser step of it; 0: batch_size of [rl.training]"
@@ -140,9 +137,7 @@ class LoopSettings(Settings):
         description="repair: further edits of library functions in a short form, a third of a drill's tokens",
     )
     more_tasks: int = Field(
-        default=0,
-        ge=0,
-        description="repair: further training tasks, other bugs in the functions of the training split",
+        default=0, ge=0, description="repair: further training tasks, other bugs in the functions of the training split"
     )
     base_held_out: int = Field(
         default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
@@ -311,8 +306,7 @@ class RLSettings(Settings):
     )
     max_workers: int = Field(default=10, ge=1, le=4096, description="concurrent episodes")
     host: Literal["auto", "v0", "v1"] = Field(
-        default="auto",
-        description="OpenHands to run: v0 (openhands-ai 1.6), v1 (its SDK), auto: the installed one",
+        default="auto", description="OpenHands to run: v0 (openhands-ai 1.6), v1 (its SDK), auto: the installed one"
     )
     executor: Literal["processes", "ray"] = Field(
         default="processes", description="where OpenHands episodes run: local worker processes, or Ray actors"

@@ -74,16 +74,14 @@ class TrainingSettings(Settings):
     renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
 
     engine: Annotated[str, registry.registered("training_engines", besides=(LOCAL,))] = Field(
-        default=LOCAL,
-        description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]",
+        default=LOCAL, description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]"
     )
     algorithm: AlgorithmName = Field(
         default="reinforce++-baseline",
         description="how episodes become a loss: imitation, policy gradients on groups of a task, or preferences (dpo)",
     )
     method: Literal["lora", "qlora", "full"] = Field(
-        default="lora",
-        description="what is trained: an adapter, qlora: on a 4-bit base model, or full: all weights",
+        default="lora", description="what is trained: an adapter, qlora: on a 4-bit base model, or full: all weights"
     )
     learning_rate: float = Field(
         default=1e-5,
@@ -94,8 +92,7 @@ class TrainingSettings(Settings):
     num_epochs: int = Field(default=3, ge=1, description="passes over the chosen episodes")
     batch_size: int = Field(default=8, ge=1, description="episodes per optimiser step; dpo: pairs")
     batch_order: Literal["shuffled", "prefix"] = Field(
-        default="shuffled",
-        description="order of the samples; prefix: those with a common prefix in one step",
+        default="shuffled", description="order of the samples; prefix: those with a common prefix in one step"
     )
     max_grad_norm: float = Field(default=1.0, gt=0, description="a gradient with a larger L2 norm is scaled down to it")
     lora_rank: int = Field(
@@ -178,8 +175,7 @@ class TrainingSettings(Settings):
         description="importance weights for off-policy rollouts: truncated, or masked outside of the bounds",
     )
     correction_level: Annotated[Literal["token", "sequence", "sequence-product"], _CORRECTION] = Field(
-        default="token",
-        description="importance weight per token, or a mean or product over the sequence",
+        default="token", description="importance weight per token, or a mean or product over the sequence"
     )
     correction_low: Annotated[float, _Only(_RL, "correction", ("mask",))] = Field(
         default=0.5, ge=0, le=1, description='correction "mask": tokens with a lower weight are masked'
@@ -246,8 +242,7 @@ class TrainingSettings(Settings):
         default=20, ge=0, description="optimiser steps between checkpoints; 0: no checkpoints"
     )
     sharding: Literal["auto", "none", "layers"] = Field(
-        default="auto",
-        description="sharding of the base model over processes (FSDP2); auto: accelerate's",
+        default="auto", description="sharding of the base model over processes (FSDP2); auto: accelerate's"
     )
     nproc_per_node: int = Field(
         default=1, ge=1, le=64, description="processes that train together on this machine, each on a GPU of its own"

@@ -74,14 +74,7 @@ class EpisodeProgram:
         self._python = checked_interpreter()
 
     async def play(
-        self,
-        task: str,
-        base_url: str,
-        model: str,
-        *,
-        base_model: str = "",
-        key: str = "none",
-        **changes: object,
+        self, task: str, base_url: str, model: str, *, base_model: str = "", key: str = "none", **changes: object
     ) -> PlayedRollout | str:
         """The episode of ``task``, an id or a row as JSON; or in one line why there is none that may be trained on.
 

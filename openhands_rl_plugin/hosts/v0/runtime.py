@@ -53,12 +53,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SubprocessSandbox,
     check_bubblewrap,
 )
-from openhands_rl_plugin.environments.workspace.session_fork import (
-    SessionFork,
-    changes_in,
-    check_in,
-    fork_session,
-)
+from openhands_rl_plugin.environments.workspace.session_fork import SessionFork, changes_in, check_in, fork_session
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
