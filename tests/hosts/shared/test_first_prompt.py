@@ -117,3 +117,7 @@ def test_the_published_adapter_is_sampled_from_when_the_server_has_it(
     assert checked(server, tmp_path).adapter_in_use() is None
     server.adapters = {adapter.name: "base"}
     assert checked(server, tmp_path).adapter_in_use() == adapter.name
+    # Without [rl.serving] it is the server of the LLM.
+    settings = RLSettings.model_validate({"serving": {"adapters_path": str(tmp_path / "adapters")}})
+    for model, sampled in (("openai/base", adapter.name), ("openai/another", None)):
+        assert FirstPrompt(settings, {"model": model, "base_url": server.url}).adapter_in_use() == sampled
