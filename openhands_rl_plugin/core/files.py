@@ -65,10 +65,10 @@ def temporary_folder(kind: str) -> Path:
     It is in a folder that this process locks. Those of processes that were killed are removed when another process
     makes its first. Raises ``OSError``.
     """
-    if not (own := _of_process(os.getpid(), tempfile.gettempdir())).exists():  # such folders are swept
+    own = (os.getpid(), tempfile.gettempdir())
+    if not _of_process(*own).exists():  # such folders are swept
         _of_process.cache_clear()
-        own = _of_process(os.getpid(), tempfile.gettempdir())
-    return Path(tempfile.mkdtemp(prefix=f"openhands-rl-{kind}-", dir=own))
+    return Path(tempfile.mkdtemp(prefix=f"openhands-rl-{kind}-", dir=_of_process(*own)))
 
 
 @functools.cache

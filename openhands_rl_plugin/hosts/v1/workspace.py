@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from openhands.sdk.llm import TextContent
 from openhands.sdk.utils import maybe_truncate
@@ -191,28 +191,10 @@ _INTERRUPT = "C-c"
 _INTERRUPTED = 5.0
 
 
-class HasShell(Protocol):
-    """A workspace with a shell; ``start`` is the directory that it begins in. All methods block."""
-
-    start: str
-
-    def run(self, command: str, *, timeout: float | None) -> CommandResult:
-        """Run a command to its end. Raises ``InfrastructureError``."""
-        ...
-
-    def interrupt(self) -> None:
-        """Send Ctrl-C to the command that is running."""
-        ...
-
-    def restart(self) -> None:
-        """End all processes, and go on with a new shell."""
-        ...
-
-
 class Terminal:
     """One session's terminal: a shell, and the command that runs in it. ``seconds``: the time limit by default."""
 
-    def __init__(self, workspace: HasShell, seconds: float = DEFAULT_SECONDS) -> None:
+    def __init__(self, workspace: SandboxedWorkspace | ContainerWorkspace, seconds: float = DEFAULT_SECONDS) -> None:
         self.seconds = seconds
         self._workspace = workspace
         self._running: tuple[str, Future[CommandResult]] | None = None
@@ -222,7 +204,7 @@ class Terminal:
         """Whether a command is still running."""
         return self._running is not None
 
-    def forked(self, workspace: HasShell) -> Terminal:
+    def forked(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> Terminal:
         """A terminal in a fork, in which nothing runs."""
         return Terminal(workspace, self.seconds)
 

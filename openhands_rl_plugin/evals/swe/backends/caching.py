@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.files import remove_tree
-from openhands_rl_plugin.environments.workspace.processes import checked, run
+from openhands_rl_plugin.environments.workspace.processes import checked
 
 _LOOK_AGAIN = 0.1
 
@@ -76,11 +76,7 @@ class Cache:
 
 async def remove(folder: Path) -> None:
     """Delete a folder recursively, whatever its modes."""
-    if folder.exists():
-        # ``shutil`` stops at folders without write permission; thousands of files are faster elsewhere, too.
-        await asyncio.shield(run(["rm", "-rf", "--one-file-system", str(folder)]))
-        if folder.exists():
-            await asyncio.shield(asyncio.to_thread(remove_tree, folder))
+    await asyncio.shield(asyncio.to_thread(remove_tree, folder))
 
 
 async def remove_left(runs: Path) -> None:
