@@ -176,6 +176,6 @@ if __name__ == "__main__":
     root = os.environ["GIT_WORK_TREE"] = request["root"]
     print("began", flush=True)
     with contextlib.suppress(OSError):
-        os.chmod(root, stat.S_IMODE(os.stat(root).st_mode) | stat.S_IRWXU)
+        os.chmod(root, stat.S_IMODE(os.stat(root).st_mode) | stat.S_IRUSR | stat.S_IXUSR)
     os.chdir(root)
     print(json.dumps({"remember": remember, "changes": changes, "restore": restore}[request["do"]](request)))

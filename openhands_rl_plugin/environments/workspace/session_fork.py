@@ -151,5 +151,5 @@ def _at_rest(tree: Tree, shell: Shell | None) -> Iterator[None]:
     with shell.held() if shell else nullcontext():
         for folder in (tree.directory, *((tree.overlay.upper,) if tree.overlay else ())):
             with suppress(OSError):
-                folder.chmod(stat.S_IMODE(folder.lstat().st_mode) | stat.S_IRWXU)
+                folder.chmod(stat.S_IMODE(folder.lstat().st_mode) | stat.S_IRUSR | stat.S_IXUSR)
         yield
