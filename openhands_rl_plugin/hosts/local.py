@@ -9,7 +9,6 @@ import itertools
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import tomllib
 import uuid
@@ -23,6 +22,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import read_document, starting_config, toml_of
 from openhands_rl_plugin.config.work import NO_KEY, OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Score, Trajectory
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
@@ -147,7 +147,7 @@ def _run_main(task: str, workspace: Path, work: OwnWork) -> int:
         # OpenHands takes the value of such a variable out of all that it logs: the word for no key is none.
         if (given := work.llm.get(name)) and given != NO_KEY:
             environ[variable] = str(given)
-    with tempfile.TemporaryDirectory(prefix="openhands-rl-") as folder:
+    with scratch_folder("run") as folder:
         file = Path(folder) / "config.toml"
         file.write_text(toml_of(_main_document(work, workspace)), encoding="utf-8")
         command = [sys.executable, "-m", "openhands.core.main", "--config-file", str(file), "-c", "RLAgent", "-t", task]

@@ -6,7 +6,6 @@ import ast
 import hashlib
 import random
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +13,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -284,7 +284,7 @@ def _instance(
     prepared: PreparedPackage, tree: SourceTree, key: str, failing: frozenset[str], statement: str
 ) -> Instance:
     base = tree.changed(without_tests(prepared.tree, sorted(failing)))
-    with tempfile.TemporaryDirectory(prefix="openhands-rl-tasks-") as folder:
+    with scratch_folder("tasks") as folder:
         repository = GitRepository.create(Path(folder) / "task.git")
         message = prepared.package.label
         base_commit = repository.commit(base, message, "base")

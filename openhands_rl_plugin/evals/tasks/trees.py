@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, describe
-from openhands_rl_plugin.core.files import is_contained
+from openhands_rl_plugin.core.files import is_contained, scratch_folder
 from openhands_rl_plugin.environments.workspace.git import (
     OTHER,
     git_command,
@@ -182,7 +181,7 @@ class GitRepository:
 
         Raises ``ConfigError`` when one was never applied to it.
         """
-        with tempfile.TemporaryDirectory(prefix="openhands-rl-") as folder:
+        with scratch_folder("trees") as folder:
             for at, patch in enumerate(filter(None, patches)):
                 Path(folder, f"{at}.diff").write_text(patch, encoding="utf-8", newline="")
             words = (commit, message.rstrip("\n"), branch)
@@ -250,7 +249,7 @@ def make_repository(tree: SourceTree, directory: Path) -> str:
 
 def commit_of(files: Mapping[str, str]) -> str:
     """The hash that ``make_repository`` would return."""
-    with tempfile.TemporaryDirectory(prefix="openhands-rl-") as folder:
+    with scratch_folder("trees") as folder:
         return make_repository(SourceTree({}).changed(files), Path(folder) / "repository")
 
 

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, find_repository
 from openhands_rl_plugin.evals.swe.backends.sandbox import GUARD, GUARD_OUT
@@ -172,8 +173,8 @@ class DockerBox:
 
     async def left(self) -> Mapping[str, bytes]:
         """The files in the guard's folder."""
-        with tempfile.TemporaryDirectory(prefix="openhands-rl-") as folder:
-            copy = [self._program, "cp", f"{self._container}:{GUARD_OUT}/.", folder]
+        with scratch_folder("left") as folder:
+            copy = [self._program, "cp", f"{self._container}:{GUARD_OUT}/.", str(folder)]
             if (await run(copy, timeout=_COPY_TIME)).code:
                 return {}
             files = [path for path in Path(folder).iterdir() if path.is_file() and not path.is_symlink()]
