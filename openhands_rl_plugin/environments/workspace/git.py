@@ -31,13 +31,8 @@ _SECONDS, _SECONDS_FETCHING = 600, 3600
 _NETWORK = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "GIT_SSL_CAINFO")
 _SETTINGS = {
     "safe.directory": "*",
-    "core.fsmonitor": "false",
     "core.hooksPath": "/dev/null",
-    "core.autocrlf": "false",
-    "core.attributesFile": "/dev/null",
-    "core.excludesFile": "/dev/null",
     "diff.ignoreSubmodules": "dirty",
-    "submodule.recurse": "false",
     "protocol.allow": "never",
     "protocol.http.allow": "always",
     "protocol.https.allow": "always",

@@ -134,10 +134,11 @@ _WHO, _MAIL = "swe-local", "swe-local@localhost"
 _WHEN = "946684800 +0000"
 _TAKE_BACK = """
 export GIT_INDEX_FILE=/tmp/index
-git read-tree "$1"
+shopt -s nullglob
+git read-tree "$2"
 for patch in "$OTHER"/*; do git apply --cached --reverse "$patch"; done
-made=$(git commit-tree "$(git write-tree)" -m "$2")
-git update-ref "refs/heads/$3" "$made"
+made=$(git commit-tree "$(git write-tree)" -m "$3")
+git update-ref "refs/heads/$4" "$made"
 echo "$made"
 """
 _COMMIT = "git add --all --force; git commit --quiet --no-verify --message=start; git rev-parse HEAD"
@@ -184,7 +185,7 @@ class GitRepository:
         with scratch_folder("trees") as folder:
             for at, patch in enumerate(filter(None, patches)):
                 Path(folder, f"{at}.diff").write_text(patch, encoding="utf-8", newline="")
-            words = (commit, message.rstrip("\n"), branch)
+            words = ("revert", commit, message.rstrip("\n"), branch)
             variables = {**_identity(_WHO, _MAIL), "OTHER": OTHER}
             made = self.git(*words, script=_TAKE_BACK, other=Path(folder), variables=variables)
         return made.decode().strip()

@@ -158,6 +158,7 @@ def test_a_row_that_was_changed_has_no_repository(repository: Path, tmp_path: Pa
         "instance_id": "git__units-1",
         "repo": "git/units",
         "base_commit": "0" * 40,
+        "PASS_TO_PASS": ["tests/test_units.py::test_units"],
         "source": {"git": str(repository), "commit": head.stdout.strip(), "label": "units"},
     }
     file = tmp_path / "rows.jsonl"
