@@ -252,10 +252,10 @@ def error_in(document: object) -> tuple[int, str] | None:
     if not isinstance(held, Mapping):
         return None
     choices = [choice for choice in _list(held.get("choices")) if isinstance(choice, Mapping)]
-    found = held.get("error") or next(filter(None, (choice.get("error") for choice in choices)), None)
-    if not found and not choices and isinstance(held.get("message"), str):
-        found = held
-    if not found:
+    flat = held if not choices and isinstance(held.get("message"), str) else None
+    places = (held.get("error"), *(choice.get("error") for choice in choices), flat)
+    found = next((each for each in places if each and (not isinstance(each, Mapping) or any(each.values()))), None)
+    if found is None:
         return None
     error = found if isinstance(found, Mapping) else {"message": found}
     codes = [str(error.get(name) or "") for name in ("code", "status", "type")]

@@ -106,6 +106,7 @@ AGAIN: tuple[Json, ...] = (
     in_choice(502),
     {"object": "error", **WORDS, "type": "InternalServerError", "code": 50002},
     {"error": WORDS["message"]},
+    {"code": 50301, **WORDS, "data": None},
 )
 REFUSED: tuple[Json, ...] = (
     error(code=400),

@@ -8,8 +8,6 @@ response that they would get without a request for ids.
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -35,6 +33,7 @@ from openhands_rl_plugin.models.engines.extensions import (
     ExtensionTable,
     extension_values,
 )
+from openhands_rl_plugin.models.engines.server_models import WholeBody
 from openhands_rl_plugin.models.gateway.requests import Unrecordable
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache, parse_object
@@ -118,31 +117,21 @@ def _intercept(response: httpx.Response) -> None:
         and is_json
         and "content-encoding" not in response.headers
     ):
-        assert isinstance(response.stream, httpx.SyncByteStream)
-        response.stream = _InterceptedStream(response, response.stream, interceptor)
+        response.stream = _InterceptedStream(response, interceptor)
 
 
-class _InterceptedStream(httpx.SyncByteStream):
-    """The whole body, read within the time of the request, with the status that an error in it stands for."""
+class _InterceptedStream(WholeBody):
+    """The whole body for litellm, with the status that an error in it stands for."""
 
-    def __init__(self, response: httpx.Response, stream: httpx.SyncByteStream, interceptor: TokenInterceptor) -> None:
-        self._response, self._stream, self._interceptor = response, stream, interceptor
+    def __init__(self, response: httpx.Response, interceptor: TokenInterceptor) -> None:
+        super().__init__(response)
+        self._interceptor = interceptor
 
     def __iter__(self) -> Iterator[bytes]:
-        seconds = self._response.request.extensions.get("timeout", {}).get("read")
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
-        parts: list[bytes] = []
-        for part in self._stream:
-            if time.monotonic() > deadline:
-                raise httpx.ReadTimeout(f"the answer is not whole after {seconds:g} s", request=self._response.request)
-            parts.append(part)
-        body = b"".join(parts)
+        body = b"".join(super().__iter__())
         if b'"error"' in body and (error := error_in(parse_object(body))) is not None:
             self._response.status_code = error[0]
         yield self._interceptor.take(body)
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})

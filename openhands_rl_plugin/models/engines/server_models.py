@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from difflib import get_close_matches
 from pathlib import Path
@@ -191,10 +193,36 @@ def prompt_tokens(base_url: str, api_key: str | None, timeout: float, prompt: Ma
     return count if isinstance(count, int) else None
 
 
+class WholeBody(httpx.SyncByteStream):
+    """The body of a response. Raises ``httpx.ReadTimeout`` when all of it takes longer than one read may take."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        self._response, self._stream = response, response.stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        request = self._response.request
+        seconds = request.extensions.get("timeout", {}).get("read") or math.inf
+        deadline = time.monotonic() + seconds
+        for part in self._stream:
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(f"the answer is not whole after {seconds:g} s", request=request)
+            yield part
+
+    def close(self) -> None:
+        """Close the connection, or give it back."""
+        self._stream.close()
+
+
+def _bound(response: httpx.Response) -> None:
+    response.stream = WholeBody(response)
+
+
 def _client(base_url: str, api_key: str | None, timeout: float) -> httpx.Client:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     secure = base_url.startswith("https:")
-    return httpx.Client(headers=headers, timeout=timeout, verify=secure, trust_env=secure)
+    hooks = {"response": [_bound]}
+    return httpx.Client(headers=headers, timeout=timeout, verify=secure, trust_env=secure, event_hooks=hooks)
 
 
 _SECONDS = 10.0

@@ -67,7 +67,7 @@ class GatewayConfig(BaseModel):
         default=256 * MIB, ge=1024, description="maximum size of a response of the model server in bytes"
     )
     timeout: float = Field(
-        default=600.0, gt=0, description="seconds without data from the model server before a request fails"
+        default=600.0, gt=0, description="seconds for one answer of the model server, to its last byte"
     )
     sampling_defaults: Literal["neutral", "model"] = Field(
         default="neutral",

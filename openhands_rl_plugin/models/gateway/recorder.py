@@ -307,10 +307,13 @@ class Recorder:
 
 def _unread(exchange: _Exchange, body: bytes) -> tuple[bytes, int]:
     """A body without what only the gateway asked for, and the status that an error in it stands for, or 0."""
-    document = parse_object(body)
-    shown = without_fields(document, fields_not_asked_for(exchange.call)) if exchange.protocol.reports_ids else document
-    error = error_in(document)
-    return body if shown == document else dump_object(shown), error[0] if error is not None else 0
+    document, error = parse_object(body), None
+    if document is not None:
+        error = error_in(document)
+        shown = without_fields(document, fields_not_asked_for(exchange.call))
+        if exchange.protocol.reports_ids and shown != document:
+            body = dump_object(shown)
+    return body, error[0] if error is not None else 0
 
 
 def unexpected(caught: CaughtFailure) -> Reply:

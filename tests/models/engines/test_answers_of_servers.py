@@ -24,7 +24,7 @@ NO_USAGE = (None, {}, {"prompt_tokens": None, "prompt_tokens_details": None}, "n
 
 def completion(message: dict[str, Any], usage: Any = None, finish: Any = None) -> bytes:
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish, "logprobs": None}
-    return respond({"id": None, "error": None, "choices": [choice], "usage": usage})
+    return respond({"id": None, "error": {"message": None, "code": None}, "choices": [choice], "usage": usage})
 
 
 def events(*chunks: Any) -> bytes:

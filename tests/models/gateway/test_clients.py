@@ -3,60 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 from aiohttp import web
-from gateway_world import TOOL, Body, Model, prompt_ids, sampled_ids, stored, until, user, world
-
-ECHO = json.dumps({"command": "echo 1"})
-
-
-def events(text: str) -> list[Any]:
-    """The data of a stream, without comments."""
-    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
-    assert found[-1] == "[DONE]"
-    return [json.loads(each) for each in found[:-1]]
+from gateway_world import Body, Model, until, user, world
 
 
 def client_of(url: str, retries: int = 0) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=retries)
-
-
-async def test_openai_client_streams_tool_calls_and_usage(tmp_path: Path):
-    async with world(tmp_path) as gateway, client_of(f"{gateway.url}/session/x/v1") as client:
-        stream = await client.chat.completions.create(
-            model="policy",
-            messages=[{"role": "user", "content": "one"}],
-            tools=[TOOL],
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"return_token_ids": True, "logprobs": True},
-        )
-        chunks = [chunk async for chunk in stream]
-        whole = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "one"}])
-    assert whole.choices[0].message.content == "answer 2"
-    assert gateway.model.bodies[0]["stream"] is True
-    *parts, usage = chunks
-    deltas = [part.choices[0].delta for part in parts]
-    assert deltas[0].role == "assistant"
-    assert "".join(delta.content or "" for delta in deltas) == "answer 1"
-    calls = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert (calls[0].index, calls[0].id, calls[0].function.name) == (0, "call_1", "bash")
-    assert json.loads("".join(call.function.arguments for call in calls)) == {"command": "echo 1"}
-    assert {part.choices[0].finish_reason for part in parts[:-1]} == {None}
-    assert parts[-1].choices[0].finish_reason == "tool_calls"
-    said = sampled_ids({"content": "answer 1", "tool_calls": [{"function": {"name": "bash", "arguments": ECHO}}]})
-    assert usage.choices == [] and usage.usage.completion_tokens == len(said)
-    assert chunks[0].prompt_token_ids == prompt_ids([user("one")])
-    assert [one for part in parts for one in getattr(part.choices[0], "token_ids", None) or ()] == said
-    assert sum(len(part.choices[0].logprobs.content) for part in parts if part.choices[0].logprobs) == len(said)
-    ((trajectory, _),) = await stored(tmp_path)
-    assert trajectory.task.id == "x" and trajectory.nodes[1].metadata["streamed"] is True
-    assert trajectory.nodes[1].tokens is not None
 
 
 @pytest.mark.parametrize("stream", [False, True])
