@@ -84,7 +84,7 @@ def survey(package: Package, plan: TaskPlan, cache: Path) -> Survey:
     flickering = sorted(prepared.flickering)
     failing = sorted(played.keys() - run.passed - prepared.flickering)
     found = Survey(
-        tests=len(played),
+        tests=len(played.keys() | prepared.flickering),
         steady=len(prepared.tests),
         failing=len(failing),
         flickering=len(flickering),

@@ -78,16 +78,6 @@ def test_going_back_and_forth() -> None:
     assert session.step("click[Back to Search]").state.startswith("WebShop [SEP] ")
 
 
-def test_another_value_of_a_group_replaces_the_first_and_options_are_forgotten_on_leaving() -> None:
-    session = at_an_item()
-    asin = session.page.path.removeprefix("item_page/")
-    group = WORLD.product(asin).options[0]
-    session.step(f"click[{group.values[0]}]")
-    assert f"Selected: {group.name}={group.values[1]}" in session.step(f"click[{group.values[1]}]").state
-    session.step("click[< Prev]")
-    assert "Selected" not in session.step(f"click[{asin}]").state
-
-
 @pytest.mark.parametrize(
     ("action", "complaint"),
     [
@@ -119,16 +109,6 @@ def test_the_step_limit_truncates() -> None:
     results = [session.step("search[tea]") for _ in range(3)]
     assert [(r.done, r.truncated) for r in results] == [(False, False), (False, False), (True, True)]
     assert session.purchase is None
-
-
-def test_nothing_is_earned_after_the_end() -> None:
-    session = new_session()
-    for action in oracle_actions(WORLD, 3):
-        session.step(action)
-    steps = session.steps
-    again = session.step("click[Buy Now]")
-    assert (again.reward, again.done, again.info, session.steps) == (0.0, True, None, steps)
-    assert again.state.startswith("The episode is over.")
 
 
 def test_a_fork_goes_its_own_way() -> None:
