@@ -12,6 +12,7 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
+from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.types import JsonObject, Score
 from openhands_rl_plugin.environments.workspace import patch
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
@@ -53,6 +54,7 @@ def session(root: Path) -> Iterator[SandboxedWorkspace]:
     workspace = opened(root)
     yield workspace
     workspace.close()
+    remove_tree(root)  # pytest cannot remove each of them
 
 
 def evidence(session: SandboxedWorkspace, way: str) -> JsonObject:
