@@ -89,8 +89,7 @@ def read_sharegpt(row: JsonObject) -> Imported:
             call = pending.pop(0)
             messages.append(turn.model_copy(update={"tool_call_id": call.id, "name": call.name}))
         else:
-            # The result of a call that stands in the text is text, too.
-            messages.append(turn.model_copy(update={"role": "user"}) if role == "tool" else turn)
+            messages.append(turn)
     if not messages:
         raise ExchangeError("conversations: is empty")
     task = task_of(messages, _ENVIRONMENT, record.id)

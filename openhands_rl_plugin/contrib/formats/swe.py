@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from openhands_rl_plugin.core.messages import text_of
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, Times
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
+    UNKNOWN_TIMES,
     Ending,
     Imported,
     Origin,
@@ -71,11 +72,24 @@ _SWE_AGENT, _NEBIUS = "swe-agent", "nebius"
 _ROLES = {"ai": "assistant", "human": "user"}
 
 
-class SweAgentInfo(Foreign):
+class MiniModel(Foreign):
+    """The part that names the model."""
+
+    model_name: str | None = None
+
+
+class MiniConfig(Foreign):
+    """What the agent was run with, as far as it is needed."""
+
+    model: MiniModel = MiniModel()
+
+
+class RunInfo(Foreign):
     """How it ended."""
 
     exit_status: str | None = None
     submission: str | None = None
+    config: MiniConfig = MiniConfig()
     model_stats: JsonValue = None
 
 
@@ -93,7 +107,7 @@ class SweAgentRecord(Foreign):
 
     trajectory: tuple[SweAgentStep, ...]
     history: tuple[ChatMessage, ...] = ()
-    info: SweAgentInfo = Field(default_factory=SweAgentInfo)
+    info: RunInfo = RunInfo()
     instance_id: str | None = None
 
 
@@ -129,13 +143,21 @@ def read_swe_agent(row: JsonObject, file: Path | None = None) -> Imported:
     messages = record.history or tuple(_of_steps(record.trajectory))
     if not messages:
         raise ExchangeError("it has neither history nor steps")
-    info = record.info
-    evidence: JsonObject = {} if info.submission is None else {"patch": info.submission}
-    evidence |= {} if info.exit_status is None else {"exit_status": info.exit_status}
-    evidence |= {} if info.model_stats is None else {"metrics": info.model_stats}
-    origin = Origin(_SWE_AGENT, task_of(messages, SWE, record.instance_id, name_of(file)))
-    stop, failure = ending_of(info.exit_status, end_of(messages), _SWE_AGENT)
-    return finished(conversation(messages, origin.policy), origin, Ending(stop, evidence, failure=failure))
+    return _episode(_SWE_AGENT, messages, record.info, record.instance_id or name_of(file))
+
+
+def _episode(
+    format: str, messages: Sequence[Message], info: RunInfo, name: str | None, times: Times = UNKNOWN_TIMES
+) -> Imported:
+    known: JsonObject = {
+        "patch": info.submission,
+        "exit_status": info.exit_status,
+        "metrics": info.model_stats,
+    }
+    evidence = {key: value for key, value in known.items() if value is not None}
+    origin = Origin(format, task_of(messages, SWE, name), info.config.model.model_name)
+    stop, failure = ending_of(info.exit_status, end_of(messages), format)
+    return finished(conversation(messages, origin.policy), origin, Ending(stop, evidence, failure=failure, times=times))
 
 
 def read_nebius(row: JsonObject) -> Imported:
@@ -183,32 +205,10 @@ _MINI = "mini-swe-agent"
 _EXIT = "exit"
 
 
-class MiniModel(Foreign):
-    """The part that names the model."""
-
-    model_name: str | None = None
-
-
-class MiniConfig(Foreign):
-    """What the agent was run with, as far as it is needed."""
-
-    model: MiniModel = MiniModel()
-
-
-class MiniInfo(Foreign):
-    """How it ended."""
-
-    exit_status: str | None = None
-    submission: str | None = None
-    config: MiniConfig = Field(default_factory=MiniConfig)
-    model_stats: JsonValue = None
-    mini_version: str | None = None
-
-
 class MiniRecord(Foreign):
     """A ``.traj.json``."""
 
-    info: MiniInfo = Field(default_factory=MiniInfo)
+    info: RunInfo = RunInfo()
     messages: tuple[JsonObject, ...]
     instance_id: str | None = None
 
@@ -228,15 +228,9 @@ def read_mini(row: JsonObject, file: Path | None = None) -> Imported:
     messages = [chat_message(each) for each in _flat(record.messages)]
     if not messages:
         raise ExchangeError("messages: is empty")
-    info = record.info
-    origin = Origin(_MINI, task_of(messages, SWE, record.instance_id, name_of(file)), info.config.model.model_name)
-    evidence: JsonObject = {} if info.submission is None else {"patch": info.submission}
-    evidence |= {} if info.exit_status is None else {"exit_status": info.exit_status}
-    evidence |= {} if info.model_stats is None else {"metrics": info.model_stats}
-    stop, failure = ending_of(info.exit_status, end_of(messages), _MINI)
     extras = [message.get("extra") for message in record.messages]
     times = times_of(extra.get("timestamp") for extra in extras if isinstance(extra, dict))
-    return finished(conversation(messages, origin.policy), origin, Ending(stop, evidence, failure=failure, times=times))
+    return _episode(_MINI, messages, record.info, record.instance_id or name_of(file), times)
 
 
 def _flat(messages: Sequence[JsonObject]) -> Iterator[JsonObject]:

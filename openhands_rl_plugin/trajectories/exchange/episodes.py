@@ -145,12 +145,15 @@ def _linked(messages: Iterable[Message]) -> Iterator[Message]:
                 for number, call in enumerate(message.tool_calls, 1)
             ]
             message = message.model_copy(update={"tool_calls": tuple(waiting)})
-        elif message.role == "tool" and waiting:
+        elif message.role == "tool":
             known = [call for call in waiting if message.tool_call_id == call.id]
             called = known or [call for call in waiting if call.name == message.name] or waiting
-            if known or message.tool_call_id is None:
+            if called and (known or message.tool_call_id is None):
                 message = message.model_copy(update={"tool_call_id": called[0].id})
                 waiting = [call for call in waiting if call is not called[0]]
+            elif message.tool_call_id is None:
+                # The result of a call that stands in the text is text, too.
+                message = message.model_copy(update={"role": "user"})
         yield message
 
 

@@ -133,14 +133,6 @@ def _is_tool(tool: object) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def names_of_tests(value: JsonValue) -> list[str]:
-    """``FAIL_TO_PASS`` and its like: a list of names, or a list written as JSON. Raises ``ExchangeError``."""
-    listed = from_text(value) if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise ExchangeError(f"test names must be a list of strings, or one as JSON, not {str(value)!r:.80}")
-    return [name for name in listed if isinstance(name, str)]
-
-
 def from_text(text: str | bytes) -> JsonValue:
     """JSON, with U+FFFD for what no file can hold. Raises ``ExchangeError`` that says where it is broken."""
     try:

@@ -56,10 +56,6 @@ _ALL = TrajectoryFilter()
 _EVERYTHING = TrajectoryFilter(finished=None)
 
 
-def _never(row: Mapping[str, JsonValue]) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Format:
     """``read`` (of a row), ``source`` (of a path) or ``rows`` is ``None`` for a format that has none.
@@ -84,7 +80,7 @@ class Format:
     exact: bool = False
     compares: bool = False
     messages: bool = False
-    recognises: Recognises = _never
+    recognises: Recognises = lambda row: False
     source: Callable[[Path], Source] | None = None
 
     @property
@@ -102,7 +98,7 @@ class Format:
             raise ConfigError(f"the format {self.name!r} is for import only")
         if self.exact:
             return rows
-        change = with_objects if self.conversations and arguments == "object" else _unchanged
+        change = with_objects if self.conversations and arguments == "object" else lambda row: row
         return lambda *given: ((name, redact_json(change(row))) for name, row in rows(*given))
 
     def sink(self, target: Path, arguments: ArgumentsForm = "object") -> Sink:
@@ -119,10 +115,6 @@ class Format:
         return ParquetFile(target, self.columns if arguments == "object" else as_text(self.columns))
 
 
-def _unchanged(row: JsonObject) -> JsonObject:
-    return row
-
-
 def _each(rows: Rows) -> Files:
     """Rows of one file."""
     return lambda trajectory, scores, beaten: (("", row) for row in rows(trajectory, scores))
@@ -130,10 +122,6 @@ def _each(rows: Rows) -> Files:
 
 def _by_row(convert: Callable[[JsonObject], Imported | list[Imported]]) -> Convert:
     return lambda row, file: convert(row)
-
-
-def _has(*names: str) -> Recognises:
-    return lambda row: all(name in row for name in names)
 
 
 GROUP = "openhands_rl_plugin.formats"
@@ -234,7 +222,7 @@ FORMATS: Mapping[str, Format] = {
             _each(predictions.rows),
             _ALL,
             predictions.COLUMNS,
-            recognises=_has("instance_id", "model_patch"),
+            recognises=lambda row: {"instance_id", "model_patch"} <= row.keys(),
         ),
     )
 }

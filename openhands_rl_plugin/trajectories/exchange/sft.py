@@ -187,6 +187,8 @@ def read_text_messages(
             open_calls.discard(result.tool_call_id or "")
             out.append(result)
         else:
+            # A tool's message says itself that it is a result.
+            open_calls = set(list(open_calls)[1:]) if message.role == "tool" else open_calls
             out.append(message)
     return out, known
 

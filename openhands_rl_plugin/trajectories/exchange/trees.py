@@ -47,41 +47,39 @@ def preference_rows(
     prompt of two attempts is what both begin with. ``margin`` is the difference of mean returns, and ``None`` where a
     person chose; ``rejected_id`` is the rejected one's trajectory. Raises ``LeftOutError`` where there is neither.
     """
-    found = False
+    pairs: list[JsonObject] = []
     for other in beaten:
         shared = _shared_beginning(trajectory, other)
-        found = True
-        yield {
-            "prompt": conversation_of(trajectory, trajectory.path()[:shared]),
-            "chosen": conversation_of(trajectory, trajectory.path()[shared:]),
-            "rejected": conversation_of(other, other.path()[shared:]),
-            "tools": [*trajectory.tools],
-            "margin": None,
-            "chosen_visits": None,
-            "rejected_visits": None,
-            "rejected_id": other.id,
-            **identity_columns(trajectory, scores),
-        }
+        prompt, chosen = trajectory.path()[:shared], trajectory.path()[shared:]
+        rejected = conversation_of(other, other.path()[shared:])
+        pairs.append({**_pair(trajectory, prompt, chosen), "rejected": rejected, "rejected_id": other.id})
     for state, siblings in _valued(trajectory).items():
         best = max(siblings, key=lambda at: trajectory.nodes[at].value or 0.0)
         worst = min(siblings, key=lambda at: trajectory.nodes[at].value or 0.0)
         margin = (trajectory.nodes[best].value or 0.0) - (trajectory.nodes[worst].value or 0.0)
         if len(siblings) < 2 or margin < SMALLEST_MARGIN:
             continue
-        found = True
-        yield {
-            "prompt": conversation_of(trajectory, trajectory.path(state)) if state is not None else [],
-            "chosen": conversation_of(trajectory, (best,)),
+        valued: JsonObject = {
             "rejected": conversation_of(trajectory, (worst,)),
-            "tools": [*trajectory.tools],
             "margin": margin,
             "chosen_visits": trajectory.nodes[best].visits,
             "rejected_visits": trajectory.nodes[worst].visits,
-            "rejected_id": trajectory.id,
-            **identity_columns(trajectory, scores),
         }
-    if not found:
+        prompt = trajectory.path(state) if state is not None else ()
+        pairs.append({**_pair(trajectory, prompt, (best,)), **valued})
+    if not pairs:
         raise LeftOutError("no state of it has two actions whose values differ, and nobody preferred it to another")
+    yield from ({**pair, **identity_columns(trajectory, scores)} for pair in pairs)
+
+
+def _pair(trajectory: Trajectory, prompt: Sequence[int], chosen: Sequence[int]) -> JsonObject:
+    return {
+        **dict.fromkeys(PREFERENCE_COLUMNS),
+        "prompt": conversation_of(trajectory, prompt),
+        "chosen": conversation_of(trajectory, chosen),
+        "tools": [*trajectory.tools],
+        "rejected_id": trajectory.id,
+    }
 
 
 def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:

@@ -13,6 +13,7 @@ place in events.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
@@ -53,7 +54,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     Foreign,
     LeftOutError,
     Said,
-    names_of_tests,
+    from_text,
     parse,
     tools_of,
     without_nulls,
@@ -380,7 +381,9 @@ def read(row: JsonObject) -> Imported:
         raise ExchangeError("history: is required, or test_result or error of an instance that was not played")
     metadata = record.metadata
     data = without_nulls(record.instance)
-    data.update({name: list(names_of_tests(data[name])) for name in _TEST_LISTS if name in data})
+    for name in _TEST_LISTS:
+        with suppress(ExchangeError):
+            data |= {name: from_text(data[name])} if isinstance(data.get(name), str) else {}
     run_id = record.run_id or metadata.eval_output_dir
     model = metadata.llm_config.model or metadata.llm.model
     policy = PolicyRef(base_model=model or UNKNOWN)

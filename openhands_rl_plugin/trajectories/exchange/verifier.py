@@ -61,7 +61,7 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
 
 def prompt(messages: Sequence[Message], tools: Sequence[JsonObject]) -> list[JsonObject]:
     """The two messages that ask for a judgement of a conversation."""
-    return question(interaction_log(messages, tools))
+    return question(joined(log_sections(messages, tools)))
 
 
 def question(log: str) -> list[JsonObject]:
@@ -69,13 +69,8 @@ def question(log: str) -> list[JsonObject]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _USER.format(log=log)}]
 
 
-def interaction_log(messages: Sequence[Message], tools: Sequence[JsonObject]) -> str:
-    """The conversation as one text; turns are counted in pairs of messages."""
-    return joined(log_sections(messages, tools))
-
-
 def joined(sections: Sequence[LogSection]) -> str:
-    """The log that consists of these sections."""
+    """The log that consists of these sections; turns are counted in pairs of messages."""
     return "".join(section.text if section.kind == "system" else _RULE + section.text for section in sections) + _RULE
 
 

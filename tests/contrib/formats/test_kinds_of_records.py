@@ -246,6 +246,11 @@ def test_calls_as_text_stay_with_their_results(tmp_path: Path) -> None:
         (m["role"], m["content"], ()) for m in SMITH
     ]
     assert [m.role for m in chat.messages()] == ["user", "assistant", "user", "assistant"]
+    roles = {"human": "user", "gpt": "assistant", "tool": "tool"}
+    same = [{"role": roles[each["from"]], "content": each["value"]} for each in hermes]
+    assert read([{"messages": same}], tmp_path / "d")[0].messages() == chat.messages()
+    mixed = [*SMITH[:3], {"role": "tool", "content": "a.py"}, SMITH[4]]
+    assert [m.tool_call_id for m in read([{"messages": mixed}], tmp_path / "e")[0].messages()][3] == "toolu_01"
     # The form that OpenHands writes has results that say which call they are of.
     own = [*SMITH[:3], {"role": "user", "content": "EXECUTION RESULT of [bash]:\na.py"}, SMITH[4]]
     (native,) = read([{"messages": own}], tmp_path / "c")
