@@ -92,7 +92,7 @@ def read_sharegpt(row: JsonObject) -> Imported:
             messages.append(turn)
     if not messages:
         raise ExchangeError("conversations: is empty")
-    task = task_of(messages, _ENVIRONMENT, record.id)
+    task = task_of(messages, _ENVIRONMENT, row=record.id)
     origin = Origin(_SHAREGPT, task, record.model)
     tree = conversation(messages, origin.policy, tools_of(record.tools))
     return finished(tree, origin, Ending(end_of(messages), {}))
@@ -140,7 +140,7 @@ def read_trl(row: JsonObject) -> list[Imported]:
             raise ExchangeError("completion: is required, or chosen and rejected")
         answer = _messages(record.completion, "completion", "assistant")
         prompt = _messages(record.prompt, "prompt", "user")
-        task = task_of(prompt or answer, _ENVIRONMENT, record.instance_id, record.id, given=len(prompt))
+        task = task_of(prompt or answer, _ENVIRONMENT, record.instance_id, row=record.id, given=len(prompt))
         return [_episode(record, task, prompt, answer, record.label)]
     chosen = _messages(record.chosen, "chosen", "assistant")
     rejected = _messages(record.rejected, "rejected", "assistant")
@@ -151,7 +151,7 @@ def read_trl(row: JsonObject) -> list[Imported]:
         prompt = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], same)]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     given = prompt or [*chosen, *rejected]
-    task = task_of(given, _ENVIRONMENT, record.instance_id, record.id, given=len(given))
+    task = task_of(given, _ENVIRONMENT, record.instance_id, row=record.id, given=len(given))
     return [_episode(record, task, prompt, chosen, True), _episode(record, task, prompt, rejected, False)]
 
 

@@ -163,17 +163,16 @@ def instruction_of(messages: Iterable[Message]) -> str:
     return next(asked, None) or ""
 
 
-def task_of(messages: Sequence[Message], environment: str, *names: str | None, given: int = 0) -> Task:
-    """The task of a conversation: by the first name that there is, else by its first ``given`` messages, or by those
-    before the first answer."""
-    name = next(filter(None, names), None)
-    if name is None:
-        before = takewhile(lambda each: each.role != "assistant" or _is_context_only(each), messages)
-        prompt = messages[:given] or [*before] or messages
-        name = hashlib.sha256("\0".join(plain_message(each).model_dump_json() for each in prompt).encode()).hexdigest()[
-            :16
-        ]
-    return Task(id=name, environment=environment, instruction=instruction_of(messages))
+def task_of(
+    messages: Sequence[Message], environment: str, *names: str | None, row: str | None = None, given: int = 0
+) -> Task:
+    """The task of a conversation: by the first name that there is, or by the id of its ``row``; else by its first
+    ``given`` messages, or by those before the first answer. They tell rows apart whose ids are numbers, too."""
+    before = takewhile(lambda each: each.role != "assistant" or _is_context_only(each), messages)
+    prompt = [plain_message(each).model_dump_json() for each in messages[:given] or [*before] or messages]
+    digest = hashlib.sha256("\0".join(prompt).encode()).hexdigest()[:16]
+    own = f"{row}-{digest}" if row and row.isdecimal() else row or digest
+    return Task(id=next(filter(None, names), own), environment=environment, instruction=instruction_of(messages))
 
 
 def name_of(file: Path | None) -> str | None:

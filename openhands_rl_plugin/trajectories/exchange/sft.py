@@ -222,7 +222,7 @@ def _read_result(content: str, before: Sequence[Message]) -> Message | None:
 
 
 def _imported(format: str, record: SftRow, messages: Sequence[Message], tools: tuple[JsonObject, ...]) -> Imported:
-    task = task_of(messages, SWE, record.instance_id, record.id, record.task_id)
+    task = task_of(messages, SWE, record.instance_id, record.task_id, row=record.id)
     origin = Origin(format, task, record.model, record.run_id)
     evidence: JsonObject = {} if record.resolved is None else {"resolved": record.resolved}
     if record.test_result is not None:

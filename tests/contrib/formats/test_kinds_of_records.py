@@ -151,6 +151,7 @@ def test_two_rows_are_two_tasks(tmp_path: Path) -> None:
     other = {"role": "user", "content": "Fix g."}
     rows = [
         {"messages": [USER, ANSWER], "id": 7},
+        {"messages": [other, ANSWER], "id": 7},
         {"messages": [USER, ANSWER], "id": "arrow.1d70.lm_rewrite__a", "instance_id": None},
         {"messages": [USER, ANSWER], "task_id": "t"},
         {"messages": [USER, ANSWER]},
@@ -159,9 +160,9 @@ def test_two_rows_are_two_tasks(tmp_path: Path) -> None:
         {"messages": [ANSWER]},
     ]
     found = [each.task.id for each in read(rows, tmp_path / "chats")]
-    assert found[:3] == ["7", "arrow.1d70.lm_rewrite__a", "t"] and len({*found}) == len(rows)
+    assert found[2:4] == ["arrow.1d70.lm_rewrite__a", "t"] and len({*found}) == len(rows)
     # Several attempts at one task are a group; a file's name says which task only where one run is in it.
-    again = [*rows[3:5], {"messages": [USER, HELD]}]
+    again = [*rows[4:6], {"messages": [USER, HELD]}]
     assert len({each.task.id for each in read(again, tmp_path / "attempts")}) == 2
     dotted = tmp_path / "files" / "someone__arrows.1d70d009.lm_rewrite__a.traj"
     assert [each.task.id for each in read(swe_agent(USER, ANSWER), dotted.parent, dotted.name)] == [dotted.stem]
