@@ -6,9 +6,9 @@ what the assistant says without being sampled (an opening "Ok."), and null on th
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
@@ -28,8 +28,8 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     finished,
     say,
     score_of,
-    seconds_of,
     task_of,
+    times_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Finite, Foreign, LeftOutError, parse
 from openhands_rl_plugin.trajectories.exchange.formats import Format
@@ -200,14 +200,12 @@ def _times(timestamp: str | None) -> Times:
         return UNKNOWN_TIMES
     try:
         at = float(timestamp)
-        date_of(at)
     except ValueError:
-        try:
-            at = seconds_of(datetime.fromisoformat(timestamp))
-        except ValueError as error:
-            raise ExchangeError(f"timestamp: must be ISO 8601 or Unix seconds, not {timestamp!r:.40}") from error
+        at = times_of([timestamp]).finished or math.nan
+    try:
+        date_of(at)
     except LeftOutError as error:
-        raise ExchangeError(f"timestamp: {timestamp:.40} are no Unix seconds; are they milliseconds?") from error
+        raise ExchangeError(f"timestamp: must be ISO 8601 or Unix seconds, not {timestamp!r:.40}") from error
     return Times(started=at, finished=at)
 
 

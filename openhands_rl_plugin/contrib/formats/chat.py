@@ -25,6 +25,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
     Foreign,
     chat_message,
+    chat_messages,
     from_text,
     parse,
     tools_of,
@@ -170,9 +171,10 @@ def _messages(value: JsonValue, name: str, role: Any) -> Sequence[Message]:
     """Messages, or one of ``role`` with the text. Raises ``ExchangeError``."""
     if value is None or isinstance(value, str):
         return [Message(role=role, content=value)] if value else []
-    if not isinstance(value, list):
-        raise ExchangeError(f"{name}: must be a text or a list of messages")
-    return [chat_message(each) for each in value]
+    try:
+        return chat_messages(value)
+    except ExchangeError as error:
+        raise ExchangeError(f"{name}: {error}") from error
 
 
 SHAREGPT = Format(

@@ -29,10 +29,10 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     times_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
-    ChatMessage,
+    Conversation,
     ExchangeError,
     Foreign,
-    chat_message,
+    chat_messages,
     parse,
     tools_of,
     without_nulls,
@@ -106,7 +106,7 @@ class SweAgentRecord(Foreign):
     """A ``.traj``. ``history`` is what the model was shown and said."""
 
     trajectory: tuple[SweAgentStep, ...]
-    history: tuple[ChatMessage, ...] = ()
+    history: Conversation = ()
     info: RunInfo = RunInfo()
     instance_id: str | None = None
 
@@ -149,11 +149,7 @@ def read_swe_agent(row: JsonObject, file: Path | None = None) -> Imported:
 def _episode(
     format: str, messages: Sequence[Message], info: RunInfo, name: str | None, times: Times = UNKNOWN_TIMES
 ) -> Imported:
-    known: JsonObject = {
-        "patch": info.submission,
-        "exit_status": info.exit_status,
-        "metrics": info.model_stats,
-    }
+    known: JsonObject = {"patch": info.submission, "exit_status": info.exit_status, "metrics": info.model_stats}
     evidence = {key: value for key, value in known.items() if value is not None}
     origin = Origin(format, task_of(messages, SWE, name), info.config.model.model_name)
     stop, failure = ending_of(info.exit_status, end_of(messages), format)
@@ -163,7 +159,7 @@ def _episode(
 def read_nebius(row: JsonObject) -> Imported:
     """An episode of a row. Raises ``ExchangeError``."""
     record = parse(NebiusRecord, row)
-    messages = [chat_message(_as_chat(each)) for each in record.trajectory]
+    messages = chat_messages([_as_chat(each) for each in record.trajectory])
     if not messages:
         raise ExchangeError("trajectory: is empty")
     solved = record.resolved if record.resolved is not None else record.target
@@ -225,7 +221,7 @@ def recognises_mini(row: Mapping[str, JsonValue]) -> bool:
 def read_mini(row: JsonObject, file: Path | None = None) -> Imported:
     """An episode of a record. Raises ``ExchangeError``."""
     record = parse(MiniRecord, row)
-    messages = [chat_message(each) for each in _flat(record.messages)]
+    messages = chat_messages([*_flat(record.messages)])
     if not messages:
         raise ExchangeError("messages: is empty")
     extras = [message.get("extra") for message in record.messages]

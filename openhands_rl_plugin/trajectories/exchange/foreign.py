@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -93,15 +93,45 @@ def read_message(wire: object) -> Said:
     return Said(**dict(said), reasoning=reasoning_in(wire), context_only=is_context_only(wire))
 
 
+def read_messages(value: object) -> tuple[Said, ...]:
+    """Chat messages, as a list or as JSON. Raises ``ValueError``."""
+    listed = from_text(value) if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple):
+        raise ValueError(f"must be a list of chat messages, not {type(listed).__name__}")
+    return tuple(read_message(each) for wire in listed for each in _taken_apart(wire))
+
+
+def _taken_apart(wire: object) -> Iterator[object]:
+    """Anthropic has calls among the parts of an answer, and results among those of what the user says."""
+    content = wire.get("content") if isinstance(wire, dict) else None
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    calls = [{**part, "arguments": part.get("input")} for part in parts if part.get("type") == "tool_use"]
+    results = [part for part in parts if part.get("type") == "tool_result"]
+    if not isinstance(wire, dict) or not (calls or results):
+        yield wire
+        return
+    yield from ({**wire, **part, "role": "tool"} for part in results)
+    taken = [part for part in parts if part.get("type") in ("tool_use", "tool_result")]
+    left = [part for part in content or () if part not in taken]
+    if left or calls:
+        yield {**wire, "content": left, "tool_calls": calls}
+
+
 ChatMessage = Annotated[Said, BeforeValidator(read_message)]
+Conversation = Annotated[tuple[Said, ...], BeforeValidator(read_messages)]
 
 
-def chat_message(wire: JsonValue) -> Said:
-    """``read_message`` for one of a record. Raises ``ExchangeError``."""
+def chat_messages(wires: JsonValue) -> tuple[Said, ...]:
+    """``read_messages`` of a record. Raises ``ExchangeError``."""
     try:
-        return read_message(wire)
+        return read_messages(wires)
     except ValueError as error:
         raise ExchangeError(str(error)) from error
+
+
+def chat_message(wire: JsonObject) -> Said:
+    """One message of a record. Raises ``ExchangeError``."""
+    return chat_messages([wire])[0]
 
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -39,7 +39,7 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
-    ChatMessage,
+    Conversation,
     ExchangeError,
     Finite,
     Foreign,
@@ -48,7 +48,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     tools_of,
 )
 from openhands_rl_plugin.trajectories.exchange.reading import Source, Unit, files_below, read_document
-from openhands_rl_plugin.trajectories.exchange.v0 import Response
+from openhands_rl_plugin.trajectories.exchange.v0 import Response, response_of
 from openhands_rl_plugin.trajectories.exchange.v1 import read_tool
 from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
@@ -66,9 +66,9 @@ class Logged(Foreign):
     V1's SDK calls the native form ``raw_messages`` and ``response``, and the text that the model said ``raw_response``.
     """
 
-    messages: tuple[ChatMessage, ...]
+    messages: Conversation
     response: Response
-    fncall_messages: tuple[ChatMessage, ...] = ()
+    fncall_messages: Conversation = ()
     fncall_response: Response | None = None
     kwargs: LLMSettings = Field(default_factory=LLMSettings)
     tools: JsonValue = None
@@ -133,13 +133,7 @@ def _response(trajectory: Trajectory, index: int, model: str, at: float) -> Json
     node = trajectory.nodes[index]
     (message,) = conversation_of(trajectory, (index,))
     finish = node.finish_reason or ("tool_calls" if node.message.tool_calls else "stop")
-    return {
-        "id": f"{trajectory.id}-{index}",
-        "object": "chat.completion",
-        "created": int(at),
-        "model": model,
-        "choices": [{"index": 0, "finish_reason": finish, "message": message}],
-    }
+    return response_of(f"{trajectory.id}-{index}", model, message, finish, int(at))
 
 
 def _episode(instance: str, files: Sequence[Path]) -> Imported:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pydantic import JsonValue, field_validator
+from pydantic import JsonValue
 from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import FINISH, SpokenMessage, reasoning_with
@@ -34,11 +34,10 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
-    ChatMessage,
+    Conversation,
     Finite,
     Foreign,
     LeftOutError,
-    from_text,
     parse,
     tools_of,
     without_nulls,
@@ -69,13 +68,7 @@ _NAMELESS = "function"
 class SftRow(Foreign):
     """A row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has ``test_result`` and null-filled tools)."""
 
-    messages: tuple[ChatMessage, ...]
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _from_json(cls, value: object) -> object:
-        return from_text(value) if isinstance(value, str) else value
-
+    messages: Conversation
     tools: JsonValue = None
     instance_id: str | None = None
     id: str | None = None

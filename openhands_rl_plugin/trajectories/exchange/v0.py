@@ -233,14 +233,11 @@ def history(trajectory: Trajectory, messages: Sequence[Message]) -> list[JsonObj
     events = list(_events(trajectory, messages))
     times = trajectory.times
     step = (times.finished - times.started) / max(1, len(events) - 1)
+    stamps = (date_of(times.started + number * step).replace(tzinfo=None) for number in range(len(events)))
     return [
-        {"id": number, "timestamp": _stamp(times.started + number * step), **event}
-        for number, event in enumerate(events)
+        {"id": at, "timestamp": stamp.isoformat(), **event}
+        for at, (stamp, event) in enumerate(zip(stamps, events, strict=True))
     ]
-
-
-def _stamp(at: float) -> str:
-    return date_of(at).replace(tzinfo=None).isoformat()
 
 
 def _events(trajectory: Trajectory, messages: Sequence[Message]) -> Iterator[JsonObject]:
@@ -248,7 +245,7 @@ def _events(trajectory: Trajectory, messages: Sequence[Message]) -> Iterator[Jso
     functions: dict[str, ToolCall] = {}
     for number, message in enumerate(messages):
         if message.role == "assistant" and message.tool_calls:
-            response = _response(f"{trajectory.id}-{number}", trajectory.policy.served_name, message)
+            response = response_of(f"{trajectory.id}-{number}", trajectory.policy.served_name, wire_of(message))
             for call in message.tool_calls:
                 asked[call.id] = _call_metadata(call, len(message.tool_calls), response)
                 functions[call.id] = call
@@ -308,9 +305,10 @@ def _call_metadata(call: ToolCall, calls: int, response: JsonObject) -> JsonObje
     }
 
 
-def _response(identity: str, model: str, message: Message) -> JsonObject:
-    choice: JsonObject = {"index": 0, "finish_reason": "tool_calls", "message": wire_of(message)}
-    return {"id": identity, "object": "chat.completion", "created": 0, "model": model, "choices": [choice]}
+def response_of(identity: str, model: str, message: JsonObject, finish: str = "tool_calls", at: int = 0) -> JsonObject:
+    """The chat completion with this answer."""
+    choice: JsonObject = {"index": 0, "finish_reason": finish, "message": message}
+    return {"id": identity, "object": "chat.completion", "created": at, "model": model, "choices": [choice]}
 
 
 _TEST_LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -621,7 +621,7 @@ def is_conversation(path: Path) -> bool:
 def source(path: Path) -> Source:
     """A conversation's folder, a folder of such folders, or files with all events of a conversation each."""
     if path.is_dir() and (folders := _conversations(path)):
-        ids = cache(partial(_ids_of, folders))
+        ids = cache(lambda: {_state_of(folder).id: folder for folder in folders})
         units = (
             Unit(str(folder), number, lambda folder=folder: _from_folder(folder, ids))
             for number, folder in enumerate(folders, 1)
@@ -637,11 +637,6 @@ def _conversations(path: Path) -> list[Path]:
         begun = path / _SUB_AGENTS
         return [path, *(_conversations(begun) if begun.is_dir() else ())]
     return sorted(each.parent for each in path.rglob(_EVENTS) if each.is_dir())
-
-
-def _ids_of(folders: Sequence[Path]) -> dict[str, Path]:
-    """The folders of conversations by the ids of their states."""
-    return {_state_of(folder).id: folder for folder in folders}
 
 
 def _state_of(folder: Path) -> BaseState:
@@ -662,11 +657,7 @@ def _from_folder(folder: Path, ids: Callable[[], Mapping[str, Path]], below: tup
     link = base.sub_agent
     above = folder.parent.parent if nested else ids().get(link.parent) if link is not None else None
     parent = _from_folder(above, ids, (*below, folder)).trajectory if above is not None else None
-    return _episode(base.id or folder.name, base, list(_events(files)), parent)
-
-
-def _events(files: Sequence[Path]) -> Iterator[JsonObject]:
-    yield from (read_document(file) for file in files)
+    return _episode(base.id or folder.name, base, [read_document(file) for file in files], parent)
 
 
 def _from_file(file: Path) -> Imported:

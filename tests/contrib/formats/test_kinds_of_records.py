@@ -89,6 +89,10 @@ ASKED = [
     {"type": "function_call", "call_id": each, "name": "read", "arguments": f'{{"path": "{each}"}}'} for each in "ab"
 ]
 TOLD = [{"type": "function_call_output", "call_id": each, "output": each.upper()} for each in "ba"]
+USED = [{"type": "tool_use", "id": each, "name": "read", "input": {"path": each}} for each in "ab"]
+RETURNED = [
+    {"type": "tool_result", "tool_use_id": each, "content": [{"type": "text", "text": each.upper()}]} for each in "ba"
+]
 MINI = {"info": {"exit_status": "Submitted"}, "trajectory_format": "mini-swe-agent-1.1"}
 ACTIONS = [
     {"class_": "api_action", "function": "read", "kwargs": {"path": each, "text": None}, "tool_call_id": each}
@@ -124,6 +128,8 @@ def results(*links: dict[str, Any]) -> list[dict[str, Any]]:
         {"messages": [USER, calling(*(call(each, f"c{each}", {"path": each}) for each in "ab")),
                       *results({"name": "b"}, {"name": "a"}), ANSWER]},
         {"messages": [USER, *legacy("b"), *legacy("a"), ANSWER]},
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "A look."}, *USED]},
+                      {"role": "user", "content": [*RETURNED, {"type": "text", "text": "Go on."}]}, ANSWER]},
         {**MINI, "messages": [USER, {"object": "response", "output": ASKED}, *TOLD, ANSWER]},
         swe_agent(USER, BOTH, *results({"tool_call_ids": ["b"]}, {"tool_call_ids": ["a"]}), ANSWER),
         adp(*ACTIONS, *SEEN),
