@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from openhands_rl_plugin.apps.chat_endpoint import AgentCompletionRequest
-from openhands_rl_plugin.contrib.webshop.server import ResetBody, SessionReference, StepBody
+from openhands_rl_plugin.contrib.webshop.server import ShopRequest, StepBody
 from openhands_rl_plugin.models.gateway.server import EndRequest
 from openhands_rl_plugin.models.server.requests import (
     ChatCompletionRequest,
@@ -85,11 +85,10 @@ SURFACES = {
     ),
     "webshop": Surface(
         {
-            "/reset": (ResetBody, {"idx": 1}),
+            "/reset": (ShopRequest, {"idx": 1}),
             "/step": (StepBody, {"session": "fuzz", "action": "search[tea]"}),
-            "/create": (None, {}),
-            "/fork": (SessionReference, {"session": "fuzz"}),
-            "/close": (SessionReference, {"session": "fuzz"}),
+            "/fork": (ShopRequest, {"session": "fuzz"}),
+            "/close": (ShopRequest, {"session": "fuzz"}),
         },
         ("/health", "/metrics"),
         (
@@ -97,7 +96,6 @@ SURFACES = {
             ("/step", '{"session": "NAME", "action": "search[tea]"}'),
             ("/step", '{"session": "NAME", "action": "click[buy now]"}'),
             ("/step", '{"idx": 1, "action": "click[back to search]"}'),
-            ("/step", '{"env_idx": 7, "action": "search[tea]"}'),
             ("/fork", '{"session": "NAME"}'),
             ("/close", '{"session": "NAME"}'),
         ),

@@ -1,4 +1,4 @@
-"""``openhands-rl env``: serve an environment over HTTP (/reset and /step, and AgentGym's /create ... /close)."""
+"""``openhands-rl env``: serve an environment over HTTP (/reset and /step)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shop over HTTP: sessions, forks, AgentGym's requests, and a server in a thread."""
+"""The shop over HTTP: sessions, forks, and a server in a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Annotated
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -28,43 +28,22 @@ class BadFieldError(RLError):
     """A request lacks a field or has a wrong one."""
 
 
-class SessionReference(BaseModel):
-    """The fields that name a session: `session` or `idx` (simple protocol), `env_idx` or `id` (AgentGym)."""
+class ShopRequest(BaseModel):
+    """Body of `POST /reset` (`idx`: the goal), `/step`, `/fork` and `/close`.
+
+    `idx` without `session` means the latest session that was started so.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     session: SessionName | None = None
     idx: Index | None = None
-    env_idx: Index | None = Field(default=None, validation_alias=AliasChoices("env_idx", "id"))
-
-    @property
-    def speaks_agentgym(self) -> bool:
-        """Whether the request is in AgentGym's form."""
-        return self.env_idx is not None
-
-    def key(self) -> str | None:
-        """The session's key, or None where the request does not name a session by itself."""
-        return environment_key(self.env_idx) if self.env_idx is not None else self.session
 
 
-class ResetBody(SessionReference):
-    """Body of `POST /reset`: the goal is `idx`, in AgentGym's form `session_id`."""
-
-    session_id: Index | None = None
-
-
-class StepBody(SessionReference):
+class StepBody(ShopRequest):
     """Body of `POST /step`."""
 
     action: str
-
-
-_ENVIRONMENT_PREFIX = "env-"
-
-
-def environment_key(env_idx: int) -> str:
-    """The session key of an AgentGym environment."""
-    return f"{_ENVIRONMENT_PREFIX}{env_idx}"
 
 
 def simple_reset_answer(key: str, session: WebShopSession) -> dict[str, JsonValue]:
@@ -87,11 +66,6 @@ def simple_step_answer(session: WebShopSession, result: StepResult) -> dict[str,
         "truncated": result.truncated,
         "info": _evidence(session) if result.done else {},
     }
-
-
-def agentgym_step_answer(result: StepResult) -> dict[str, JsonValue]:
-    """The answer to a step in AgentGym's form."""
-    return {"state": result.state, "reward": result.reward, "done": result.done, "info": None}
 
 
 def _evidence(session: WebShopSession) -> dict[str, JsonValue]:
@@ -156,15 +130,7 @@ class SessionTable:
 
 
 MAX_BODY_BYTES = 64 * 1024
-_ENVIRONMENT_NUMBERS = 2**31
 _SESSION_NAME_BYTES = 8
-
-
-class BodyTooLargeError(RLError):
-    """A request body is longer than any action needs."""
-
-    def __init__(self) -> None:
-        super().__init__(f"the request body is longer than {MAX_BODY_BYTES} bytes")
 
 
 def create_app(world: WebShop, *, max_sessions: int = 10_000) -> Starlette:
@@ -174,7 +140,6 @@ def create_app(world: WebShop, *, max_sessions: int = 10_000) -> Starlette:
     routes = [
         Route("/", shop.alive),
         Route("/health", shop.health),
-        Route("/create", shop.create, methods=["POST"]),
         Route("/reset", shop.reset, methods=["POST"]),
         Route("/step", shop.step, methods=["POST"]),
         Route("/fork", shop.fork, methods=["POST"]),
@@ -183,7 +148,6 @@ def create_app(world: WebShop, *, max_sessions: int = 10_000) -> Starlette:
     statuses: Mapping[type[RLError], HTTPStatus] = {
         BadFieldError: HTTPStatus.UNPROCESSABLE_ENTITY,
         UnknownSessionError: HTTPStatus.NOT_FOUND,
-        BodyTooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     }
     handlers = {error: partial(_error_answer, status) for error, status in statuses.items()}
     return Starlette(routes=routes, exception_handlers=handlers)
@@ -209,39 +173,13 @@ class _ShopRoutes:
         counts = {"sessions": len(self._sessions), "goals": len(self._world.goals)}
         return JSONResponse({"status": "ok", **counts})
 
-    async def create(self, request: Request) -> Response:
-        env_idx = self._new_environment()
-        goal_index = env_idx % len(self._world.goals)
-        self._sessions.put(environment_key(env_idx), self._world.session(goal_index))
-        return JSONResponse(env_idx)
-
-    def _new_environment(self) -> int:
-        env_idx = secrets.randbelow(_ENVIRONMENT_NUMBERS)
-        while environment_key(env_idx) in self._sessions:
-            env_idx = secrets.randbelow(_ENVIRONMENT_NUMBERS)
-        return env_idx
-
     async def fork(self, request: Request) -> Response:
-        body = await _body(request, _REFERENCE)
-        twin = self._sessions.get(self._key(body)).fork()
-        if body.speaks_agentgym:
-            env_idx = self._new_environment()
-            self._sessions.put(environment_key(env_idx), twin)
-            return JSONResponse(env_idx)
         key = secrets.token_hex(_SESSION_NAME_BYTES)
-        self._sessions.put(key, twin)
+        self._sessions.put(key, self._sessions.get(self._key(await _body(request, ShopRequest))).fork())
         return JSONResponse({"session": key})
 
     async def reset(self, request: Request) -> Response:
-        body = await _body(request, _RESET)
-        if body.speaks_agentgym:
-            key = self._key(body)
-            goal_index = body.session_id
-            if goal_index is None:
-                goal_index = self._sessions.get(key).goal.index
-            elif key not in self._sessions:
-                raise UnknownSessionError(key)
-            return JSONResponse([self._start(key, goal_index).observation, None])
+        body = await _body(request, ShopRequest)
         if body.idx is None:
             raise BadFieldError("'idx' is missing: the index of the goal to start")
         key = body.session or secrets.token_hex(_SESSION_NAME_BYTES)
@@ -257,48 +195,34 @@ class _ShopRoutes:
         self._sessions.put(key, session)
         return session
 
-    def _key(self, reference: SessionReference) -> str:
+    def _key(self, body: ShopRequest) -> str:
         """The key of the request's session; raises BadFieldError or UnknownSessionError."""
-        key = reference.key()
-        if key is not None:
-            return key
-        if reference.idx is None:
-            raise BadFieldError("one of 'session', 'idx', 'env_idx' is needed to say which session is meant")
-        if reference.idx not in self._latest:
-            raise UnknownSessionError(f"idx {reference.idx}")
-        return self._latest[reference.idx]
+        if body.session is not None:
+            return body.session
+        if body.idx is None:
+            raise BadFieldError("one of 'session', 'idx' is needed to say which session is meant")
+        if body.idx not in self._latest:
+            raise UnknownSessionError(f"idx {body.idx}")
+        return self._latest[body.idx]
 
     async def step(self, request: Request) -> Response:
-        body = await _body(request, _STEP)
+        body = await _body(request, StepBody)
         session = self._sessions.get(self._key(body))
-        result = session.step(body.action)
-        if body.speaks_agentgym:
-            return JSONResponse(agentgym_step_answer(result))
-        return JSONResponse(simple_step_answer(session, result))
+        return JSONResponse(simple_step_answer(session, session.step(body.action)))
 
     async def close(self, request: Request) -> Response:
-        reference = await _body(request, _REFERENCE)
+        body = await _body(request, ShopRequest)
         try:
-            closed = self._sessions.close(self._key(reference))
+            closed = self._sessions.close(self._key(body))
         except UnknownSessionError:
             closed = False
         return JSONResponse(closed)
 
 
-_RESET = TypeAdapter(ResetBody)
-_STEP = TypeAdapter(StepBody)
-_REFERENCE = TypeAdapter(SessionReference)
-
-
-async def _body[Body](request: Request, kind: TypeAdapter[Body]) -> Body:
-    """The body as a `Body`; raises BadFieldError or BodyTooLargeError."""
-    received = bytearray()
-    async for chunk in request.stream():
-        received += chunk
-        if len(received) > MAX_BODY_BYTES:
-            raise BodyTooLargeError
+async def _body[Body: ShopRequest](request: Request, kind: type[Body]) -> Body:
+    """The body as a `Body`; raises BadFieldError. The server bounds its size."""
     try:
-        return kind.validate_json(bytes(received) or b"{}")
+        return kind.model_validate_json(await request.body() or b"{}")
     except ValidationError as error:
         raise BadFieldError(_first_problem(error)) from error
 

@@ -18,7 +18,6 @@ from openhands_rl_plugin.contrib.webshop import (
 )
 from openhands_rl_plugin.contrib.webshop.server import SessionTable, UnknownSessionError
 from openhands_rl_plugin.core.types import Task
-from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymOptions
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.testing import check_environment
 
@@ -75,25 +74,6 @@ def test_two_resets_of_one_idx_are_two_sessions(shop: httpx.Client) -> None:
     assert play(shop, 12, {"idx": 12})["reward"] == 1.0
 
 
-def test_the_agentgym_protocol(shop: httpx.Client) -> None:
-    env_idx = shop.post("/create").json()
-    assert isinstance(env_idx, int)
-    query = {"env_idx": env_idx}
-    assert shop.post("/reset", json={**query, "session_id": 3}).json() == [WORLD.session(3).observation, None]
-    answer = shop.post("/step", json={**query, "action": "search[tea]"}).json()
-    assert answer.keys() == {"state", "reward", "done", "info"} and answer["info"] is None
-    restarted, info = shop.post("/reset", json=query).json()
-    assert restarted == WORLD.session(3).observation and info is None
-    assert play(shop, 3, query) == {
-        "state": "Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0): 1.0",
-        "reward": 1.0,
-        "done": True,
-        "info": None,
-    }
-    assert shop.post("/close", json={"id": env_idx}).json() is True
-    assert shop.post("/close", json=query).json() is False
-
-
 def test_the_session_that_was_longest_unused_makes_room() -> None:
     table = SessionTable(2)
     for name in ("a", "b"):
@@ -126,9 +106,8 @@ def test_the_command_serves_until_it_is_told_to_stop() -> None:
         process.communicate()
 
 
-async def test_the_shop_passes_the_conformance_check_by_both_protocols(base_url: str) -> None:
+async def test_the_shop_passes_the_conformance_check(base_url: str) -> None:
     actions = ["Action: search[lamp]", "Action: click[nothing]", "Action: search[chair]"]
-    simple, agentgym = HttpEnvironmentOptions(base_url=base_url), AgentGymOptions(base_url=base_url)
+    options = HttpEnvironmentOptions(base_url=base_url)
     task = Task(id="webshop-0", environment="webshop", data={"idx": 0})
-    await check_environment(lambda: WebEnvClient(simple), task, actions=actions)
-    await check_environment(lambda: AgentGymClient(agentgym), task, actions=actions)
+    await check_environment(lambda: WebEnvClient(options), task, actions=actions)
