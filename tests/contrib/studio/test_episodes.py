@@ -102,7 +102,7 @@ def test_tokens_come_as_columns_of_ids_and_logprobs(opener: Opener, client: Clie
     assert (found["total"], found["prompt"], found["extends"]) == (5, 3, False)
     assert found["tokens"]["id"] == [1, 2, 70_000, 3, 4]
     assert found["tokens"]["logprob"] == pytest.approx([None, None, None, -0.1, 0.0])
-    assert "text" not in found["tokens"] and "the tokenizer of m is not on this machine" in found["tokenizer"]
+    assert "text" not in found["tokens"] and "the tokenizer of base is not on this machine" in found["tokenizer"]
     assert browser.get("/api/episodes/one/nodes/0/tokens").json()["total"] == 0
     assert browser.get("/api/episodes/one/nodes/6/tokens").status_code == 404
 

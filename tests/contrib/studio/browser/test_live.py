@@ -15,6 +15,7 @@ from seeded_run import seed_run
 from studio_pages import Pages, pages_of
 
 from openhands_rl_plugin.contrib.studio.command import sources_at
+from openhands_rl_plugin.core.records import EpisodeStart
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -26,7 +27,10 @@ SOON = 10
 def play(folder: Path, episode: Trajectory) -> None:
     async def add() -> None:
         async with FileTrajectoryStorage(folder) as storage:
-            await storage.add(episode)
+            if episode.stop is StopReason.UNFINISHED:
+                await storage.begin(EpisodeStart.of(episode))
+            else:
+                await storage.add(episode)
 
     with ThreadPoolExecutor(1) as thread:  # Playwright runs a loop in this thread
         thread.submit(asyncio.run, add()).result()
@@ -57,8 +61,7 @@ def test_an_episode_that_ends_appears_in_the_list(pages: Pages) -> None:
 
 
 def test_two_boxes_are_compared_on_a_phone_whose_menu_is_in_view(pages: Pages) -> None:
-    killed = sample_episode("killed", task=" ", stop=StopReason.UNFINISHED, finished=5000.0)
-    play(pages.folder / "trajectories", killed)
+    play(pages.folder / "trajectories", sample_episode("killed", task=" ", stop=StopReason.UNFINISHED))
     page = pages.open("/", wait=".row:not(.head) input")
     row = page.locator(".row:not(.head)").first
     assert "unfinished" in row.inner_text() and "(empty)" in row.inner_text()
