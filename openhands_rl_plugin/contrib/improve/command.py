@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
     from openhands_rl_plugin.contrib.improve.gym import Gym
-    from openhands_rl_plugin.contrib.improve.price import Lengths, Price, PromptChoice, RunCost
+    from openhands_rl_plugin.contrib.improve.price import Lengths, Price, PromptChoice
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.tasks.packages import OwnRepository
     from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
@@ -283,7 +283,7 @@ def _train(
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     from openhands_rl_plugin.contrib.improve.gym import earned, earned_lines, use_lines
-    from openhands_rl_plugin.contrib.improve.price import spent_lines
+    from openhands_rl_plugin.contrib.improve.price import took_line
 
     folder = directory / "tasks"
     source = TaskSource(suite=str(folder / gym.training), held_out_rows=folder / gym.held_out)
@@ -294,30 +294,24 @@ def _train(
         studio_beside(args, directory, lambda: open_storage(settings), adapters, model),
         ProgressListener(settings.loop.stages, Console(stderr=args.json)) as listener,
     ):
-        result, spent = ENDING.run(_run(args, job, listener))
+        result = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state, "tasks"))
     server = settings.serving.base_url
     used = use_lines(result, model, settings.serving.adapter, adapters, server=server)
-    told = (*earned_lines(result), *spent_lines(spent, price), f"report: {result.report}", *used)
+    told = (*earned_lines(result), took_line(result.state, price), f"report: {result.report}", *used)
     _say(args, *told)
-    return _done(args, {**found, "result": earned(result), "spent": spent.model_dump(mode="json")})
+    return _done(args, {**found, "result": earned(result)})
 
 
-async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> tuple[LoopResult, RunCost]:
+async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> LoopResult:
     from openhands_rl_plugin.apps.loop.run import run_loop
-    from openhands_rl_plugin.contrib.improve.price import spent_by
     from openhands_rl_plugin.evals.runs.backends import make_backend
 
     backend = make_backend("local", cache=args.cache)
     try:
-        result = await run_loop(replace(job, backend=backend), listener)
+        return await run_loop(replace(job, backend=backend), listener)
     finally:
         await backend.close()
-    storage = open_storage(job.settings)
-    try:
-        return result, await spent_by(storage, result.state, job.run_id)
-    finally:
-        await storage.close()
 
 
 def _job(
