@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 
 import httpx
 
@@ -116,8 +116,9 @@ class OpenAIEngine:
         body = request_body(self.model, messages, tools=tools, n=1, sampling=wanted)
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         asking = self._extensions.attempt(self.model, (*self._tokens, SAMPLING))
-        async for part in self._asked(streamed, wanted, asking):
-            yield part if isinstance(part, str) else part[0]
+        async with aclosing(self._asked(streamed, wanted, asking)) as parts:
+            async for part in parts:
+                yield part if isinstance(part, str) else part[0]
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -127,7 +128,7 @@ class OpenAIEngine:
 
     async def _asked(
         self, body: JsonObject, sampling: SamplingParams, asking: ExtensionAttempt
-    ) -> AsyncIterator[str | list[Completion]]:
+    ) -> AsyncGenerator[str | list[Completion]]:
         """The texts of a streamed answer as they come, then the completions. What training needs and is missing is
         named in their metadata."""
         attempt, shown, clock = 0, False, asyncio.get_running_loop()
