@@ -150,7 +150,7 @@ def _episode(
     format: str, messages: Sequence[Message], info: RunInfo, name: str | None, times: Times = UNKNOWN_TIMES
 ) -> Imported:
     known: JsonObject = {"patch": info.submission, "exit_status": info.exit_status, "metrics": info.model_stats}
-    evidence = {key: value for key, value in known.items() if value is not None}
+    evidence: JsonObject = {key: value for key, value in known.items() if value is not None}
     origin = Origin(format, task_of(messages, SWE, name), info.config.model.model_name)
     stop, failure = ending_of(info.exit_status, end_of(messages), format)
     return finished(conversation(messages, origin.policy), origin, Ending(stop, evidence, failure=failure, times=times))

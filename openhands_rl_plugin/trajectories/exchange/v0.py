@@ -305,7 +305,7 @@ def _call_metadata(call: ToolCall, calls: int, response: JsonObject) -> JsonObje
     }
 
 
-def response_of(identity: str, model: str, message: JsonObject, finish: str = "tool_calls", at: int = 0) -> JsonObject:
+def response_of(identity: str, model: str, message: JsonValue, finish: str = "tool_calls", at: int = 0) -> JsonObject:
     """The chat completion with this answer."""
     choice: JsonObject = {"index": 0, "finish_reason": finish, "message": message}
     return {"id": identity, "object": "chat.completion", "created": at, "model": model, "choices": [choice]}
