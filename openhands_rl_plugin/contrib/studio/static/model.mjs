@@ -129,7 +129,7 @@ const CHUNK = 32;
 /** `header` of /api/episodes/{id}, with the shape of its tree. */
 export function modelOf(header) {
   const {nodes} = header;
-  const total = nodes.role.length;
+  const total = nodes.role?.length ?? 0;
   const children = Array.from({length: total}, () => []);
   const roots = [];
   for (let at = 0; at < total; at += 1) {
