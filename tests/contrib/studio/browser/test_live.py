@@ -68,7 +68,10 @@ def test_two_boxes_are_compared_on_a_phone_whose_menu_is_in_view(pages: Pages) -
     for at in (1, 2):
         page.locator(".row:not(.head) input").nth(at).check()
     pages.keys("=")
-    page.wait_for_selector(".page.compare .one")
+    page.wait_for_selector(".page.compare")
+    assert "a=" in page.url and "b=" in page.url
+    pages.open("/e/killed", wait="main h1, main h2")
+    assert "failed" not in page.locator("main").inner_text()
     narrow = pages.anew(viewport={"width": 360, "height": 740})
     pages.open("/", wait=".bar nav a")
     for each in narrow.locator(".bar nav a, .bar button").all():
