@@ -430,8 +430,8 @@ def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
         if "no git repository" not in str(error):
             raise ConfigError(f"--repo {error}") from error
         raise ConfigError(
-            f"--repo {error}: tasks are made of commits; run `git init`, `git add` and `git commit` in it, or give "
-            "another folder"
+            f"--repo {path} is no git repository: tasks are made of commits; run `git init`, `git add` and "
+            "`git commit` in it, or give another folder"
         ) from error
     git = GitRepository(root)
     try:
