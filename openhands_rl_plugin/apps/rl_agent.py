@@ -623,6 +623,7 @@ class RLAgent:
                 metrics, adapter, probe = learn(
                     trainer,
                     dataset,
+                    settings,
                     self._policy.store,
                     self.config.serving.adapter,
                     base_model=self._policy.base_model,

@@ -450,7 +450,7 @@ class PolicyTraining(TrainingRun):
 
     def _train(self, dataset: TrainingDataset, base_model: str) -> tuple[Adapter | None, Probe]:
         """The new version, which rank 0 alone has, and the logprobs to check a server against."""
-        from openhands_rl_plugin.training.learn import learn, tell_notes
+        from openhands_rl_plugin.training.learn import CALL_FILE, PROBE_TOKENS, learn, tell_notes, version_written
 
         try:
             from openhands_rl_plugin.models.generator.threads import prepare_threads
@@ -459,12 +459,21 @@ class PolicyTraining(TrainingRun):
             from openhands_rl_plugin.training.engines import make_trainer
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "torch", "train") from error
-        trainer = make_trainer(self._args.model, self._training, self._config, base_model, self._parent)
+        made = version_written(dataset, self._training, self._adapters, self._name, self._run_directory)
+        trainer = make_trainer(self._args.model, self._training, self._config, base_model, made or self._parent)
+        if made is not None:
+            print_note(f"{made.name} is what this command wrote before it was ended: it is not trained on that again")
+            probe = trainer.probe(dataset.samples[0].input_ids[-PROBE_TOKENS:])
+            if self._leads:
+                self._adapters.keep_probe(made, probe)
+                (self._run_directory / CALL_FILE).unlink()
+            return made if self._leads else None, probe
         tell_notes(trainer, print_note)
         with training_progress() as advanced:
             _, adapter, probe = learn(
                 trainer,
                 dataset,
+                self._training,
                 self._adapters,
                 self._name,
                 base_model=base_model,

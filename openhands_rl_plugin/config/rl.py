@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
@@ -23,7 +23,7 @@ from openhands_rl_plugin.config.training import TrainingSettings as TrainingSett
 from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location, instead, problems
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
-from openhands_rl_plugin.core.types import JsonObject, Limits, SamplingParams
+from openhands_rl_plugin.core.types import Bounded, JsonObject, Limits, SamplingParams
 
 
 class SamplingSettings(Settings):
@@ -78,7 +78,8 @@ class VerifierSettings(Settings):
     )
     calibration: Literal["none", "temperature", "platt"] = Field(
         default="none",
-        description="how predictions are made probabilities, on the held-out tasks: temperature or Platt scaling",
+        description="how predictions are made probabilities, on the held-out tasks: temperature or Platt scaling; "
+        "needs 50 episodes",
     )
 
 
@@ -260,8 +261,8 @@ class RewardSettings(Settings):
         default="return", description="reward that training maximises"
     )
     options: JsonObject = Field(default_factory=dict, description="options of that reward")
-    gateway_min: FiniteFloat = Field(default=-1.0, description="lowest reward that a client may tell the gateway")
-    gateway_max: FiniteFloat = Field(default=1.0, description="highest reward that a client may tell the gateway")
+    gateway_min: Bounded = Field(default=-1.0, description="lowest reward that a client may tell the gateway")
+    gateway_max: Bounded = Field(default=1.0, description="highest reward that a client may tell the gateway")
 
     def overridden(self, name: str | None, options: JsonObject | None = None) -> Self:
         """A copy with another reward and the given options, or with other options for the same reward."""

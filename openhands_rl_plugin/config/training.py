@@ -223,7 +223,7 @@ class TrainingSettings(Settings):
         default=1, ge=1, description="rejection-sampling: train on so many of a task's episodes, the best ones"
     )
     dpo_beta: Annotated[float, _Only(("dpo",))] = Field(
-        default=0.1, gt=0, description="dpo: how strongly the policy is held to the base model"
+        default=0.1, gt=0, description="dpo: how strongly the policy is held to the version that training starts from"
     )
     weight_decay: float = Field(
         default=0.0, ge=0, description="weight decay of AdamW, per step and unit of learning rate"

@@ -116,7 +116,11 @@ def boundary(kind: FailureKind, what: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """``"TypeName: first line of the message"``, at most 500 characters, without secrets."""
+    """``"TypeName: first line of the message"`` or a value's first problem, at most 500 characters, without secrets."""
+    if isinstance(error, ValidationError):
+        one = error.errors(include_url=False)[0]
+        where = ".".join(map(str, (error.title, *one["loc"])))
+        return f"{where}: {redact_text(f'{one["msg"]}, got {one["input"]!r:.80}')}"[:500]
     # Redacted before it is cut: half a key has no known shape.
     text = redact_text(str(error).strip()[:100_000]).splitlines()
     return f"{type(error).__name__}: {text[0]}"[:500] if text else type(error).__name__

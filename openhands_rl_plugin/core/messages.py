@@ -7,7 +7,6 @@ contents and usage.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -21,6 +20,7 @@ from openhands_rl_plugin.core.types import (
     Node,
     Observation,
     SamplingParams,
+    Tokens,
     ToolCall,
     Trajectory,
     Usage,
@@ -239,8 +239,7 @@ def logprobs_in(choice: Mapping[str, Any], expected: int) -> list[float]:
         values = [float(token["logprob"]) for token in content]
     except (TypeError, LookupError, ValueError):
         return []
-    # One value that is not finite makes the sum not finite.
-    return values if math.isfinite(sum(values)) else []
+    return [*Tokens.known_logprobs(values, expected)]
 
 
 def error_in(document: object) -> tuple[int, str] | None:

@@ -7,10 +7,11 @@ import uuid
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, FiniteFloat, JsonValue
 
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
+    Bounded,
     EpisodeRequest,
     Failure,
     FailureKind,
@@ -111,9 +112,9 @@ class NodeMark(Frozen):
     """
 
     index: int
-    reward: float | None = None
+    reward: Bounded | None = None
     simulated: bool = False
-    value: float | None = None
+    value: FiniteFloat | None = None
     visits: int = 0
     search: JsonValue = None
 
@@ -222,14 +223,14 @@ class Label(Frozen):
     id: str
     trajectory_id: str
     kind: LabelKind
-    value: float | None = None
+    value: Bounded | None = None
     text: str = ""
     node: int | None = None
     tokens: tuple[int, int] | None = None
     other: str | None = None
     withdraws: str | None = None
     author: str = ""
-    at: float
+    at: FiniteFloat
 
 
 class DamagedRecord(Frozen):

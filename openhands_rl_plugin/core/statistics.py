@@ -18,18 +18,21 @@ NORMAL_95 = 1.959963984540054
 
 
 class Estimate(Frozen):
-    """A mean with its 95% interval over ``n`` tasks."""
+    """A mean with its 95% interval over ``n`` tasks; of no task all are ``None``."""
 
-    mean: float
-    low: float
-    high: float
+    mean: float | None
+    low: float | None
+    high: float | None
     n: int
 
 
+NOTHING = Estimate(mean=None, low=None, high=None, n=0)
+
+
 def wilson(successes: int, n: int) -> Estimate:
-    """Wilson score interval of a proportion (Wilson 1927). With ``n=0`` nothing is known: [0, 1]."""
+    """Wilson score interval of a proportion (Wilson 1927); ``NOTHING`` with ``n=0``."""
     if n == 0:
-        return Estimate(mean=math.nan, low=0.0, high=1.0, n=0)
+        return NOTHING
     p, z2 = successes / n, NORMAL_95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = NORMAL_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
@@ -53,9 +56,7 @@ def paired_difference(before: Sequence[float], after: Sequence[float], *, resamp
     if len(before) != len(after):
         raise ValueError(f"{len(before)} tasks before and {len(after)} after: a paired comparison needs the same ones")
     differences = [b - a for a, b in zip(before, after, strict=True)]
-    if not differences:
-        return Estimate(mean=math.nan, low=-1.0, high=1.0, n=0)
-    return _bootstrap(differences, resamples, seed=0)
+    return _bootstrap(differences, resamples, seed=0) if differences else NOTHING
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -94,14 +95,14 @@ def best_at_k(scores: Sequence[float], outcomes: Sequence[float], k: int) -> flo
 def over_tasks(values: Sequence[float], *, repeats: int = 2000, seed: int = 0) -> Estimate:
     """The mean of one figure a task, each in [0, 1], with its 95% interval: a percentile bootstrap over tasks.
 
-    Fewer than two tasks say nothing about others: [0, 1]. Plain successes and failures have ``wilson``'s interval: a
+    One task says nothing about others: [0, 1]. Plain successes and failures have ``wilson``'s interval: a
     bootstrap of 0 of 3 has no width. The same seed, the same interval.
     """
     n = len(values)
     if n >= 2 and all(value in (0, 1) for value in values):
         return wilson(round(sum(values)), n)
     if n < 2:
-        return Estimate(mean=sum(values) / n if n else math.nan, low=0.0, high=1.0, n=n)
+        return Estimate(mean=values[0], low=0.0, high=1.0, n=1) if n else NOTHING
     return _bootstrap(values, repeats, seed)
 
 

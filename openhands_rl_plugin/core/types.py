@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated, Literal, Protocol, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, JsonValue
 
 TURN, CONDENSATION, SIDE = "turn", "condensation", "side request"
 """Kinds of nodes: a message of the episode; a host's request to summarise its history, and the summary; another request
@@ -146,6 +146,12 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
+LARGEST = 1e9
+"""The largest absolute value of a number that others give: a reward, a value, a weight, a logprob."""
+
+Bounded = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+
+
 class Limits(Frozen):
     """Bounds of one episode. ``None`` means unbounded.
 
@@ -207,7 +213,13 @@ class Tokens(Frozen):
     extends: bool = False
     prompt_ids: tuple[int, ...] = ()
     sampled_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[Bounded, ...] = ()
+
+    @staticmethod
+    def known_logprobs(values: Sequence[float], count: int) -> tuple[float, ...]:
+        """A logprob for each of ``count`` ids, or nothing where one is missing, no number, or out of range."""
+        known = len(values) == count and all(-LARGEST <= value <= LARGEST for value in values)
+        return tuple(values) if known else ()
 
 
 _TRL = "trl-policy"  # whose versions are counted without zeros
@@ -261,7 +273,7 @@ class Usage(Frozen):
 class SamplingParams(Frozen):
     """The sampling parameters of a completion. ``None`` leaves the choice to the server; see ``NEUTRAL_PARAMETERS``."""
 
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: FiniteFloat | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -289,7 +301,7 @@ class Observation(Frozen):
     """An answer of an environment, and the step's reward. ``terminated``: the task ended; ``truncated``: by a limit."""
 
     messages: tuple[Message, ...] = ()
-    reward: float = 0.0
+    reward: Bounded = 0.0
     terminated: bool = False
     truncated: bool = False
 
@@ -309,9 +321,9 @@ class Node(Frozen, TimedNode):
     policy: PolicyRef | None = None
     sampling: SamplingParams | None = None
     finish_reason: str | None = None
-    reward: float | None = None
+    reward: Bounded | None = None
     simulated: bool = False
-    value: float | None = None
+    value: FiniteFloat | None = None
     visits: int = 0
     metadata: JsonObject = Field(default_factory=dict)
 
@@ -437,9 +449,9 @@ class Score(Frozen):
     """
 
     trajectory_id: str
-    reward: float | None
-    value: float | None = None
-    weight: float = 1.0
+    reward: Bounded | None
+    value: Bounded | None = None
+    weight: Bounded = 1.0
     detail: JsonObject = Field(default_factory=dict)
     reward_version: str
 
@@ -457,13 +469,13 @@ class Sample(Frozen):
     leaf: int
     input_ids: tuple[int, ...]
     mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    advantage: float = 1.0
-    token_advantages: tuple[float, ...] = ()
+    logprobs: tuple[Bounded, ...]
+    advantage: FiniteFloat = 1.0
+    token_advantages: tuple[FiniteFloat, ...] = ()
     policy: PolicyRef | None = None
     count: int = Field(default=1, ge=1)
-    temperature: float = 1.0
-    token_temperatures: tuple[float, ...] = ()
+    temperature: FiniteFloat = 1.0
+    token_temperatures: tuple[FiniteFloat, ...] = ()
     spans: tuple[tuple[int, int, int], ...] = ()
 
     def advantage_at(self, position: int) -> float:
@@ -498,7 +510,7 @@ class Probe(Frozen):
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
     token_ids: tuple[int, ...] = Field(min_length=2)
-    logprobs: tuple[float, ...]
+    logprobs: tuple[Bounded, ...]
     max_difference: float = Field(gt=0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -129,9 +128,7 @@ def environment_return(trajectory: Trajectory) -> tuple[float, int]:
         raise GraderError(UNJUDGED)
     if len(answered) < len(rewards):
         raise GraderError(f"{trajectory.id} holds an action that got no answer ({trajectory.stop})")
-    if not math.isfinite(total := sum(answered)):
-        raise GraderError(f"{trajectory.id} has a return that is not finite")
-    return total, len(answered)
+    return sum(answered), len(answered)
 
 
 def told_return(trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:

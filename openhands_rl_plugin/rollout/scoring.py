@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import batched
 from typing import Any, Protocol, runtime_checkable
 
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
+from pydantic import ValidationError
+
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, boundary, describe
 from openhands_rl_plugin.core.judgements import ALIKE, VERDICT, labels_of, scores_of, standing
 from openhands_rl_plugin.core.protocols import Reward, TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, WorkspaceCommand, sub_agent_of
@@ -86,7 +88,10 @@ async def judge(reward: Reward, trajectory: Trajectory) -> Score | Failure:
         return trajectory.failure
     try:
         with boundary(FailureKind.GRADER, f"reward {reward.version}"):
-            return await reward(trajectory)
+            try:
+                return Score.model_validate(vars(await reward(trajectory)))
+            except ValidationError as error:
+                raise GraderError(f"episode {trajectory.id}: reward {reward.version}: {describe(error)}") from error
     except CaughtFailure as caught:
         return caught.failure
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.types import Adapter, Probe, Sample
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
@@ -75,15 +78,19 @@ def fit(
         on_progress: called after every optimiser step.
         run: a directory for metrics and checkpoints; a killed call resumes from it.
 
-    Raises ``TrainingError`` or ``StorageError``.
+    Raises ``TrainingError``, also where no step had a gradient, or ``StorageError``.
     """
     match algorithm_of(TrainingSettings(algorithm=dataset.algorithm)).kind:
         case "imitation":
-            return trainer.sft(dataset.samples, on_progress, run=run)
+            metrics = trainer.sft(dataset.samples, on_progress, run=run)
         case "preference":
-            return trainer.prefer(dataset.pairs, on_progress, run=run)
+            metrics = trainer.prefer(dataset.pairs, on_progress, run=run)
         case "reinforcement":
-            return trainer.reinforce(dataset.samples, on_progress, run=run)
+            metrics = trainer.reinforce(dataset.samples, on_progress, run=run)
+    if not metrics.steps:
+        trainer.finish()
+        raise TrainingError(f"nothing was learnt: the advantages of all {metrics.samples} sequences are 0")
+    return metrics
 
 
 def create_version(
@@ -130,9 +137,41 @@ def create_version(
     return adapter, probe
 
 
+CALL_FILE = "call.json"
+"""In a call's directory from when its version is written until its checkpoints are deleted."""
+
+
+class _Call(Frozen):
+    """A call that writes a version: a digest of what it trains on, and the newest version before."""
+
+    digest: str
+    latest: int
+
+
+def _call(dataset: TrainingDataset, settings: TrainingSettings, latest: Adapter | None) -> _Call:
+    digest = hashlib.sha256(f"{settings.model_dump_json()}\n{dataset.algorithm}\n".encode())
+    for sample in dataset.samples:
+        digest.update(sample.model_dump_json(exclude={"logprobs", "policy"}).encode())
+    return _Call(digest=digest.hexdigest(), latest=latest.version if latest is not None else 0)
+
+
+def version_written(
+    dataset: TrainingDataset, settings: TrainingSettings, store: AdapterStore, name: str, run: Path
+) -> Adapter | None:
+    """The version that a killed ``learn`` of the same dataset, settings and ``run`` wrote before it ended, if any."""
+    file = run / CALL_FILE
+    if not file.exists():
+        return None
+    noted = _Call.model_validate_json(file.read_bytes())
+    if noted.digest != _call(dataset, settings, None).digest:
+        return None
+    return next((each for each in store.versions(name) if each.version > noted.latest), None)
+
+
 def learn(
     trainer: PolicyTrainer,
     dataset: TrainingDataset,
+    settings: TrainingSettings,
     store: AdapterStore,
     name: str,
     *,
@@ -143,9 +182,13 @@ def learn(
 ) -> tuple[TrainMetrics, Adapter | None, Probe]:
     """``fit``, then ``create_version`` from its metrics, then delete the checkpoints of the call.
 
-    The arguments are those of the two; the first sample of the dataset is the probe's text.
+    The arguments are those of the two; the first sample of the dataset is the probe's text. ``version_written`` finds
+    in ``run`` what a killed call has written.
     """
     metrics = fit(trainer, dataset, on_progress, run=run)
+    note = run / CALL_FILE if run is not None and trainer.is_main_process else None
+    if note is not None:
+        write_file(note, _call(dataset, settings, store.latest(name)).model_dump_json(), parents=True)
     adapter, probe = create_version(
         trainer,
         store,
@@ -157,4 +200,6 @@ def learn(
         probe_ids=dataset.samples[0].input_ids,
     )
     trainer.finish()
+    if note is not None:
+        note.unlink(missing_ok=True)
     return metrics, adapter, probe

@@ -81,4 +81,3 @@ def test_the_interval_is_repeatable_and_of_one_task_says_nothing() -> None:
     assert over_tasks(values) == over_tasks(values)
     assert over_tasks(values, seed=1) != over_tasks(values, seed=0)
     assert (over_tasks([0.4]).low, over_tasks([0.4]).high) == (0.0, 1.0)
-    assert math.isnan(over_tasks([]).mean)

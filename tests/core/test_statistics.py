@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.statistics import paired_difference, sign_greater, wilson
+from openhands_rl_plugin.core.statistics import Estimate, over_tasks, paired_difference, sign_greater, wilson
 
 
 def test_wilson_has_the_textbook_values() -> None:
@@ -17,8 +15,7 @@ def test_wilson_has_the_textbook_values() -> None:
 
 
 def test_nothing_is_known_without_data() -> None:
-    assert (wilson(0, 0).low, wilson(0, 0).high) == (0.0, 1.0)
-    assert math.isnan(paired_difference([], []).mean)
+    assert wilson(0, 0) == paired_difference([], []) == over_tasks([]) == Estimate(mean=None, low=None, high=None, n=0)
 
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))

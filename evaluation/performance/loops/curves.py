@@ -38,7 +38,7 @@ def _is_iteration(record: StageRecord) -> bool:
 
 def _held_out(state: LoopState, labels: list[str]) -> Iterator[Point]:
     for record in state.records:
-        if record.name in EVALUATIONS and (success := success_of(record)) is not None:
+        if record.name in EVALUATIONS and (success := success_of(record)) and success.mean is not None:
             last = len(labels) - 1
             slot = last if record.name == EVALUATIONS[-1] else labels.index(NAMES[record.name])
             yield Point(slot=slot, value=success.mean, low=success.low, high=success.high)

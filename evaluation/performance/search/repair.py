@@ -166,7 +166,7 @@ def chart(played: Sequence[Played], kind: str) -> str:
         points = []
         for slot, budget in enumerate(BUDGETS[kind]):
             share = wilson(int(sum(each.within(kind, budget).values())), len(each.rows))
-            points.append(Point(slot=slot, value=share.mean, low=share.low, high=share.high))
+            points += [] if share.mean is None else [Point(slot=slot, value=share.mean, low=share.low, high=share.high)]
         series.append(Series(name=each.strategy, colour=COLOURS[each.strategy], points=tuple(points)))
     return line_chart(series, [f"{budget:,}" for budget in BUDGETS[kind]], "resolved")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
 from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.statistics import Estimate, wilson
+from openhands_rl_plugin.core.statistics import NOTHING, Estimate
 from openhands_rl_plugin.core.types import FailureKind, Frozen, Trajectory
 from openhands_rl_plugin.training.loop.facts import HeldOut, RunFacts, success_of
 from openhands_rl_plugin.training.loop.facts import evaluations as measured
@@ -31,7 +30,7 @@ class StageEvaluation(Frozen):
 
     stage: str
     success: Estimate
-    reward: float
+    reward: float | None
     turns: float
     seconds: float
 
@@ -41,8 +40,8 @@ def evaluations(state: LoopState) -> tuple[StageEvaluation, ...]:
     return tuple(
         StageEvaluation(
             stage=record.name,
-            success=success_of(record) or wilson(0, 0),
-            reward=record.metrics.get("reward", math.nan),
+            success=success_of(record) or NOTHING,
+            reward=record.metrics.get("reward"),
             turns=record.metrics["turns"],
             seconds=record.finished - record.started,
         )
@@ -60,7 +59,7 @@ def evaluation_rows(state: LoopState) -> list[tuple[str, ...]]:
             one.stage,
             f"{one.success.mean:.3f}" if one.success.n else "-",
             f"{one.success.low:.3f} to {one.success.high:.3f}" if one.success.n else "-",
-            f"{one.reward:.3f}" if one.success.n else "-",
+            "-" if one.reward is None or not one.success.n else f"{one.reward:.3f}",
             f"{one.turns:.1f}",
             str(one.success.n),
         )

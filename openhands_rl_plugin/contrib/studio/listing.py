@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.statistics import paired_difference
-from openhands_rl_plugin.core.types import Frozen, JsonObject, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Bounded, Frozen, JsonObject, StopReason, Trajectory
 from openhands_rl_plugin.evals.report.figures import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
 from openhands_rl_plugin.rollout.scoring import add_label, labelled, withdraw
 
@@ -295,7 +295,7 @@ class LabelRequest(Frozen):
 
     episode: str = Field(min_length=1, max_length=1000)
     kind: LabelKind | None = None
-    value: float | None = Field(default=None, allow_inf_nan=False, ge=-1e9, le=1e9)
+    value: Bounded | None = None
     text: str = Field(default="", max_length=_LONGEST)
     node: int | None = Field(default=None, ge=0)
     tokens: tuple[int, int] | None = None

@@ -32,6 +32,7 @@ from openhands_rl_plugin.training.data.dataset import (
 )
 from openhands_rl_plugin.training.loop.plan import PolicyLineage
 from openhands_rl_plugin.training.verifier.card import Calibration, VerifierCard
+from openhands_rl_plugin.training.verifier.report import LEAST_CALIBRATED
 
 DIVIDED = "labels contradict each other"
 UNDECIDED = "the verifier is not certain"
@@ -86,7 +87,8 @@ def check_calibrated(settings: RLSettings) -> None:
     if VerifierCard.load(directory).calibration == Calibration():
         raise ConfigError(
             f"[rl.reward] adapter: the scores of {directory} are no calibrated probabilities, and nobody would look "
-            "at what they let in: train it with `openhands-rl train --verifier --calibration platt`"
+            "at what they let in: train it with `openhands-rl train --verifier --calibration platt`, with "
+            f"{LEAST_CALIBRATED} held-out episodes of both outcomes"
         )
 
 

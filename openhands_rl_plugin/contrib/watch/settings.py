@@ -29,7 +29,7 @@ class WatchSettings(Settings):
         gt=0,
         lt=0.5,
         description="level of the exact test of a rise in flagged commands or secrets: it stops at most this share of "
-        "the candidates that are as good",
+        "the candidates that are as good, for each of the two",
     )
     min_episodes: int = Field(default=32, ge=1, description="new judged episodes before anything is trained")
     min_used: int = Field(

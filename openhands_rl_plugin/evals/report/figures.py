@@ -92,9 +92,9 @@ class Share(Frozen):
     of: int
 
     @property
-    def value(self) -> float:
-        """The fraction; NaN for 0 of 0."""
-        return self.count / self.of if self.of else math.nan
+    def value(self) -> float | None:
+        """The fraction; ``None`` for 0 of 0."""
+        return self.count / self.of if self.of else None
 
 
 class RunFigures(Frozen):
@@ -148,7 +148,7 @@ class EvaluationFigures(Frozen):
     malformed: Share
     flagged: Share
     commands_flagged: Share
-    turns: float
+    turns: float | None
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -222,7 +222,7 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
         ),
         flagged=_share(bool(outcome.flags) for outcome in outcomes),
         commands_flagged=_share(outcome.commands_flagged > 0 for outcome in outcomes),
-        turns=math.fsum(outcome.turns for outcome in outcomes) / len(outcomes) if outcomes else math.nan,
+        turns=math.fsum(outcome.turns for outcome in outcomes) / len(outcomes) if outcomes else None,
         prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
         cached_tokens=sum(outcome.cached_tokens for outcome in outcomes),
         completion_tokens=sum(outcome.completion_tokens for outcome in outcomes),

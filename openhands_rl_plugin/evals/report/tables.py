@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def figure_row(group: EvaluationFigures) -> tuple[str, ...]:
         "-" if group.reward is None else number(group.reward),
         *(rate(each) for each in (group.stuck, group.empty_patch, group.timed_out, group.malformed)),
         *(rate(each) for each in (group.flagged, group.commands_flagged)),
-        f"{group.turns:.1f}",
+        "-" if group.turns is None else f"{group.turns:.1f}",
         f"{group.prompt_tokens:,}",
         f"{group.completion_tokens:,}",
         "-" if group.cost is None else f"{group.cost:,.2f}",
@@ -103,9 +102,9 @@ def interval(estimate: Estimate) -> str:
     return f"{estimate.low:.3f} to {estimate.high:.3f}" if estimate.n else "-"
 
 
-def number(value: float) -> str:
-    """Three decimals; ``-`` for NaN."""
-    return "-" if math.isnan(value) else f"{value:.3f}"
+def number(value: float | None) -> str:
+    """Three decimals; ``-`` for nothing."""
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _some(names: tuple[str, ...]) -> str:

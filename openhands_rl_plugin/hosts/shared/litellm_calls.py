@@ -227,7 +227,7 @@ def take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
     return Tokens.model_construct(
         prompt_ids=tuple(prompt_ids),
         sampled_ids=tuple(sampled_ids),
-        logprobs=values if len(values) == len(sampled_ids) else (),
+        logprobs=Tokens.known_logprobs(values, len(sampled_ids)),
     )
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from openhands_rl_plugin.config.rl import HttpUrl, SafeName, VariableName
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, named_key, required_key
+from openhands_rl_plugin.core.types import Bounded
 
 MIB = 1024**2
 
@@ -79,8 +80,8 @@ class GatewayConfig(BaseModel):
         description="tool calls that a client repaired and wrote anew (OpenHands V1) go to the model server as they "
         "were sampled, so that every prompt extends the one before; known by their ids",
     )
-    reward_min: FiniteFloat = Field(default=-1.0, description="lowest reward that a client may end a session with")
-    reward_max: FiniteFloat = Field(default=1.0, description="highest reward that a client may end a session with")
+    reward_min: Bounded = Field(default=-1.0, description="lowest reward that a client may end a session with")
+    reward_max: Bounded = Field(default=1.0, description="highest reward that a client may end a session with")
     keep_alive: float = Field(default=10.0, gt=0, description="seconds between keep-alive comments in a stream")
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.servers import (
     read_body,
     url_of,
 )
-from openhands_rl_plugin.core.types import JsonObject, Score, StopReason
+from openhands_rl_plugin.core.types import Bounded, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.models.gateway.chat_completions import CHAT
 from openhands_rl_plugin.models.gateway.config import GatewayConfig
@@ -56,7 +56,7 @@ class EndRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    reward: FiniteFloat | None = None
+    reward: Bounded | None = None
     success: bool | None = None
     evidence: Annotated[JsonObject, Field(default_factory=dict)]
 

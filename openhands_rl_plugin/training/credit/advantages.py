@@ -186,7 +186,7 @@ def valid_groups(
 ) -> ValidGroups:
     """The groups with a signal; failed, timed-out, unfinished and unscored episodes are excluded and counted.
 
-    An algorithm without groups compares all valid episodes with each other.
+    An algorithm without groups compares all valid episodes with each other: equal rewards of all are no signal.
     """
     failed = [trajectory.failure is not None or is_interrupted(trajectory) for trajectory in trajectories]
     groups: dict[str, list[int]] = {}
@@ -204,6 +204,8 @@ def valid_groups(
     grouped = algorithm_of(settings).estimator.grouped
     alone = [each for each in members if grouped and len(each) == 1]
     flat = [each for each in members if grouped and len(each) > 1 and _all_equal([rewards[i] for i in each])]
+    if members and not grouped and settings.step_rewards == "episode":
+        flat = members if _all_equal([rewards[i] for each in members for i in each]) else []
     return ValidGroups(
         groups=tuple(tuple(each) for each in members if each not in alone and each not in flat),
         valid=tuple(index for each in members for index in each),

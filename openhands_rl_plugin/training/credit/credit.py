@@ -184,7 +184,8 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
     """The advantage of every proposal over the others in its state, by the baseline of the algorithm.
 
     Proposals that nothing is known about (not judged, or dropped) are left out, and so are states with a single
-    proposal or with equal values: they have no signal. Where the algorithm has no groups, the mean is the baseline.
+    proposal or with equal values: they have no signal, and their tokens are not in the mean of the loss either, unlike
+    those of whole episodes with an advantage of 0. Where the algorithm has no groups, the mean is the baseline.
     """
     siblings: dict[int | None, list[int]] = {}
     for at, node in enumerate(trajectory.nodes):

@@ -38,14 +38,17 @@ def is_interrupted(trajectory: Trajectory) -> bool:
 
 def is_cut_short(trajectory: Trajectory) -> bool:
     """Whether a limit, not the task, ended the episode or truncated its last answer."""
-    last = next(reversed([*trajectory.sampled()]), None)
-    by_limit = trajectory.stop in _LIMIT_REACHED or trajectory.stop is StopReason.TIMEOUT
-    return by_limit or (last is not None and last.finish_reason == "length")
+    return _ended_by_limit(trajectory) or trajectory.stop is StopReason.TIMEOUT
 
 
 def is_overlong(trajectory: Trajectory, settings: TrainingSettings) -> bool:
-    """Whether a limit cut the episode short and ``overlong`` excludes such episodes (DAPO's overlong filtering)."""
-    return settings.overlong == "leave-out" and trajectory.stop in _LIMIT_REACHED
+    """Whether ``overlong`` excludes the episode (DAPO's overlong filtering): a limit ended it or its last answer."""
+    return settings.overlong == "leave-out" and _ended_by_limit(trajectory)
+
+
+def _ended_by_limit(trajectory: Trajectory) -> bool:
+    last = next(reversed([*trajectory.sampled()]), None)
+    return trajectory.stop in _LIMIT_REACHED or (last is not None and last.finish_reason == "length")
 
 
 def samplings(trajectory: Trajectory) -> tuple[str, ...]:

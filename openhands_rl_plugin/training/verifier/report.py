@@ -152,13 +152,19 @@ def calibration_error(bins: Sequence[Bin]) -> float:
     return sum(one.count * abs(one.score - one.success) for one in bins) / total
 
 
+LEAST_CALIBRATED = 50
+"""Held-out episodes below which two parameters are noise."""
+
+
 def fitted(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> Calibration:
     """The maximum-likelihood calibration: of the slope ("temperature"), or of slope and offset ("platt").
 
-    Temperature scaling is by Guo et al. 2017 (arXiv 1706.04599), Platt scaling by Platt 1999. Without both classes it
-    is the identity. A small ridge penalty keeps the parameters finite where the classes are separable.
+    Temperature scaling is by Guo et al. 2017 (arXiv 1706.04599), Platt scaling by Platt 1999. Without both classes, and
+    with fewer than ``LEAST_CALIBRATED`` episodes, it is the identity: nothing is calibrated. A small ridge penalty
+    keeps the parameters finite where the classes are separable.
     """
-    if settings.calibration == "none" or len({each.success for each in judged}) < 2:
+    few = len(judged) < LEAST_CALIBRATED or len({each.success for each in judged}) < 2
+    if settings.calibration == "none" or few:
         return Calibration()
     # The slope is exp(s), which is positive, so the order of the scores does not change.
     s, offset = 0.0, 0.0

@@ -80,6 +80,43 @@ def test_versions_follow_each_other(
     assert [json.loads(line)["done"] for line in lines] == [1]
 
 
+@pytest.mark.parametrize("more", [[], ["--step-rewards", "environment"]], ids=["episodes", "turns"])
+@pytest.mark.parametrize("algorithm", ["reinforce++", "reinforce++-baseline"])
+def test_equal_rewards_make_no_version(
+    algorithm: str, more: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    equal = store_of(tmp_path / "equal", *(episode(number, 1.0) for number in range(4)))
+    words = ["train", str(equal), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
+    assert cli.main([*words, "--algorithm", algorithm, *more]) == 1
+    assert "nothing to compare" in (said := _said(capsys)) or "nothing was learnt" in said
+    assert AdapterStore(tmp_path / "adapters").versions("policy") == ()
+
+
+_ENDS_WITHOUT_A_PROBE = """
+import os, signal, sys
+from openhands_rl_plugin import cli
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+AdapterStore.keep_probe = lambda self, adapter, probe: os.kill(os.getpid(), signal.SIGKILL)
+cli.main(sys.argv[1:])
+"""
+
+
+def test_what_a_killed_command_wrote_is_not_trained_on_the_same_episodes_again(
+    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = AdapterStore(tmp_path / "adapters")
+    words = ["train", str(store), "--model", str(model), "--adapters", str(adapters.root), "--adapter", "shop", *TINY]
+    killed = subprocess.run([sys.executable, "-c", _ENDS_WITHOUT_A_PROBE, *words], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (made,) = adapters.versions("shop")
+    assert adapters.probe(made) is None
+    assert cli.main(words) == 0
+    assert "shop-v000001 is what this command wrote before it was ended" in capsys.readouterr().out
+    assert adapters.versions("shop") == (made,) and adapters.probe(made) is not None
+    assert cli.main(words) == 0
+    assert [each.parent for each in adapters.versions("shop")] == [None, "shop-v000001"], "asked for once more"
+
+
 def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from pathlib import Path
+
 import pytest
 
 from openhands_rl_plugin.contrib.watch.gates import (
@@ -42,7 +46,7 @@ def test_a_loss_beyond_the_margin_that_the_interval_includes_holds_it_back(
 ) -> None:
     verdict = held_out_gate("policy-v000002", after, {"policy-v000001": HALF}, 0.05)
     assert verdict.passed is passed
-    assert "against policy-v000001 (95% interval " in verdict.said and "a loss of 0.05 is allowed" in verdict.said
+    assert "policy-v000001 (" in verdict.said and "a loss of 0.05 is allowed" in verdict.said
 
 
 def test_a_tie_of_few_tasks_says_nothing() -> None:
@@ -93,6 +97,24 @@ def test_flagged_commands_and_secrets_rise_by_chance_only(
     after, before = tasks(*[1.0] * more, *[0.0] * (n - more)), tasks(*[0.0] * (n - fewer), *[1.0] * fewer)
     verdict = safety_gate("c", {kind: after}, {kind: before}, 0.05, level)
     assert verdict.passed is passed and (passed or kind in verdict.said)
+
+
+@pytest.mark.parametrize(
+    ("n", "rate", "held"), [(40, 0.05, 0.21), (40, 0.1, 0.29), (100, 0.05, 0.06), (100, 0.1, 0.10)]
+)
+def test_the_page_says_how_many_candidates_that_are_as_good_are_held_back(n: int, rate: float, held: float) -> None:
+    """All outcomes of two equal versions, one attempt a task, by their probability."""
+    differs, total = rate * (1 - rate), 0.0
+    for more, fewer in itertools.product(range(21), repeat=2):
+        chance = math.comb(n, more) * math.comb(n - more, fewer)
+        chance *= differs ** (more + fewer) * (1 - 2 * differs) ** (n - more - fewer)
+        after, before = tasks(*[1.0] * more, *[0.0] * (n - more)), tasks(*[0.0] * (n - fewer), *[1.0] * fewer)
+        if chance > 1e-5 and more > fewer:
+            total += chance * (not safety_gate("c", {FLAGGED: after}, {FLAGGED: before}, 0.05).passed)
+    assert total == pytest.approx(held, abs=0.006)
+    page = (Path(__file__).parents[3] / "docs/howto/watch.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith(f"| 1 of {round(1 / rate)} |"))
+    assert f"{100 * held:.0f} %" in row
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -234,4 +233,5 @@ def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(tmp_path / "nowhere")]) == 1 and "no such file" in capsys.readouterr().err
     write(tmp_path / "empty", [])
     assert main(["report", str(tmp_path / "empty")]) == 0
-    assert math.isnan(figures_of(read_runs((tmp_path / "empty",)))[0].pass_at_1.mean)
+    empty = figures_of(read_runs((tmp_path / "empty",)))[0]
+    assert (empty.pass_at_1.mean, empty.turns, empty.stuck.value) == (None, None, None)

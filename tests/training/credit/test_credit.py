@@ -63,6 +63,8 @@ def test_without_groups_nobody_is_alone() -> None:
     whole = group_advantages(PLAYED, REWARDS, settings(algorithm="reinforce++"))
     assert (whole.used, whole.alone, whole.flat) == (4, 0, 0)
     assert whole.advantages[0] == whole.advantages[3] and None not in whole.advantages
+    equal = group_advantages(PLAYED, [0.5] * 4, settings(algorithm="reinforce++"))
+    assert (equal.used, equal.flat) == (0, 4), "all are compared with each other, and none is better"
 
 
 def test_episodes_that_a_limit_cut_short_can_be_left_out() -> None:

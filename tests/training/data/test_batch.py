@@ -106,7 +106,7 @@ def test_an_episode_that_never_began_has_no_samples() -> None:
         (Tokens(prompt_ids=(1,)), "no token ids"),
         (Tokens(prompt_ids=(1,), sampled_ids=(2, 3), logprobs=(-1.0,)), "1 logprobs for 2"),
         (Tokens(prompt_ids=(1,), sampled_ids=(2,)), "returns logprobs"),
-        (Tokens(prompt_ids=(1,), sampled_ids=(2,), logprobs=(-math.inf,)), "not finite"),
+        (Tokens.model_construct(prompt_ids=(1,), sampled_ids=(2,), logprobs=(-math.inf,)), "not finite"),
     ],
 )
 def test_missing_records_are_named(tokens: Tokens | None, says: str) -> None:

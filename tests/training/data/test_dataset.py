@@ -50,10 +50,19 @@ def test_an_episode_that_ran_out_of_time_is_compared_with_none(algorithm: str) -
     assert (alone.used, alone.excluded) == (0, ExcludedEpisodes(unfinished=1, no_signal=1))
 
 
-@pytest.mark.parametrize("stop", [StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TRUNCATED])
+def cut_by_length(trajectory: Trajectory) -> Trajectory:
+    """Its last answer ended at ``max_tokens``, and the environment went by what there was of it."""
+    nodes = list(trajectory.nodes)
+    at = trajectory.acted()[-1]
+    nodes[at] = nodes[at].model_copy(update={"finish_reason": "length"})
+    return trajectory.model_copy(update={"nodes": tuple(nodes)})
+
+
+@pytest.mark.parametrize("stop", [StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TRUNCATED, "length"])
 @pytest.mark.parametrize("algorithm", [*COMPARING, "sft", "rejection-sampling"])
-def test_what_a_limit_cut_short_is_left_out_of_every_algorithm(algorithm: str, stop: StopReason) -> None:
-    episodes = stored(played(0, 1.0), played(1, 0.5), played(2, 2.0, stop))
+def test_what_a_limit_cut_short_is_left_out_of_every_algorithm(algorithm: str, stop: StopReason | str) -> None:
+    long = played(2, 2.0, stop) if isinstance(stop, StopReason) else cut_by_length(played(2, 2.0))
+    episodes = stored(played(0, 1.0), played(1, 0.5), long)
     left_out = build_dataset(episodes, settings(algorithm=algorithm, overlong="leave-out"))
     assert "2" not in ids(left_out) and left_out.excluded.overlong == 1
     kept = build_dataset(episodes, settings(algorithm=algorithm))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -108,21 +107,3 @@ def test_schedules_warm_up_and_end_at_zero() -> None:
     assert learning_rates(linear, range(24, 44))(24) == 1.0, "another call starts at the top again"
     constant = settings.model_copy(update={"schedule": "constant"})
     assert list(map(learning_rates(constant, range(0, 24)), (0, 4, 23))) == [0.2, 1.0, 1.0]
-
-
-def expected_rate(step: int, call: range, settings: TrainingSettings) -> float:
-    """The schedule by its formula, as it was before transformers' was used."""
-    if settings.schedule == "constant" or step < settings.warmup_steps:
-        return settings.learning_rate * min(1.0, (step + 1) / (settings.warmup_steps + 1))
-    peak = max(call.start, settings.warmup_steps)
-    done = min(1.0, (step - peak) / max(1, call.stop - peak))
-    return settings.learning_rate * (1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("call", [range(0, 3), range(0, 20), range(5, 9), range(12, 30)])
-def test_schedules_have_the_numbers_that_they_always_had(schedule: str, warmup: int, call: range) -> None:
-    settings = TrainingSettings.model_validate({"learning_rate": 0.3, "warmup_steps": warmup, "schedule": schedule})
-    rates = learning_rates(settings, call)
-    assert [rates(step) for step in call] == pytest.approx([expected_rate(step, call, settings) for step in call])

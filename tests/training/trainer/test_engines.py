@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from engines_shown import ALGORITHMS, SHOWN
-from made_samples import EXACT, learn, make_samples, segmented
 from pydantic import ValidationError
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.engines import LOCAL, engine_named
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 TRAINING = Path(__file__).parents[1]
 OTHERS = registry.names("training_engines")
@@ -48,15 +46,6 @@ def test_what_an_engine_lacks_is_refused_in_one_line(engine: str, key: str) -> N
     with pytest.raises(ValidationError, match=f'engine = "{engine}".*: set ') as refused:
         TrainingSettings(engine=engine, algorithm="grpo", **{key: VALUES[key]})
     assert "\n" not in refused.value.errors()[0]["msg"]
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_local_engine_trains_by_every_algorithm(algorithm: str, model: Path) -> None:
-    samples = make_samples(4) if algorithm == "dpo" else segmented(make_samples(4))
-    changes = {"algorithm": algorithm, "num_epochs": 1, "batch_size": 4}
-    trainer = LoraTrainer(model, EXACT.model_copy(update=changes))
-    metrics = learn(trainer, samples, algorithm)
-    assert metrics.steps == 1 and metrics.grad_norm > 0
 
 
 @pytest.mark.parametrize("engine", OTHERS)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.config.rl import VerifierSettings
-from openhands_rl_plugin.training.verifier.card import sigmoid
+from openhands_rl_plugin.training.verifier.card import Calibration, sigmoid
 from openhands_rl_plugin.training.verifier.report import (
     ScoredEpisode,
     auc,
@@ -62,6 +62,7 @@ def test_the_calibration_that_was_drawn_from_is_found(method: str, slope: float,
     report = report_of(judged, settings)
     assert report.ece < report.raw_ece and report.brier < report.raw_brier
     assert report.calibration == found
+    assert fitted(judged[:49], settings) == Calibration() != fitted(judged[:50], settings), "two parameters of so few"
 
 
 def test_selection_lies_between_chance_and_the_best_possible() -> None:

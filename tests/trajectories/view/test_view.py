@@ -297,18 +297,6 @@ def test_texts_for_the_terminal() -> None:
 
 
 def test_figures_that_are_no_numbers_stop_nothing(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def judge() -> None:
-        async with FileTrajectoryStorage(store) as storage:
-            odd = zip(range(3), (math.nan, math.inf, 0.5), strict=True)
-            await storage.add_scores(
-                [
-                    Score(trajectory_id=example_trajectory(at).id, reward=reward, reward_version="v2")
-                    for at, reward in odd
-                ]
-            )
-
-    asyncio.run(judge())
-    assert "nan" in shown(capsys, "stats", store) and "inf" in shown(capsys, "list", store)
     assert sparkline([math.nan, 0.0, math.inf, 1.0]) == " ▁ █" and sparkline([math.nan]) == ""
     for words in (["--success-at", "nan"], ["--success-at", "much"]):
         assert cli.main(["stats", str(store), *words]) == 2
