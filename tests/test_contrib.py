@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,15 @@ QUICK = "test_tree or test_fork or test_session or test_what_a_task_is"
 
 
 @pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that has the package without ``contrib``."""
-    folder = tmp_path_factory.mktemp("without")
+def without() -> Iterator[dict[str, str]]:
+    """The environment of a process that has the package without ``contrib``, in a folder that no other run removes."""
+    with tempfile.TemporaryDirectory(prefix="without-") as folder:
+        copy_without(Path(folder))
+        yield {**os.environ, "PYTHONPATH": folder, "PYTHONSAFEPATH": "1"}
+
+
+def copy_without(folder: Path) -> None:
+    """The package and its contract tests, both without ``contrib``."""
     for name in (PACKAGE.name, "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("contrib", "__pycache__"))
     for name in ("evaluation", "docs", "README.md", "config.toml.example", "Makefile", ".ci", "pyproject.toml"):
@@ -38,7 +46,6 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         whole = file.name in (Path(__file__).name, "test_wheel.py")  # of the package with all that it has
         if whole or (text not in held and file.stem not in lent):
             file.unlink()
-    return {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 
 def openhands_rl(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -100,6 +107,7 @@ def run_contract(environment: dict[str, str], *words: str, seconds: float) -> No
     """Run the contract tests of the copy, where each passes or is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", *words]
     where = {"cwd": environment["PYTHONPATH"], "env": environment}
+    command += ["--basetemp", f"{environment['PYTHONPATH']}/made"]
     ran = subprocess.run(command, **where, capture_output=True, text=True, timeout=seconds, check=False)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
 
