@@ -379,7 +379,7 @@ def test_an_endpoint_whose_weights_lie_elsewhere_cannot_be_trained(
     ):
         patched.setattr(generator.model, "name", elsewhere.model)
         with RLAgent(url, config=config) as agent:
-            assert agent.run(INSTRUCTION, task_indices=[GOAL])[0]["failure"] is None
+            assert agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=8)[0]["failure"] is None
             with pytest.raises(ConfigError, match=r"pass the model's directory, RLAgent\(model=url, tokenizer="):
                 agent.train()
 
