@@ -9,6 +9,8 @@ import pytest
 
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.hosts.local import local_runner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 
 @pytest.fixture
@@ -60,3 +62,17 @@ def test_a_whole_home_is_shown_where_that_is_said(home: Path):
 def test_a_key_that_does_not_exist_names_the_nearest():
     with pytest.raises(ConfigError, match=r"\[rl\.workspace\] visable: unknown key; did you mean 'visible'\?"):
         workspace(visable=["/data"])
+
+
+def test_the_network_is_off_or_on_and_no_list():
+    assert workspace().network is False and workspace(network=True, isolation="none").network is True
+    for hosts in ([], ["pypi", "*.example.com"]):
+        with pytest.raises(ConfigError, match=r"^\[rl\.workspace\] network: [^\n]*write network = true [^\n]*$"):
+            workspace(network=hosts)
+
+
+@pytest.mark.parametrize("setting", ["visible", "writable"])
+def test_no_isolation_in_code_leaves_no_path_of_the_workspace_unheeded(setting: str, tmp_path: Path):
+    settings = settings_from_sections({"rl": {"workspace": {setting: [str(tmp_path)]}}})
+    with pytest.raises(ConfigError, match=rf"\[rl.workspace\] {setting}: HostOptions\(isolation"):
+        local_runner(settings, HostOptions(environment_mode=False, isolation="none"))

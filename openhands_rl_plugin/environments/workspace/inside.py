@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.types import Frozen
 _BOUNDS = "openhands_rl_plugin.environments.workspace.bounds"
 # Compiling takes as long as Python takes to start, so it is done once, and what was compiled is read from stdin.
 # Another Python (one that was installed over this one, say) cannot execute that, and gets the text.
-_READ = """{before}import marshal, os, sys, types
+_READ = """import marshal, os, sys, types
 def read():
     left, data = int.from_bytes(os.read(0, 4), "big"), b""
     while left:
@@ -59,9 +59,9 @@ def bounded(bound: Bound, python: str, command: Sequence[str]) -> list[str]:
     return [python, "-I", "-S", "-c", text_inside("bounds"), given, *command]
 
 
-def supervisor_program(before: str = "") -> str:
-    """The text that reads ``supervisor_code`` from stdin and executes it; ``before`` is executed first."""
-    return _READ.format(before=before, name=_BOUNDS, version=sys.hexversion)
+def supervisor_program() -> str:
+    """The text that reads ``supervisor_code`` from stdin and executes it."""
+    return _READ.format(name=_BOUNDS, version=sys.hexversion)
 
 
 @functools.cache

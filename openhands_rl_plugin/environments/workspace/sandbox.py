@@ -19,7 +19,6 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap, isolate
-from openhands_rl_plugin.environments.workspace.network.allowed import AllowedNetwork
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
 from openhands_rl_plugin.environments.workspace.visible import (
     HostPaths,
@@ -119,8 +118,7 @@ class SubprocessSandbox:
 
 class BubblewrapSandbox:
     """The system's programs, this interpreter and the ``paths`` of the host, the workspace at ``/workspace``, private
-    ``/tmp``, processes and devices, no capabilities, and no network unless asked for: the host's, or by a proxy that a
-    ``Shell`` starts.
+    ``/tmp``, processes and devices, no capabilities, and no network but the host's where ``network`` asks for it.
 
     A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away.
     """
@@ -129,7 +127,7 @@ class BubblewrapSandbox:
         self,
         root: Path,
         *,
-        network: bool | AllowedNetwork = False,
+        network: bool = False,
         temporary: int = SandboxLimits().temporary,
         task_workspace: TaskWorkspace | None = None,
         paths: HostPaths | None = None,
@@ -140,8 +138,7 @@ class BubblewrapSandbox:
         self._root = str(root)
         self._bound = self._root
         self._around: tuple[str, ...] = ()
-        self._network = network is True
-        self.allowed = network if isinstance(network, AllowedNetwork) else None
+        self._network = network
         self._temporary = temporary
         self._task_workspace = task_workspace
         self._paths = paths or HostPaths()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -31,9 +31,6 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     search_path,
 )
 from openhands_rl_plugin.environments.workspace.visible import bash
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.environments.workspace.network.session import SessionProxy
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
@@ -98,8 +95,6 @@ class Shell:
         self._start_in = start or sandbox.workspace
         self._process: subprocess.Popen[bytes] | None = None
         self._group: ControlGroup | None = None
-        self._allowed = sandbox.allowed if isinstance(sandbox, BubblewrapSandbox) else None
-        self._proxy: SessionProxy | None = None
         self._one_at_a_time = threading.Lock()
         self._closed = threading.Event()
 
@@ -188,9 +183,7 @@ class Shell:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        proxy = self._proxy = self._make_proxy()
-        program = supervisor_program(proxy.program() if proxy else "")
-        group = None
+        program, group = supervisor_program(), None
         try:
             # Its real place: a virtual environment may be reached by a link that is hidden.
             command = self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", program])
@@ -203,7 +196,6 @@ class Shell:
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 start_new_session=True,
                 bufsize=0,
-                pass_fds=(proxy.handle,) if proxy else (),
             )
         except OSError as error:
             self._leave()
@@ -212,8 +204,6 @@ class Shell:
             self._leave()
             raise
         try:
-            if proxy is not None:
-                proxy.handed_on()
             self._send(process, supervisor_code() + _line(self._setup()))
             if group is not None:
                 group.add_starting(process.pid)
@@ -226,13 +216,6 @@ class Shell:
         except SandboxEndedError as error:
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
         return process
-
-    def _make_proxy(self) -> SessionProxy | None:
-        if self._allowed is None:
-            return None
-        from openhands_rl_plugin.environments.workspace.network.session import SessionProxy
-
-        return SessionProxy(self._allowed)
 
     def _setup(self) -> dict[str, object]:
         sandbox, limits = self._sandbox, self._limits
@@ -259,8 +242,7 @@ class Shell:
     def _environment(self) -> dict[str, str]:
         inherited = {name: os.environ[name] for name in _HOST_VARIABLES if name in os.environ}
         quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
-        ways = self._allowed.environment() if self._allowed else {}
-        return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **ways, **self._variables}
+        return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **self._variables}
 
     def _exchange(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> bytes:
         self._send(process, _line(request))
@@ -322,9 +304,6 @@ class Shell:
         self._leave()
 
     def _leave(self) -> None:
-        proxy, self._proxy = self._proxy, None
-        if proxy is not None:
-            proxy.close()
         group, self._group = self._group, None
         if group is not None:
             cgroups.give_back(group)

@@ -203,6 +203,8 @@ def check_same_settings(
     if by is not None:
         _forgive(held, now, plan, by)
     if isinstance(was := held.get("workspace"), dict):
+        if was.get("network") == []:
+            was["network"] = False  # older versions noted a list of hosts
         now["workspace"] = {name: value for name, value in json_object(now.get("workspace")).items() if name in was}
     said = [line for name, was in held.items() if was is not None for line in _differences(name, was, now[name])]
     if said:

@@ -201,7 +201,7 @@ class SessionAccess(Frozen):
 
     isolation: str
     prompt: str = "standard"
-    network: tuple[str, ...] = ()
+    network: bool = False
     visible: tuple[str, ...] = ()
     writable: tuple[str, ...] = ()
 

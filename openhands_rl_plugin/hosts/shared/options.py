@@ -60,10 +60,10 @@ def check_isolation(settings: RLSettings, options: HostOptions) -> None:
     workspace = settings.workspace
     if options.environment_mode or options.isolation != "none":
         return
-    if unheeded := next((name for name in ("network", "visible", "writable") if getattr(workspace, name)), None):
+    if unheeded := next((name for name in ("visible", "writable") if getattr(workspace, name)), None):
         raise ConfigError(
-            f'[rl.workspace] {unheeded}: HostOptions(isolation="none") leaves commands the whole network and all files '
-            "of this user; remove one of the two"
+            f'[rl.workspace] {unheeded}: HostOptions(isolation="none") leaves commands all files of this user; '
+            "remove one of the two"
         )
 
 

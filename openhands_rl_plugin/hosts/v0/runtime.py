@@ -2,7 +2,7 @@
 
 Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"``. ``workspace_base`` is used
 as it is, without a copy; without one, a session has a temporary directory that is removed with it. A session has
-network access only with ``[sandbox] use_host_network = true``, or to the hosts of ``[rl.workspace] network``.
+network only with ``[rl.workspace] network = true``.
 
 In bubblewrap a session can be forked for search: a fork has copies of the workspace, of ``/tmp``, of the shell's state
 and of the editor's history, at the same paths. Processes and network connections cannot be copied, so a workspace with
@@ -57,7 +57,7 @@ from openhands_rl_plugin.environments.workspace.session_fork import SessionFork,
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import limits_of, network_of, paths_of
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import limits_of, paths_of
 from openhands_rl_plugin.hosts.shared.sessions import protected_by
 from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime, SessionTaskList
 from openhands_rl_plugin.hosts.v0.settings import host_settings
@@ -109,10 +109,12 @@ class WorkspaceRuntime(SessionRuntime):
         return self._bubblewrap(config, root)
 
     def _bubblewrap(self, config: OpenHandsConfig, root: Path) -> Sandbox:
+        if config.sandbox.use_host_network:
+            raise ConfigError("[sandbox] use_host_network: write [rl.workspace] network = true in its place")
         check_bubblewrap()
         return BubblewrapSandbox(
             root,
-            network=network_of(self._settings, whole=config.sandbox.use_host_network),
+            network=self._settings.network,
             temporary=self.limits.temporary,
             task_workspace=self._task_workspace,
             paths=paths_of(self._settings),

@@ -20,7 +20,7 @@ from openhands_rl_plugin.evals.swe.dataset import row_of
 ROOT = Path(__file__).parents[3]
 STOCK = agent_named("stock", host_of(RLSettings()))
 SCRIPTS = sorted(file for file in (ROOT / "evaluation" / "scripts").glob("*.sh") if file.name != "common.sh")
-# As noted before there was a choice of instructions.
+# As noted before there was a choice of instructions, and when the network was a list of hosts.
 OPEN = {"isolation": "bubblewrap", "network": [], "visible": [], "writable": []}
 CONFIG = """\
 [llm]
@@ -81,7 +81,7 @@ SAME = ["--strategy", "BestOfN", "--strategy-option", "n=4"]
         ({"strategy": None, "strategy_options": {}, "temperature": 0.0}, [], ""),
         ({"strategy": None, "strategy_options": {"n": 2}}, ["--strategy", "MCTS"], 'rollout_strategy", now "MCTS")'),
         ({"strategy": "ToT", "strategy_options": {}}, ["--strategy", "MCTS"], '(strategy: "ToT", now "MCTS")'),
-        ({"workspace": {**OPEN, "network": ["pypi"]}}, [], 'workspace.network: ["pypi"], now []'),
+        ({"workspace": {**OPEN, "network": ["pypi"]}}, [], 'workspace.network: ["pypi"], now false'),
         ({"workspace": {**OPEN, "prompt": "compact"}}, [], 'workspace.prompt: "compact", now "standard"'),
         ({"workspace": OPEN}, [], ""),
         ({}, ["--strategy", "MCTS"], ""),

@@ -104,7 +104,7 @@ async def test_a_run_is_only_gone_on_with_by_the_strategy_that_played_it(model: 
     details = run.metadata["details"]
     assert isinstance(details, dict) and details["strategy"] == "BestOfN" and details["temperature"] == 1.0
     assert details["strategy_options"] == {"n": 2, "value": "model"}
-    closed = {"isolation": "bubblewrap", "prompt": "standard", "network": [], "visible": [], "writable": []}
+    closed = {"isolation": "bubblewrap", "prompt": "standard", "network": False, "visible": [], "writable": []}
     assert details["workspace"] == closed
     warmer = noted.model_copy(update={"strategy_options": {"n": 2, "value": "model", "temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"strategy_options.temperature: null, now 0.5"):

@@ -195,6 +195,11 @@ def test_without_bubblewrap_nothing_runs_unless_that_is_asked_for(make: Make):
     assert runtime.files.root.is_dir()
 
 
+def test_the_network_of_openhands_own_sandbox_is_refused(make: Make):
+    with pytest.raises(ConfigError, match=r"^\[sandbox\] use_host_network: write \[rl\.workspace\] network = true"):
+        make(sandbox={"use_host_network": True})
+
+
 def test_through_the_event_stream(make: Make):
     runtime = make()
     stream, seen = runtime.event_stream, []
