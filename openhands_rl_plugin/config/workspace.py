@@ -113,6 +113,6 @@ class WorkspaceSettings(Settings):
     @field_validator("network", mode="before")
     @classmethod
     def _check_network(cls, value: object) -> object:
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple) and value:
             raise ValueError("hosts cannot be chosen; write network = true for the whole network, or false for none")
-        return value
+        return False if value in ([], ()) else value  # files of former releases say [] for none

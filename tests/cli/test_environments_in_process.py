@@ -84,29 +84,6 @@ def test_tasks_of_rows_have_the_names_that_the_rows_give(tmp_path: Path):
     assert names == ["mine-a__b", "mine-1", "mine-2", "mine-3"]
 
 
-@pytest.mark.slow
-def test_textarena_is_evaluated(model: str, tmp_path: Path):
-    config = write_config(tmp_path, "textarena/GuessTheNumber-v0", system_prompt=acting(*(f"[{n}]" for n in (1, 2, 3))))
-    found = results(evaluated(config, model, "--tasks", "1"))
-    assert len(found) == 1 and isinstance(found[0][0], float)
-
-
-@pytest.mark.slow
-def test_skyrl_gym_is_evaluated_by_rows(model: str, tmp_path: Path):
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": script([{"text": answer}])}],
-            "reward_spec": {"method": "rule", "ground_truth": "42"},
-            "extra_info": {"max_turns": 1},
-        }
-        for answer in ("#### 42", "#### 41")
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = write_config(tmp_path, "skyrl-gym/gsm8k_multi_turn")
-    found = results(evaluated(config, model, "--dataset-file", str(tmp_path / "rows.jsonl")))
-    assert sorted(found) == [(pytest.approx(0.2), False), (1.0, True)]
-
-
 def test_what_is_missing_is_said_before_the_first_episode(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -21,34 +21,10 @@ SEEDS = [
     json.loads(line)["text"] for file in sorted(CORPUS.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()
 ]
 PIECES = [
-    *[
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        "<function=execute_bash>",
-        "</function>",
-        "<parameter=command>",
-        "</parameter>",
-    ],
-    *[
-        "<json>",
-        "</json>",
-        "<|python_tag|>",
-        "<function=",
-        "</fun",
-        '{"name":"',
-        '"arguments":{',
-        '"parameters":',
-        "```json",
-        '"',
-        "'",
-        "\\",
-        "{",
-        "}",
-        "[",
-        "]",
-    ],
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<function=execute_bash>", "</function>", "</fun"),
+    *("<parameter=command>", "</parameter>", "<json>", "</json>", "<|python_tag|>", "<function=", "```json"),
+    *("{", "}", "[", "]", "'", "\\"),
+    *('{"name":"', '"arguments":{', '"parameters":', '"'),
     *[",", ":", "<", ">", "=", "/", "1e999", "NaN", "None", "\\u", "☃", "-", "null", "İ"],
     *("\n", " ", "\x00", "\ud800", "9" * 5000, "{" * 80, "[" * 2000),
 ]
@@ -84,57 +60,33 @@ def check(text: str) -> None:
                 assert 0 <= span.start < span.end <= len(text)
 
 
-def fuzz(count: int, seed: int) -> tuple[float, str]:
-    """The longest time in seconds that a text took, and that text."""
-    source = random.Random(seed)
-    longest = (0.0, "")
-    for _ in range(count):
+def test_mutated_answers() -> None:
+    source = random.Random(1)
+    for _ in range(1500):
         text = mutated(source)
         started = time.perf_counter()
         check(text)
-        longest = max(longest, (time.perf_counter() - started, text))
-    return longest
-
-
-def test_fuzzed_inputs() -> None:
-    seconds, text = fuzz(1500, seed=1)
-    assert seconds < 5, text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_hundred_thousand_fuzzed_inputs() -> None:
-    seconds, text = fuzz(100_000, seed=2)
-    assert seconds < 5, text
+        assert time.perf_counter() - started < 5, text
 
 
 HOSTILE = [
-    "<tool_call>",
     '<tool_call>{"a',
     '<tool_call>{"name": "f", "arguments": {}}',
     '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>',
-    "<tool_call>[",
     "<tool_call>{'a': 'b</tool_call>",
     '<tool_call>["\\"<tool_call>\\"',
     "<function=f><parameter=a>",
-    "<function=f><parameter=a></function>",
-    "<function=f><parameter=a></think>",
+    *("<function=f><parameter=a></function>", "<function=f><parameter=a></think>"),
     "<function=f><parameter=a>x</parameter>",
     "<function=f>{'a': '",
-    "<parameter=a>",
     "</parameter>",
     "</parameter>\n</function><function=f>",
-    "<function=",
-    "<function=f>",
     '{"name": ',
     '{"name": "f"} ',
     '{"name": "f", "parameters": {}} ',
     '{"name": "f", "parameters": {',
     '<|python_tag|>{"a": ',
-    "<think>",
-    "</think>",
-    " ",
-    "<",
+    *("<think>", "</think>", " ", "<", "<parameter=a>", "<function=", "<function=f>", "<tool_call>", "<tool_call>["),
     '{"name": "f", "parameters": {"x": "\\"',
 ]
 

@@ -59,15 +59,6 @@ def test_two_processes_train_a_whole_model_as_one_does(model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sharding", "kind", "parts"), [("none", "full", 1.0), ("layers", "full-low", 0.5)])
-def test_whole_models_together_and_in_bfloat16(
-    model: Path, tmp_path: Path, sharding: str, kind: str, parts: float
-) -> None:
-    assert train_both(model, tmp_path / "two", {"sharding": sharding}, kind) == [0, 0]
-    check_same_model(model, tmp_path / "two", tmp_path / "one", kind, parts=parts)
-
-
-@pytest.mark.slow
 def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: Path, tmp_path: Path) -> None:
     assert train_both(model, tmp_path / "two", SPLIT, "full-killed", steps=5) != [0, 0]
     parts = tmp_path / "two" / "full-killed" / "run" / "parts"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,34 +298,6 @@ async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path
     assert "going on" in outage.told
     assert [each["episodes_used"] + each["episodes_flat"] for each in iterations(state)] == [8, 8, 8]
     assert [each["failed"] for each in iterations(state)] == [0, 0, 0]
-    await finish(parts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "evaluator"), [("evaluate-base", False), ("evaluate-base", True), (ITERATIONS[0], False)]
-)
-async def test_a_server_that_is_away_before_anything_is_published_pauses_the_loop(
-    served: ShopWorld, tmp_path: Path, stage: str, evaluator: bool
-) -> None:
-    config = ServerConfig(
-        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
-    )
-    with Generator(config) as generator:
-        outage = Outage(config, generator, 6.0, stage)
-        world = ShopWorld(served.shop, outage.url, served.model)
-        parts = world.parts(tmp_path)
-        parts = replace(parts, evaluator=parts.runner if evaluator else None)
-        plan = make_plan("cold", demonstrations=(), iterations=1)
-        state = await AsyncLoop(plan, parts, BEHIND, outage).run()
-        outage.serving.__exit__(None, None, None)
-    assert any(activity.startswith("paused: nothing answers at http") for activity in outage.told)
-    assert "going on" in outage.told
-    assert [(record.name, record.metrics["failed"]) for record in state.records] == [
-        ("evaluate-base", 0),
-        (ITERATIONS[0], 0),
-        ("evaluate-final", 0),
-    ]
     await finish(parts)
 
 
