@@ -134,11 +134,8 @@ def copy_tree(
             said.seek(0)
             words = said.read(4096).decode("utf-8", "replace").strip().splitlines()
             reason = f"it took longer than {limits.seconds:g} s" if time.monotonic() > deadline else "it was cancelled"
-            kind = (
-                BadEnvironmentError
-                if words and not words[-1].endswith(os.strerror(errno.ENOSPC))
-                else InfrastructureError
-            )
+            full = words and words[-1].endswith(os.strerror(errno.ENOSPC))
+            kind = BadEnvironmentError if words and not full else InfrastructureError
             raise kind(f"copying the workspace failed: {words[-1] if words else reason}")
 
 

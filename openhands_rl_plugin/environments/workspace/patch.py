@@ -131,7 +131,9 @@ class Baseline:
             return json.loads(answer)
         late = f"it took more than {_PATIENCE} s" if done.returncode == 128 + signal.SIGKILL else ""
         said = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        by_session = began and not any(_FULL in line for line in said)
+        # The words alone may be names of the session's files.
+        full = any(_FULL in line for line in said) and shutil.disk_usage(self._directory).free < MAX_START_BYTES
+        by_session = began and not full
         kind = BadEnvironmentError if by_session else InfrastructureError
         raise kind(late or (said[-1][:300] if said else f"exit status {done.returncode}"))
 

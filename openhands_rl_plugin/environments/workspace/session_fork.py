@@ -33,6 +33,8 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 from openhands_rl_plugin.environments.workspace.shell import Shell
 
 TEMPORARY = "/tmp"
+# What the session left is not copied so slowly that nobody judges it.
+_CHECKED = ForkLimits(seconds=600)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def check_in(
         try:
             if isolated or asked.protected:
                 methods = METHODS if isolated else METHODS[1:]
-                copied = fork_tree(tree, private, methods=methods, stop=stop, live=isolated)
+                copied = fork_tree(tree, private, limits=_CHECKED, methods=methods, stop=stop, live=isolated)
                 if isinstance(sandbox, BubblewrapSandbox):
                     again = sandbox.over(copied.directory, copied.mounting())
                 else:

@@ -177,9 +177,9 @@ def test_nothing_of_a_repository_runs_here(way: str, tmp_path: Path, monkeypatch
         assert git is not None and git == copy / ".git" and await file_at(git, head, "evil.sh")
         if way != PARTIAL:
             await make_origin(git, instance, tmp_path / "origin.git", "main")
-        baseline, sandbox = Baseline(checkout, tmp_path), BubblewrapSandbox(checkout)
+        baseline, sandbox = Baseline(tmp_path), BubblewrapSandbox(checkout)
         baseline.remember(sandbox)
-        baseline.changes(sandbox)
+        assert baseline.changes(sandbox) == {"git_patch": "", "changed_files": {}}
         if way != PARTIAL:
             await _commit_changes(checkout)
 
