@@ -512,9 +512,7 @@ PRESETS: dict[str, GymnasiumPreset] = {
         _AT_THE_GOAL,
     ),
     "Blackjack": GymnasiumPreset(
-        "Beat the dealer: come closer to 21 without going over it.",
-        ("stick", "hit"),
-        _blackjack,
+        "Beat the dealer: come closer to 21 without going over it.", ("stick", "hit"), _blackjack
     ),
     "MiniGrid": GymnasiumPreset("Do what the mission says.", success=_MINIGRID_GOAL),
     "BabyAI": GymnasiumPreset("Do what the mission says.", success=_MINIGRID_GOAL),

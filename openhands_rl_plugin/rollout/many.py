@@ -68,10 +68,7 @@ class RolloutPlan(Frozen):
 
 
 async def roll_out(
-    plan: RolloutPlan,
-    runner: EpisodeRunner,
-    storage: TrajectoryStorage,
-    on_finished: OnFinished | None = None,
+    plan: RolloutPlan, runner: EpisodeRunner, storage: TrajectoryStorage, on_finished: OnFinished | None = None
 ) -> tuple[Trajectory, ...]:
     """Run the episodes that the store does not hold yet; return one trajectory a request, in the order of the plan.
 

@@ -8,14 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
-from openhands_rl_plugin.core.protocols import (
-    Environment,
-    Forkable,
-    LLMEngine,
-    Strategy,
-    TrajectoryStorage,
-    info_of,
-)
+from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, Strategy, TrajectoryStorage, info_of
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import ClippedWorld, DraftNode, EpisodeTree, clip
 from openhands_rl_plugin.core.types import (

@@ -56,12 +56,7 @@ class SandboxLimits(Frozen):
 
     def as_rlimits(self) -> dict[str, int]:
         """By the names of the ``resource`` module."""
-        return {
-            "RLIMIT_DATA": self.memory,
-            "RLIMIT_NPROC": self.processes,
-            "RLIMIT_FSIZE": self.file,
-            "RLIMIT_CORE": 0,
-        }
+        return {"RLIMIT_DATA": self.memory, "RLIMIT_NPROC": self.processes, "RLIMIT_FSIZE": self.file, "RLIMIT_CORE": 0}
 
 
 class Sandbox(Protocol):

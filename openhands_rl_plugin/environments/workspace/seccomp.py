@@ -39,10 +39,7 @@ _MISSING = {
 }
 _CLONE, _IOCTL, _SOCKET = (56, 220), (16, 29), (41, 198)
 # By which argument is a mode; those that open have it behind their flags, which say whether it counts.
-_MODES = {
-    1: {"chmod": (90, None), "fchmod": (91, 52)},
-    2: {"fchmodat": (268, 53), "fchmodat2": (452, 452)},
-}
+_MODES = {1: {"chmod": (90, None), "fchmod": (91, 52)}, 2: {"fchmodat": (268, 53), "fchmodat2": (452, 452)}}
 _MAKES = {1: {"creat": (85, None), "mknod": (133, None)}, 2: {"mknodat": (259, 33)}}
 _OPENS = {2: {"open": (2, None)}, 3: {"openat": (257, 56)}}
 _SETUID, _SETGID = 0o4000, 0o2000
@@ -91,10 +88,7 @@ def program(machine: str, *, setuid: bool = True) -> bytes:
             lines += [(_EQUAL, number, f"{kind}{at}", "") for number in numbers]
     blocks: dict[str, list[Line]] = {
         "clone": [_argument(0), (_ANY_BIT, _NEW_USER_NAMESPACE, "refused", "allowed")],
-        "ioctl": [
-            *(_argument(1), (_EQUAL, _TIOCSTI, "refused", "")),
-            (_EQUAL, _TIOCLINUX, "refused", "allowed"),
-        ],
+        "ioctl": [*(_argument(1), (_EQUAL, _TIOCSTI, "refused", "")), (_EQUAL, _TIOCLINUX, "refused", "allowed")],
         "socket": [
             _argument(0),
             *((_EQUAL, family, "allowed", "") for family in _FAMILIES),
@@ -119,10 +113,7 @@ def _blocks_of_modes() -> dict[str, list[Line]]:
     opens = {f"open{at}": [_argument(at - 1), (_ANY_BIT, _CREATES, f"make{at}", "allowed")] for at in _OPENS}
     makes = {f"make{at}": [_argument(at), (_ANY_BIT, _SETUID | _SETGID, "refused", "allowed")] for at in (1, 2, 3)}
     modes = {
-        f"mode{at}": [
-            *(_argument(at), (_ANY_BIT, _SETUID, "refused", "")),
-            (_ANY_BIT, _SETGID, "ignored", "allowed"),
-        ]
+        f"mode{at}": [*(_argument(at), (_ANY_BIT, _SETUID, "refused", "")), (_ANY_BIT, _SETGID, "ignored", "allowed")]
         for at in _MODES
     }
     return {**opens, **makes, **modes}

@@ -22,15 +22,7 @@ from openhands_rl_plugin.core.messages import (
     usage_in,
     whole_text,
 )
-from openhands_rl_plugin.core.types import (
-    Completion,
-    JsonObject,
-    Message,
-    PolicyRef,
-    SamplingParams,
-    Tokens,
-    Usage,
-)
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens, Usage
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, EventStreamReader, Json, places_of_ids
 
 _IDS_END = 2**63  # the largest integer of the storages

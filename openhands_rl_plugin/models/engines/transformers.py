@@ -19,15 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
-from openhands_rl_plugin.core.types import (
-    Completion,
-    JsonObject,
-    Message,
-    PolicyRef,
-    SamplingParams,
-    Tokens,
-    Usage,
-)
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens, Usage
 from openhands_rl_plugin.models.engines.openai_wire import request_body
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
 from openhands_rl_plugin.models.generator.config import GeneratorConfig

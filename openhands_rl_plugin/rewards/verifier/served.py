@@ -15,13 +15,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import (
-    CaughtFailure,
-    GraderError,
-    InfrastructureError,
-    ModelError,
-    boundary,
-)
+from openhands_rl_plugin.core.errors import CaughtFailure, GraderError, InfrastructureError, ModelError, boundary
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.training.verifier.card import VerifierOutput

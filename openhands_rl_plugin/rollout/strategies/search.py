@@ -201,12 +201,7 @@ class Search:
     """The working state of one decision. Use it as an async context manager; leaving it closes every fork."""
 
     def __init__(
-        self,
-        tree: EpisodeTree,
-        engine: LLMEngine,
-        world: Forkable | None,
-        options: SearchOptions,
-        episode: Spending,
+        self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None, options: SearchOptions, episode: Spending
     ) -> None:
         self.tree = tree
         self.engine = engine

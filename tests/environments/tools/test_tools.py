@@ -410,10 +410,7 @@ class Wrong(ThinkTool):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        ((ThinkTool(), ThinkTool()), "'think' occurs twice"),
-        ((Wrong(),), "must be the JSON Schema of an object"),
-    ],
+    [((ThinkTool(), ThinkTool()), "'think' occurs twice"), ((Wrong(),), "must be the JSON Schema of an object")],
 )
 def test_wrong_tools_are_refused_at_once(given: tuple[ToolBase, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

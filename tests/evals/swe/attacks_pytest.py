@@ -116,10 +116,7 @@ _SETTINGS = (
     files(
         "settings",
         "a plugin by pyproject.toml",
-        {
-            "pyproject.toml": "[tool.pytest.ini_options]\naddopts = ['-p', 'helper']\n",
-            "helper.py": _HELPER + _SWAP,
-        },
+        {"pyproject.toml": "[tool.pytest.ini_options]\naddopts = ['-p', 'helper']\n", "helper.py": _HELPER + _SWAP},
     ),
     files(
         "settings",

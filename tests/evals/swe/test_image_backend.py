@@ -87,8 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.mark.parametrize(
-    ("patch", "kind"),
-    [(FIX, VerdictKind.RESOLVED), (NOTHING, VerdictKind.UNRESOLVED), ("", VerdictKind.EMPTY_PATCH)],
+    ("patch", "kind"), [(FIX, VerdictKind.RESOLVED), (NOTHING, VerdictKind.UNRESOLVED), ("", VerdictKind.EMPTY_PATCH)]
 )
 async def test_a_patch_is_graded_in_its_image(place: Place, tmp_path: Path, patch: str, kind: VerdictKind) -> None:
     backend = place.backend()

@@ -283,10 +283,7 @@ dependencies:
 other:
   - not this
 """
-    assert installing.dependencies(text) == (
-        ["python=3.10", "numpy", "zarr"],
-        ["git+https://example.org/x", "y>=1"],
-    )
+    assert installing.dependencies(text) == (["python=3.10", "numpy", "zarr"], ["git+https://example.org/x", "y>=1"])
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,7 @@ def installed(layer: Path) -> dict[str, bytes]:
 
 @needs_sandbox
 @pytest.mark.parametrize(
-    "command",
-    [f"{INSTALL} -e .", pytest.param(f"{INSTALL} .", marks=pytest.mark.slow)],
-    ids=["editable", "plain"],
+    "command", [f"{INSTALL} -e .", pytest.param(f"{INSTALL} .", marks=pytest.mark.slow)], ids=["editable", "plain"]
 )
 async def test_from_cache_an_environment_is_what_it_is_afresh(history: History, tmp_path: Path, command: str) -> None:
     first, second = (history.row(at, command, FREEZE) for at in (1, 3))

@@ -147,10 +147,7 @@ _NAMES = (
     files(
         "settings",
         "another product comes first in the path",
-        {
-            "pytest.ini": "[pytest]\npythonpath = support\n",
-            "support/calc.py": CALC.replace("a - b", "a + b"),
-        },
+        {"pytest.ini": "[pytest]\npythonpath = support\n", "support/calc.py": CALC.replace("a - b", "a + b")},
     ),
     calc(
         "imports",
