@@ -193,17 +193,23 @@ def to_message(wire: WireMessage) -> Message:
     return whole_message(said)
 
 
-def calls_in(wire: WireMessage) -> tuple[ToolCall, ...]:
-    """The calls of a chat message: a list, the same as JSON text, or the former ``function_call``.
-
-    A call's name and arguments stand below ``function``, or beside its id. Raises as ``to_message`` does.
-    """
+def listed(wire: WireMessage) -> list[Any]:
+    """The calls of a chat message, or the pieces of a delta: a list, the same as JSON text, or the former
+    ``function_call``. Raises ``ValueError`` for other text."""
     given = wire.get("tool_calls")
     if isinstance(given, str):
         given = json.loads(given.strip() or "null")
-    if not given and (alone := wire.get("function_call")):
-        given = [alone]
-    calls = [(call, call.get("function") or call) for call in given or () if call is not None]
+    if not given and isinstance(alone := wire.get("function_call"), Mapping):
+        given = [{"index": 0, "function": alone}]
+    return [call for call in given or () if call]
+
+
+def calls_in(wire: WireMessage) -> tuple[ToolCall, ...]:
+    """The calls of a chat message, whose names and arguments stand below ``function``, or beside their ids.
+
+    Raises as ``to_message`` does.
+    """
+    calls = [(call, call.get("function") or call) for call in listed(wire)]
     return tuple(
         ToolCall(id=_identity(call.get("id")) or "", name=function["name"], arguments=function.get("arguments"))
         for call, function in calls

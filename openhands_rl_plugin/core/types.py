@@ -181,7 +181,7 @@ def _arguments_text(given: object) -> object:
     """The text of a call's arguments: absent, null, empty and "null" are ``{}``, and an object is written as JSON."""
     if isinstance(given, str):
         return given if given.strip() not in ("", "null") else "{}"
-    return "{}" if given is None else json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+    return "{}" if given in (None, []) else json.dumps(given, ensure_ascii=False, separators=(",", ":"))
 
 
 class ToolCall(Frozen):

@@ -25,6 +25,8 @@ def says(content: str | None, *given: tuple[str, str, str]) -> Message:
 HI, LOOK, FORMER = says("Hi"), says(None, ("c1", "look", "{}")), says(None, ("", "look", "{}"))
 OBJECT = says(None, ("c1", "look", '{"a":"ü"}'))
 BOTH = says(None, ("a", "look", '{"path":"a"}'), ("b", "find", '{"path":"b"}'))
+AGAIN_LOOK = says(None, ("", "look", "{}"), ("", "look", "{}"))
+TWINS = says(None, ("a", "look", '{"path":"a"}'), ("a", "find", '{"path":"b"}'))
 A, B = call("a", "look", '{"path":"a"}'), call("b", "find", '{"path":"b"}')
 PIECES = (
     call("a", "look", '{"path"', index=0),
@@ -48,7 +50,9 @@ MESSAGES: dict[str, tuple[Json, Message, str | None]] = {
     "number as id": (calls(call(7, "look", "{}")), says(None, ("7", "look", "{}")), None),
     "former call": ({"function_call": {"name": "look", "arguments": None}}, FORMER, None),
     "null calls": ({"content": "Hi", "tool_calls": None, "function_call": None}, HI, None),
-    "no calls": ({"content": "Hi", "tool_calls": [], "refusal": None}, HI, None),
+    "null calls as text": ({"content": "Hi", "tool_calls": "null"}, HI, None),
+    "empty calls": ({"content": "Hi", "tool_calls": [None, {}], "refusal": None}, HI, None),
+    "arguments of PHP": (calls(call("c1", "look", [])), LOOK, None),
     "parts with nulls": ({"content": [TEXT, None]}, HI, None),
     "mistral": ({"content": [THOUGHT, TEXT]}, HI, "Hm."),
     "deepseek": ({"content": "Hi", "reasoning_content": "Hm."}, HI, "Hm."),
@@ -63,20 +67,14 @@ STREAMS: dict[str, tuple[list[Json], Message, str | None]] = {
     "no index": ([calls(A, content=None), calls(B)], BOTH, None),
     "index null": ([calls({**A, "index": None}), calls({**B, "index": None})], BOTH, None),
     "index 0 again": ([calls({**A, "index": 0}), calls({**B, "index": 0})], BOTH, None),
-    "index 0 again, empty ids": (
-        [calls(call("", "look", "{}", index=0)), calls(call("", "look", "{}", index=0))],
-        says(None, ("", "look", "{}"), ("", "look", "{}")),
-        None,
-    ),
+    "index 0 again, empty ids": ([calls(call("", "look", "{}", index=0))] * 2, AGAIN_LOOK, None),
+    "one id for both": ([calls({**A, "index": 0}), calls({**B, "id": "a", "index": 0})], TWINS, None),
+    "null calls as text": ([{"content": "H", "tool_calls": "null"}, {"content": "i"}], HI, None),
     "fragments, ids in some": ([calls(piece) for piece in PIECES], BOTH, None),
-    "fragments without index": (
-        [calls(call("c1", "look", None)), calls({"function": {"arguments": "{}"}})],
-        LOOK,
-        None,
-    ),
+    "no index again": ([calls(call("c1", "look", None)), calls({"function": {"arguments": "{}"}})], LOOK, None),
     "no arguments at all": ([calls(call("c1", "look", None, index=0))], LOOK, None),
     "arguments as object": ([calls(call("c1", "look", {"a": "ü"}))], OBJECT, None),
-    "nulls": ([{"content": "H", "tool_calls": None, "refusal": None}, {"content": "i", "role": None}], HI, None),
+    "nulls": ([{"content": "H", "tool_calls": None, "role": None}, {"content": "i", "tool_calls": [None]}], HI, None),
     "mistral": ([{"content": [THOUGHT]}, {"content": [THOUGHT]}, {"content": "Hi"}], HI, "Hm.Hm."),
     "openrouter": ([{"reasoning": "Hm.", "reasoning_details": [DETAIL]}, {"content": "Hi"}], HI, "Hm."),
     "details only": ([{"reasoning_details": [DETAIL]}, {"reasoning_details": [DETAIL], "content": "Hi"}], HI, "Hm.Hm."),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from openhands_rl_plugin.core.messages import REASONING_NAMES, finish_in, is_json_object, reasoning_in, text_of
+from openhands_rl_plugin.core.messages import REASONING_NAMES, finish_in, is_json_object, listed, reasoning_in, text_of
 
 
 class ServerEvent(NamedTuple):
@@ -143,10 +143,8 @@ class _ChoiceParts:
         delta = choice.get("delta") or {}
         if not isinstance(delta, dict):
             raise ValueError("a delta is no object")
-        for call in delta.get("tool_calls") or ():
+        for call in listed(delta):
             self._add_call(call)
-        if (alone := delta.get("function_call")) is not None:
-            self._add_call({"index": 0, "function": alone})
         for name, text in (("content", text_of(delta.get("content"))), ("reasoning_content", reasoning_in(delta))):
             if text:
                 self._texts.setdefault(name, []).append(text)
@@ -212,9 +210,8 @@ class _Call:
         """Whether a piece with a name is a call of its own, not the next piece of this one."""
         if not name or not self.name:
             return False
-        if identity and self.id:
-            return identity != self.id
-        return name != self.name or (bool(arguments) and is_json_object(self.arguments))
+        other = identity != self.id if identity and self.id else name != self.name
+        return other or (bool(arguments.strip()) and is_json_object(self.arguments))
 
 
 def _prompt_ids(holder: Mapping[str, Any]) -> list[int] | None:

@@ -275,9 +275,8 @@ def _tokens(metrics: AtifMetrics) -> Tokens | None:
     """Raises ``ExchangeError`` when ids and logprobs do not fit."""
     if metrics.prompt_token_ids is None or metrics.completion_token_ids is None:
         return None
-    given = metrics.logprobs or ()
-    logprobs = tuple(each for each in given if each is not None and math.isfinite(each))
-    logprobs = logprobs if len(logprobs) == len(given) else ()
+    given = [math.nan if each is None else each for each in metrics.logprobs or ()]
+    logprobs = Tokens.known_logprobs(given, len(given))
     if logprobs and len(logprobs) != len(metrics.completion_token_ids):
         raise ExchangeError(
             f"metrics: {len(logprobs)} logprobs for {len(metrics.completion_token_ids)} completion_token_ids"

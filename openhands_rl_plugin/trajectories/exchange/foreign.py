@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import RLError, problems
 from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, to_message, whole_json
-from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.core.types import Bounded, JsonObject
 
 
 class ExchangeError(RLError):
@@ -55,7 +55,8 @@ class Said(SpokenMessage):
 
 _CONTEXT_ONLY: Mapping[str, bool] = {
     **dict.fromkeys(("is_demo", "mask", "masked", "is_copied_context"), True),
-    **dict.fromkeys(("weight", "loss_weight", "loss", "loss_mask", "train", "training", "trainable"), False),
+    **dict.fromkeys(("weight", "loss_weight", "loss", "loss_mask", "step_loss_mask"), False),
+    **dict.fromkeys(("train", "training", "trainable"), False),
 }
 """The fields by which records mark a message that is context only -> whether they are true or false on it."""
 _LINKS = ("tool_call_id", "tool_call_ids", "call_id", "tool_use_id", "source_call_id")
@@ -134,7 +135,8 @@ def chat_message(wire: JsonObject) -> Said:
     return chat_messages([wire])[0]
 
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Bounded
+"""A number of a record."""
 
 
 def without_nulls(value: JsonValue) -> Any:
@@ -163,13 +165,16 @@ def _is_tool(tool: object) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
 def from_text(text: str | bytes) -> JsonValue:
     """JSON, with U+FFFD for what no file can hold. Raises ``ExchangeError`` that says where it is broken."""
     try:
-        return from_json(text)
+        return from_json(text.removeprefix(BYTE_ORDER_MARK) if isinstance(text, bytes) else text)
     except ValueError as error:
         try:
-            decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+            decoded = text.decode("utf-8-sig", "replace") if isinstance(text, bytes) else text
             return from_json(json.dumps(whole_json(json.loads(decoded))))
         except (ValueError, RecursionError):
             raise ExchangeError(f"not valid JSON: {error}") from error

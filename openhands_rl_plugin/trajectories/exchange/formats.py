@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from itertools import islice
 from pathlib import Path
@@ -36,6 +36,7 @@ from openhands_rl_plugin.trajectories.exchange.reading import (
     Source,
     Unit,
     files_below,
+    refuse,
     row_source,
     rows_of,
 )
@@ -276,17 +277,25 @@ def source_of(path: Path, name: str) -> Source:
 def recognised_source(path: Path) -> tuple[Source, Counter[str]]:
     """What is in ``path``, each file in its own format, and the names of these with how many files (or folders).
 
-    Raises ``ExchangeError`` for a file whose records are in none of them.
+    A file whose records are in none of them is a bad record. Raises its ``ExchangeError`` when no file is in one.
     """
     if v1.is_conversation(path):
         return v1.source(path), Counter({"v1-events": 1})
     names: dict[Path, str] = {}
+    bad: dict[Path, ExchangeError] = {}
     for file in files_below(path, ROW_SUFFIXES):
-        name = _format_of(file)
+        try:
+            name = _format_of(file)
+        except ExchangeError as error:
+            bad[file], name = error, None
         if name is not None:
             # All calls of an episode are in one folder.
             names[file.parent if name == "llm-completions" and path.is_dir() else file] = name
+    if bad and not names:
+        raise next(iter(bad.values()))
     sources = [source_of(each, name) for each, name in names.items()]
+    wrong = [Unit(str(file), 1, partial(refuse, error)) for file, error in bad.items() if file.parent not in names]
+    sources += [Source(1, iter([each])) for each in wrong]
     if len(sources) == 1:
         return sources[0], Counter(names.values())
 
@@ -304,15 +313,12 @@ def _format_of(file: Path) -> str | None:
     wrong: ExchangeError | None = None
     for row in islice(rows_of(file), _LOOKED_AT):
         try:
-            name = recognised(row.load())
+            if (name := recognised(row.load())) is not None:
+                return name
+            known = ", ".join(each.name for each in formats().values() if each.importable)
+            raise ExchangeError(f"is in none of the formats {known}; name the one that is meant with --format")
         except ExchangeError as error:
             wrong = wrong or ExchangeError(f"{row.at}: {error}")
-            continue
-        if name is not None:
-            return name
-        known = ", ".join(each.name for each in formats().values() if each.importable)
-        unknown = f"{file}: is in none of the formats {known}; name the one that is meant with --format"
-        wrong = wrong or ExchangeError(unknown)
     if wrong is not None:
         raise wrong
     return None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, FiniteFloat, JsonValue, model_validator
 
 from openhands_rl_plugin.core.messages import plain_message
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -41,7 +41,6 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     Conversation,
     ExchangeError,
-    Finite,
     Foreign,
     LeftOutError,
     parse,
@@ -72,7 +71,7 @@ class Logged(Foreign):
     fncall_response: Response | None = None
     kwargs: LLMSettings = Field(default_factory=LLMSettings)
     tools: JsonValue = None
-    timestamp: Finite = 0.0
+    timestamp: FiniteFloat = 0.0
 
     @model_validator(mode="before")
     @classmethod

@@ -18,14 +18,13 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.errors import MissingExtraError
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, from_text
+from openhands_rl_plugin.trajectories.exchange.foreign import BYTE_ORDER_MARK, ExchangeError, from_text
 
 MAX_LINE = 256 * 2**20
 MAX_DOCUMENT = 1024 * 2**20
 EXTRA = "exchange"
 
 _PEEK = 2**20
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 ROW_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".traj", ".traj.gz")
 CONVERSATION_FILE = "messages"
@@ -72,13 +71,14 @@ def row_source(path: Path, convert: Callable[[JsonObject, Path], Imported | list
                     # The place of one row of several is no name of a file.
                     yield Unit(row.at, before + row.done, lambda row=row: convert(row.load(), Path(row.at)))
             except ExchangeError as error:
-                yield Unit(str(file), before, partial(_refuse, error))
+                yield Unit(str(file), before, partial(refuse, error))
             before += file.stat().st_size
 
     return Source(sum(file.stat().st_size for file in files), units(), in_bytes=True)
 
 
-def _refuse(error: ExchangeError) -> Imported:
+def refuse(error: ExchangeError) -> Imported:
+    """Raise ``error``, which is all that is known of a record."""
     raise error
 
 
@@ -102,8 +102,6 @@ def rows_of(file: Path) -> Iterator[Row]:
     with _reading(file), open(file, "rb", buffering=0) as raw:
         source: Any = gzip.GzipFile(fileobj=raw) if file.name.endswith(".gz") else raw
         stream = io.BufferedReader(source, _PEEK)
-        if stream.peek(_PEEK).startswith(_BYTE_ORDER_MARK):
-            stream.read(len(_BYTE_ORDER_MARK))
         if _is_lines(file, stream):
             yield from _lines(file, stream, raw)
         else:
@@ -113,8 +111,6 @@ def rows_of(file: Path) -> Iterator[Row]:
 def read_document(file: Path) -> JsonObject:
     """A file that is one JSON object. Raises ``ExchangeError``."""
     with _reading(file), open(file, "rb") as stream:
-        if stream.peek().startswith(_BYTE_ORDER_MARK):
-            stream.read(len(_BYTE_ORDER_MARK))
         return _object(_document(file, stream))
 
 
@@ -128,7 +124,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 def _is_lines(file: Path, stream: io.BufferedReader[Any]) -> bool:
     """Whether the file has one object a line, whatever it is called; a pretty-printed document has not."""
-    start = stream.peek(_PEEK).lstrip()
+    start = stream.peek(_PEEK).removeprefix(BYTE_ORDER_MARK).lstrip()
     if ".jsonl" in file.name and not start.startswith(b"["):
         return True
     line, _, more = start.partition(b"\n")

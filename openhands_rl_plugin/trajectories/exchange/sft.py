@@ -217,11 +217,8 @@ def _read_result(content: str, before: Sequence[Message]) -> Message | None:
 def _imported(format: str, record: SftRow, messages: Sequence[Message], tools: tuple[JsonObject, ...]) -> Imported:
     task = task_of(messages, SWE, record.instance_id, record.task_id, row=record.id)
     origin = Origin(format, task, record.model, record.run_id)
-    evidence: JsonObject = {} if record.resolved is None else {"resolved": record.resolved}
-    if record.test_result is not None:
-        evidence["test_result"] = without_nulls(record.test_result)
-    evidence |= {"patch": record.patch} if record.patch is not None else {}
-    evidence |= {"traj_id": record.traj_id} if record.traj_id is not None else {}
+    known = {"resolved": record.resolved, "test_result": without_nulls(record.test_result), "patch": record.patch}
+    evidence = {name: value for name, value in {**known, "traj_id": record.traj_id}.items() if value is not None}
     reward = record.score if record.score is not None else reward_of(record.resolved)
     detail: JsonObject = {} if record.resolved is None else {"resolved": record.resolved}
     tree = conversation(messages, origin.policy, tools)

@@ -161,9 +161,12 @@ def test_a_folder_of_mixed_formats(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run("import", folder, "--into", tmp_path / "store") == 0
     assert "swe-agent (2 files)" in capsys.readouterr().out
     assert len(stored(tmp_path / "store")) == len(RECORDS) + 2  # two of swe-agent, two of one row of TRL's
-    (folder / "zzz.json").write_text('{"what": 1}')
+    for name, text in (("metadata.json", '{"what": 1}'), ("zzz.json", '[{"cut')):
+        (folder / name).write_text(text)
     assert run("import", folder, "--into", tmp_path / "other") == 1
-    assert "zzz.json: is in none of the formats" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "metadata.json: is in none of the formats" in told and "zzz.json: not valid JSON" in told
+    assert len(stored(tmp_path / "other")) == len(RECORDS) + 2
 
 
 def test_a_row_of_another_format_in_a_file_is_a_bad_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

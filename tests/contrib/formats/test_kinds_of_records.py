@@ -63,8 +63,8 @@ DEMO = ({**USER, "content": "Another.", "is_demo": True}, {**HELD, "is_demo": Tr
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [USER, {**HELD, "weight": 0}, USER, {**ANSWER, "weight": 1}]},
-        {"messages": [USER, {**HELD, "loss_mask": 0, "weight": None}, USER, {**ANSWER, "loss_mask": 1}]},
+        {"messages": [USER, {**HELD, "loss_mask": 0, "weight": None}, USER, {**ANSWER, "loss_mask": 1, "weight": 1}]},
+        {"messages": [USER, {**HELD, "step_loss_mask": 0}, USER, {**ANSWER, "step_loss_mask": 1}]},
         {"messages": [USER, {**HELD, "train": False}, USER, ANSWER]},
         {"messages": [*DEMO, USER, ANSWER]},
         {"prompt": [USER], "completion": [{**HELD, "weight": 0.0}, USER, ANSWER]},
@@ -105,12 +105,8 @@ SEEN = [
 
 def legacy(path: str) -> list[dict[str, Any]]:
     """A call and its result in the form before tools."""
-    asked = {
-        "role": "assistant",
-        "content": None,
-        "function_call": {"name": "read", "arguments": f'{{"path": "{path}"}}'},
-    }
-    return [asked, {"role": "function", "name": "read", "content": path.upper()}]
+    asked = {"name": "read", "arguments": f'{{"path": "{path}"}}'}
+    return [calling(function_call=asked), {"role": "function", "name": "read", "content": path.upper()}]
 
 
 def results(*links: dict[str, Any]) -> list[dict[str, Any]]:
@@ -214,11 +210,7 @@ def test_objects_are_written_out(tmp_path: Path) -> None:
 def test_null_filled_structs_are_calls_with_their_own_arguments(tmp_path: Path) -> None:
     """``datasets`` gives every call the parameters of all tools, nested ones too, and every message calls."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    given = [
-        {"command": "ls", "options": {"all": True}},
-        {"path": "x", "options": {"deep": {"depth": 1}}},
-        {"path": "y"},
-    ]
+    given = [{"command": "ls", "options": {"all": True}}, {"path": "x", "options": {"deep": {"n": 1}}}, {"path": "y"}]
     result = {"role": "tool", "content": "a.py", "tool_call_id": "c1"}
     rows = [
         {"instance_id": f"t{at}", "messages": [USER, calling(call(arguments=each)), result, ANSWER]}
@@ -275,11 +267,13 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
         json.dumps(good[1]).encode().replace(b"Done.", b"byte \xb2"),
         json.dumps({"id": "y", "messages": [USER, ANSWER], "score": math.nan}).encode(),
         json.dumps({"id": "z", "messages": [USER, calling({**call(), "function": {"arguments": "{}"}})]}).encode(),
+        json.dumps({"id": "y", "messages": [USER, ANSWER], "score": 1e300}).encode(),
         json.dumps(good[2]).encode(),
     ]
     found = read(b"\n".join(lines), tmp_path, rc=1)
     assert [each.task.id for each in found] == ["\ufffd", "b", "c"] and found[1].messages()[1].content == "byte \ufffd"
     told = capsys.readouterr()
     assert "rows.jsonl:1: not valid JSON" in told.err and "--skip-bad leaves such records out" in told.err
-    assert "3 new trajectories of 3 records, 0 scores; 6 bad records skipped" in told.out
+    assert "3 new trajectories of 3 records, 0 scores; 7 bad records skipped" in told.out
     assert "rows.jsonl:7: score: must be a finite number" in told.err
+    assert "rows.jsonl:9: score: must be less than or equal to 1000000000" in told.err
