@@ -303,10 +303,7 @@ def _printed_bounds(lines: Sequence[str]) -> tuple[int | None, int | None]:
 
 
 async def grade_and_log(
-    instance: Instance,
-    patch: str,
-    logs: InstanceLogs,
-    grade: Callable[[], Awaitable[PatchVerdict]],
+    instance: Instance, patch: str, logs: InstanceLogs, grade: Callable[[], Awaitable[PatchVerdict]]
 ) -> PatchVerdict:
     """The verdict with its time and logs; infrastructure failures are verdicts, too. An empty or refused patch is not
     graded.

@@ -82,11 +82,6 @@ def _text(error: BaseException) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    report = {
-        "outcomes": _outcomes,
-        "failures": _failures,
-        "broken": _broken,
-        "covered": _covered,
-    }
+    report = {"outcomes": _outcomes, "failures": _failures, "broken": _broken, "covered": _covered}
     with open(os.environ["OPENHANDS_RL_REPORT"], "w", encoding="utf-8") as file:
         json.dump(report, file)

@@ -22,12 +22,7 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, is
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
-from openhands_rl_plugin.environments.workspace.visible import (
-    OF_A_PREFIX,
-    hidden_package,
-    prefix_mounts,
-    system_mounts,
-)
+from openhands_rl_plugin.environments.workspace.visible import OF_A_PREFIX, hidden_package, prefix_mounts, system_mounts
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import parse_pytest
 from openhands_rl_plugin.evals.tasks.bugs import FUNCTIONS, Edit, PythonSource, definitions, parse
 from openhands_rl_plugin.evals.tasks.packages import (

@@ -9,17 +9,11 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, describe
 from openhands_rl_plugin.core.files import is_contained, scratch_folder
-from openhands_rl_plugin.environments.workspace.git import (
-    OTHER,
-    git_command,
-    git_folder,
-    make_git_folder,
-    run_git,
-)
+from openhands_rl_plugin.environments.workspace.git import OTHER, git_command, git_folder, make_git_folder, run_git
 
 MOST_FILES, MOST_BYTES = 20_000, 256 * 1024**2
 PLAIN, EXECUTABLE, LINK = "100644", "100755", "120000"
@@ -112,8 +106,17 @@ def check_size(files: int, size: int, what: str) -> None:
         )
 
 
+class _Header(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Raises ``ConfigError`` before a long name, or what else an archive has beside files, is read into memory."""
+        found = super().frombuf(buf, encoding, errors)
+        check_size(0, found.size, "the archive")
+        return found
+
+
 def _tar_members(path: Path) -> Iterator[tuple[str, TreeFile]]:
-    with tarfile.open(path) as archive:
+    with tarfile.open(path, tarinfo=_Header) as archive:
         total = 0
         for at, member in enumerate(archive):
             total += member.size

@@ -117,6 +117,11 @@ def test_names_of_others_stay_below_their_folder(tmp_path: Path) -> None:
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         out.addfile(link)
     assert set(read_archive(path).files) == {"ok.py"}
+    bomb = tarfile.TarInfo("a name of 1 GiB")
+    bomb.type, bomb.size = tarfile.GNUTYPE_LONGNAME, 2**30
+    path.write_bytes(bomb.tobuf(tarfile.GNU_FORMAT))
+    with pytest.raises(ConfigError, match="more than 20000 files or 256 MB"):
+        read_archive(path)
     behind = {"link": TreeFile(LINK, str(tmp_path).encode()), "link/out": TreeFile(PLAIN, b"x")}
     for files in ({name: TreeFile(PLAIN, b"x") for name in [each]} for each in BAD):
         with pytest.raises(ConfigError, match="leaves the folder"):

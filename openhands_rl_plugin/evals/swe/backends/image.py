@@ -19,13 +19,7 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import isolate, mount
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
 from openhands_rl_plugin.environments.workspace.processes import checked
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, remove, remove_left
-from openhands_rl_plugin.evals.swe.backends.docker import (
-    checkout_of,
-    image_of,
-    platform_of,
-    read_recipe,
-    with_services,
-)
+from openhands_rl_plugin.evals.swe.backends.docker import checkout_of, image_of, platform_of, read_recipe, with_services
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
     AS_ROOT,
@@ -40,13 +34,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     check_bubblewrap,
     fresh_room,
 )
-from openhands_rl_plugin.evals.swe.grading import (
-    SCRIPT_INSIDE,
-    Guard,
-    NoGuard,
-    evaluate,
-    grade_and_log,
-)
+from openhands_rl_plugin.evals.swe.grading import SCRIPT_INSIDE, Guard, NoGuard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict
 

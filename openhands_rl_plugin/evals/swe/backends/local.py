@@ -54,12 +54,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     git_settings,
     shim_digest,
 )
-from openhands_rl_plugin.evals.swe.grading import (
-    Guard,
-    NoGuard,
-    evaluate,
-    grade_and_log,
-)
+from openhands_rl_plugin.evals.swe.grading import Guard, NoGuard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of

@@ -65,12 +65,7 @@ def install_script(instance: Instance, commands: Iterable[str], *, committed: bo
 
 
 def evaluation_script(
-    instance: Instance,
-    test_command: str,
-    *,
-    marked: bool,
-    install: str | None = None,
-    before: Iterable[str] = (),
+    instance: Instance, test_command: str, *, marked: bool, install: str | None = None, before: Iterable[str] = ()
 ) -> str:
     """Restore the test files, apply the row's test patch and run the tests. ``marked``: between the two markers."""
     files = " ".join(map(shlex.quote, restored_files(instance.test_patch)))

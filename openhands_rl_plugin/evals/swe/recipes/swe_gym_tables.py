@@ -105,10 +105,7 @@ _DVC_OLD = ' python -m pip install "numpy<=1.20"; python -m pip install "pytest<
 def _dvc(python: str, more: str = "") -> GymSpec:
     moto = r"[ -f setup.py ] && sed -E -i 's/moto==([0-9]+\.[0-9]+\.[0-9]+)\.dev[0-9]+/moto==\1/' setup.py"
     return GymSpec(
-        python=python,
-        install=_DVC_INSTALL + more,
-        test_command="pytest -rA",
-        pre_install=(_apt("cmake"), moto),
+        python=python, install=_DVC_INSTALL + more, test_command="pytest -rA", pre_install=(_apt("cmake"), moto)
     )
 
 
@@ -164,10 +161,7 @@ def _pydantic(python: str, pdm: str) -> GymSpec:
     )
 
 
-_PYDANTIC = {
-    "0": _pydantic("3.7", "pipx install pdm  --python python3.7"),
-    "2.0": _pydantic("3.8", "pipx install pdm"),
-}
+_PYDANTIC = {"0": _pydantic("3.7", "pipx install pdm  --python python3.7"), "2.0": _pydantic("3.8", "pipx install pdm")}
 
 _PANDAS_INSTALL = (
     "python -m pip install -ve . --no-build-isolation -Ceditable-verbose=true; pip uninstall pytest-qt -y;"
@@ -179,10 +173,7 @@ def _pandas(install: str) -> GymSpec:
         python=None,
         install=install,
         test_command="pytest -rA --tb=long",
-        pre_install=(
-            "git remote add upstream https://github.com/pandas-dev/pandas.git",
-            "git fetch upstream --tags",
-        ),
+        pre_install=("git remote add upstream https://github.com/pandas-dev/pandas.git", "git fetch upstream --tags"),
     )
 
 
