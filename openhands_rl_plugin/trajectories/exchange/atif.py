@@ -232,7 +232,7 @@ class _Reader:
         in_order = len(own) == len(results) and all(each.source_call_id is None for each in results)
         for at, result in enumerate(results):
             called = result.source_call_id or (own[at] if in_order else own[0] if len(own) == 1 else None)
-            content, name = text_of(result.content), self._names.get(called or "")
+            content, name = text_of(result.content) or "", self._names.get(called or "")
             told = Message(role="user", content=content)
             if name is not None:
                 told = Message(role="tool", content=content, tool_call_id=called, name=name)

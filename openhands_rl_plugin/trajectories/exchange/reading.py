@@ -162,11 +162,11 @@ def _document(file: Path, stream: io.BufferedReader[Any]) -> JsonValue:
 def _members(file: Path, document: JsonValue, size: int) -> Iterator[Row]:
     """The rows of an array, or of an object from instance ids to rows. Any other object is one row, as a list of chat
     messages is."""
-    if isinstance(document, list) and document:
-        if all(_is_message(value) for value in document):
-            document = {"messages": document, "trajectory_format": CONVERSATION_FILE}
-        elif all(_is_event(value) for value in document):
-            document = {"history": document}
+    listed = document.get("trajectory") if isinstance(document, dict) else document
+    if isinstance(document, list) and document and all(map(_is_message, document)):
+        document = {"messages": document, "trajectory_format": CONVERSATION_FILE}
+    elif isinstance(listed, list) and listed and all(map(_is_event, listed)):
+        document = {"history": listed}
     if isinstance(document, dict) and document and all(_is_member(value) for value in document.values()):
         document = [{"instance_id": key, **value} for key, value in document.items() if isinstance(value, dict)]
     rows = document if isinstance(document, list) else [document]
@@ -180,7 +180,7 @@ def _is_message(value: JsonValue) -> bool:
 
 
 def _is_event(value: JsonValue) -> bool:
-    """Whether it is an event of OpenHands V0, as its ``save_trajectory_path`` lists them."""
+    """Whether it is an event of OpenHands V0, as its ``save_trajectory_path`` and its server list them."""
     return isinstance(value, dict) and "source" in value and not {"action", "observation"}.isdisjoint(value)
 
 

@@ -127,11 +127,8 @@ def test_atif_brings_ids_and_logprobs(tmp_path: Path) -> None:
     assert run("import", tmp_path / "jobs", "--into", tmp_path / "store") == 0
     ((trajectory, (score,)),) = stored(tmp_path / "store")
     first, second = (node.tokens for node in trajectory.sampled())
-    assert first is not None and (first.prompt_ids, first.sampled_ids, first.logprobs) == (
-        (1, 2),
-        (3, 4),
-        (-0.5, -0.25),
-    )
+    assert first is not None
+    assert (first.prompt_ids, first.sampled_ids, first.logprobs) == ((1, 2), (3, 4), (-0.5, -0.25))
     assert second is not None and (second.extends, second.prompt_ids, second.sampled_ids) == (True, (5,), (6,))
     assert (trajectory.task.id, score.reward, trajectory.tools) == ("hello", 1.0, (BASH,))
 
@@ -148,8 +145,10 @@ def test_atif_whose_logprobs_do_not_fit_is_refused(tmp_path: Path, capsys: pytes
 
 def test_copied_context_is_not_trained_again(tmp_path: Path) -> None:
     copied = [{**each, "is_copied_context": True} for each in ATIF["steps"][:3]]
+    copied[2]["observation"] = {"results": [{"source_call_id": "c1", "content": None}]}
     ((trajectory, _),) = imported({**ATIF, "steps": [*copied, ATIF["steps"][3]]}, tmp_path)
     assert [node.message.content for node in trajectory.sampled()] == ["Done."]
+    assert [message.content for message in trajectory.messages() if message.role == "tool"] == [""]
 
 
 def test_a_folder_of_mixed_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,12 +140,12 @@ def test_messages_are_those_that_openhands_makes() -> None:
 
 
 def test_a_saved_trajectory_is_read_like_a_history(tmp_path: Path) -> None:
-    """``save_trajectory_path`` is a file of events as one list; a run of another task is another task."""
+    """``save_trajectory_path`` and the server give events as one list; a run of another task is another task."""
     from openhands.events.serialization.event import event_to_dict, event_to_trajectory
 
     saved = [event_to_trajectory(event, include_screenshots=False) for event in real_events()]
-    for name, asked in (("a", "Fix f."), ("b", "Fix g.")):
-        text = json.dumps(saved, indent=4).replace("Fix f.", asked)
+    for name, asked, held in (("a", "Fix f.", saved), ("b", "Fix g.", {"trajectory": saved})):
+        text = json.dumps(held, indent=4).replace("Fix f.", asked)
         (tmp_path / f"{name}-0a1b2c.json").write_text(text)
     source, names = recognised_source(tmp_path)
     assert names == {"output-jsonl": 2}
