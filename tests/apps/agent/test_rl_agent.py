@@ -371,13 +371,13 @@ def test_an_endpoint_gets_the_new_adapter(model: Path, config: RLAgentConfig, tm
 def test_an_endpoint_whose_weights_lie_elsewhere_cannot_be_trained(
     model: Path, config: RLAgentConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = ServerConfig(model="somebody/elses", port=0)
+    elsewhere = ServerConfig(model="/nowhere/elses", port=0)
     with (
         closing(Generator(ServerConfig(model=str(model)))) as generator,
         running_server(elsewhere, generator) as url,
         monkeypatch.context() as patched,
     ):
-        patched.setattr(generator.model, "name", elsewhere.model)
+        patched.setattr(generator.model, "directory", Path(elsewhere.model))
         with RLAgent(url, config=config) as agent:
             assert agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=8)[0]["failure"] is None
             with pytest.raises(ConfigError, match=r"pass the model's directory, RLAgent\(model=url, tokenizer="):

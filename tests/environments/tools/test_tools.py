@@ -172,7 +172,7 @@ async def test_a_malformed_answer_is_feedback_and_never_an_answer(words: str | N
         ("{", "invalid_action_format"),
         ("[]", "invalid_action_format"),
         ("0", "invalid_action_format"),
-        ("null", "invalid_action_format"),
+        ("null", "invalid_arguments"),
         ('"{}"', "invalid_action_format"),
         ("{'word': 'x'}", "invalid_action_format"),
         ('{"word": NaN}', "invalid_action_format"),

@@ -270,7 +270,8 @@ async def test_one_storage_serves_several_event_loops(mongodb: MongoServer, data
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 nodes = st.lists(st.builds(Node, parent=st.none(), message=st.builds(Message, role=st.just("user"), content=texts)))
-marks = st.builds(NodeMark, index=st.just(0), reward=st.none() | st.floats(allow_nan=False), visits=st.integers(0, 99))
+rewards = st.none() | st.floats(-1e9, 1e9)
+marks = st.builds(NodeMark, index=st.just(0), reward=rewards, visits=st.integers(0, 99))
 
 
 @given(st.lists(st.tuples(nodes, st.lists(marks, max_size=2)), max_size=5), st.data())
