@@ -2,16 +2,77 @@
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
+import secrets
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from openhands_rl_plugin.contrib.studio.tickets import Tickets
-from openhands_rl_plugin.core.servers import METRICS, AccessRules, Refusal, host_name, is_json, is_loopback
+from pydantic import Field
 
+from openhands_rl_plugin.config.rl import VariableName
+from openhands_rl_plugin.core.servers import (
+    API_KEY,
+    METRICS,
+    AccessRules,
+    Refusal,
+    host_name,
+    is_json,
+    is_loopback,
+    required_key,
+)
+from openhands_rl_plugin.core.types import Frozen
+
+COOKIE = "openhands_rl_studio"
 SIGN_IN = "/api/session"
+_BYTES = 24
+_MOST_SESSIONS = 64
 _READS = ("GET", "HEAD")
 _OWN = ("same-origin", "none")
+
+
+class Tickets:
+    """A token opens one session and is then worth nothing; the next link has another. Safe in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._token = secrets.token_urlsafe(_BYTES)
+        self._sessions: list[str] = []
+
+    @property
+    def token(self) -> str:
+        """The token of the next link."""
+        with self._lock:
+            return self._token
+
+    def spend(self, token: str) -> str | None:
+        """The cookie of a new session, or ``None`` for a token that is wrong or was used before."""
+        with self._lock:
+            if not self.same(token, self._token):
+                return None
+            self._token = secrets.token_urlsafe(_BYTES)
+        return self.open()
+
+    def open(self) -> str:
+        """The cookie of a new session; the oldest ends when there are too many."""
+        with self._lock:
+            self._sessions.append(secrets.token_urlsafe(_BYTES))
+            del self._sessions[:-_MOST_SESSIONS]
+            return self._sessions[-1]
+
+    def knows(self, cookie_header: str) -> bool:
+        """Whether a ``Cookie`` header has a session that is open."""
+        with self._lock:
+            sessions = list(self._sessions)
+        # Several headers are joined by commas, which no value here contains.
+        parts = (part.strip().partition("=") for part in cookie_header.replace(",", ";").split(";"))
+        return any(self.same(value, each) for name, _, value in parts if name == COOKIE for each in sessions)
+
+    @staticmethod
+    def same(one: str, other: str) -> bool:
+        """Whether two secrets are equal, in a time that tells nothing."""
+        return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode())
 
 
 @dataclass(frozen=True)
@@ -33,8 +94,8 @@ class StudioAccess(AccessRules):
         if not self._is_ours(host_name(host)):
             return Refusal(403, "Forbidden", f"The host {host[:100]!r} is not this studio's; see --allow-host.")
         keyed = bool(self.key) and self._has_key(headers)
-        if (foreign := self._foreign(method, path, headers, keyed)) is not None:
-            return foreign
+        if self._is_foreign(method, path, headers, keyed):
+            return Refusal(403, "Forbidden", "Web pages of other origins are refused.")
         if method not in _READS and not is_json(headers.get("content-type", "")):
             return Refusal(415, "UnsupportedMediaType", "The body has to be sent as Content-Type: application/json.")
         private = path.startswith("/api/") or path == METRICS
@@ -48,16 +109,15 @@ class StudioAccess(AccessRules):
             return True
         return not is_loopback(self.bound) and _is_address(name)
 
-    def _foreign(self, method: str, path: str, headers: Mapping[str, str], keyed: bool) -> Refusal | None:
+    def _is_foreign(self, method: str, path: str, headers: Mapping[str, str], keyed: bool) -> bool:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        own = {f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")}
-        wrong = origin is not None and origin.lower() not in own
+        own = [f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")]
+        if origin is not None and origin.lower() not in own:
+            return True
         if method in _READS:
             # A link on another page may lead to the document, and to nothing else.
-            wrong |= site not in (None, *_OWN) and path.startswith("/api/")
-        else:
-            wrong |= site not in (None, *_OWN) or (origin is None and site is None and not keyed)
-        return Refusal(403, "Forbidden", "Web pages of other origins are refused.") if wrong else None
+            return site not in (None, *_OWN) and path.startswith("/api/")
+        return site not in (None, *_OWN) or (origin is None and site is None and not keyed)
 
 
 def _is_address(name: str) -> bool:
@@ -66,3 +126,26 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class StudioConfig(Frozen):
+    """Its address, and what it needs to show tokens as text."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
+    port: int = Field(default=8400, ge=0, le=65535, description="0 takes a free port")
+    api_key_env: VariableName = Field(
+        default=API_KEY,
+        description="environment variable with a key that programs, and browsers without a link, may send instead",
+    )
+    allow_host: str = Field(
+        default="", description="name that browsers may reach it by, beside addresses; separate several by commas"
+    )
+    tokenizer: str = Field(default="", description="folder with the tokenizer.json that token ids are shown with")
+    author: str = Field(default="", max_length=200, description="who labels (default: the user's name)")
+    max_body_bytes: int = Field(default=1024**2, ge=1024, description="maximum size of a request in bytes")
+
+    def access(self, tickets: Tickets) -> StudioAccess:
+        """Who is let in. Raises ``ConfigError`` when a network address has no key."""
+        key = required_key(self.host, self.api_key_env, protects="the stored episodes")
+        names = frozenset(name.strip().lower() for name in self.allow_host.split(",") if name.strip())
+        return StudioAccess(key=key, tickets=tickets, names=names, bound=self.host)

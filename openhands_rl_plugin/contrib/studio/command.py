@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +43,7 @@ PATIENCE = 8.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to show, and one option for each field of ``StudioConfig``."""
-    from openhands_rl_plugin.contrib.studio.config import StudioConfig
+    from openhands_rl_plugin.contrib.studio.access import StudioConfig
 
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help=f"{STORE_HELP}; or a folder with runs, evaluations or adapters"
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--out and filters are for a page to keep: openhands-rl studio {EXPORT} STORE --out FILE.html"
         )
-    from openhands_rl_plugin.contrib.studio.config import StudioConfig
+    from openhands_rl_plugin.contrib.studio.access import StudioConfig
     from openhands_rl_plugin.contrib.studio.server import running_studio
 
     config = read_fields(args, StudioConfig, {"author": author()})
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 async def _export(args: argparse.Namespace) -> int:
     from starlette.exceptions import HTTPException
 
-    from openhands_rl_plugin.contrib.studio.config import StudioConfig
+    from openhands_rl_plugin.contrib.studio.access import StudioConfig
     from openhands_rl_plugin.contrib.studio.reports import MOST_EPISODES, ExportResource
     from openhands_rl_plugin.contrib.studio.sources import TokenText, read_episode
 
@@ -103,26 +102,25 @@ async def _export(args: argparse.Namespace) -> int:
 def sources_at(places: Sequence[str]) -> StudioSources:
     """What lies there, by names that are short and differ, and what comes there later. Raises ``ConfigError`` where
     there is nothing to show."""
-    from openhands_rl_plugin.contrib.studio.sources import Found, Growing, StudioSources, discover, look
+    from openhands_rl_plugin.contrib.studio.sources import Found, Growing, StudioSources, discover, free_name, look
 
     stores: Growing[TrajectoryStorage] = Growing()
     folders = {kind: Growing[Path]() for kind in ("runs", "evaluations", "adapters")}
     given: dict[Path, set[Path]] = {}
+    shown: set[tuple[str, Path]] = set()
 
     def add(folder: Path, found: Found) -> None:
-        for path in found.stores:
-            if ("stores", path) not in shown:
-                name = _name(path, folder, stores)
-                stores[name] = storage_at(str(path))
-        for kind, known in folders.items():
-            for path in getattr(found, kind):
-                if (kind, path) not in shown:
-                    known[_name(path, folder, known)] = path
-        for kind in ("stores", *folders):
-            shown.update((kind, path) for path in getattr(found, kind))
-        given[folder] |= {*found.stores, *found.runs, *found.evaluations, *found.adapters}
+        for kind, path in ((kind, path) for kind, paths in found.items() for path in paths):
+            given[folder].add(path)
+            if (kind, path) in shown:
+                continue
+            short = sayable((Path(folder.name) / path.relative_to(folder)).as_posix()).strip("/") or "root"
+            if kind == "stores":
+                stores[free_name(short, stores)] = storage_at(str(path))
+            else:
+                folders[kind][free_name(short, folders[kind])] = path
+            shown.add((kind, path))
 
-    shown: set[tuple[str, Path]] = set()
     for where in places:
         if not is_folder(where):
             stores[sayable(where)] = storage_at(where)
@@ -136,14 +134,9 @@ def sources_at(places: Sequence[str]) -> StudioSources:
             with suppress(ConfigError):
                 add(folder, look(folder))
 
-    def waiting() -> list[str]:
-        return [folder.name for folder, found in given.items() if not found]
-
-    return StudioSources(stores, **folders, look_again=look_again if given else None, waiting=waiting)
-
-
-def _name(path: Path, folder: Path, known: Collection[str]) -> str:
-    """A short name for a folder below a given one, which stands in addresses."""
-    short = sayable((Path(folder.name) / path.relative_to(folder)).as_posix()).strip("/") or "root"
-    names = itertools.chain([short], (f"{short}~{number}" for number in itertools.count(2)))
-    return next(name for name in names if name not in known)
+    return StudioSources(
+        stores,
+        **folders,
+        look_again=look_again if given else None,
+        waiting=lambda: [folder.name for folder, found in given.items() if not found],
+    )

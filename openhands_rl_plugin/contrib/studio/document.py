@@ -14,8 +14,6 @@ from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import JsonObject
 
 STATIC = Path(__file__).parent / "static"
-_VENDORED = STATIC / "vendor" / "vendor.toml"
-_OWN = "studio/"
 BOOT = "studio/boot"
 """The module that a page begins with."""
 DATA = "studio/data"
@@ -39,23 +37,13 @@ HEADERS: Mapping[str, str] = {
 
 def modules() -> dict[str, Path]:
     """Import name -> file: ``studio/NAME`` for each ``static/NAME.mjs``, and the names in ``vendor/vendor.toml``."""
-    own = {
-        _OWN + file.relative_to(STATIC).with_suffix("").as_posix(): file
-        for file in sorted(STATIC.rglob("*.mjs"))
-        if "vendor" not in file.relative_to(STATIC).parts
-    }
+    own = {f"studio/{file.stem}": file for file in sorted(STATIC.glob("*.mjs"))}
     return own | {name: STATIC / "vendor" / each["file"] for name, each in vendored().items()}
 
 
 def vendored() -> dict[str, dict[str, str]]:
     """Import name -> ``file``, ``version``, ``licence`` and ``sha256`` of what others made."""
-    return tomllib.loads(_VENDORED.read_text(encoding="utf-8")) if _VENDORED.exists() else {}
-
-
-def preloaded() -> list[str]:
-    """The addresses that a browser may ask for at once, without reading one module to find the next."""
-    places = json.loads(import_map())["imports"]
-    return [place for name, place in places.items() if name not in (BOOT, *_WHEN_NEEDED)]
+    return tomllib.loads((STATIC / "vendor" / "vendor.toml").read_text(encoding="utf-8"))
 
 
 def import_map() -> str:
@@ -66,16 +54,15 @@ def import_map() -> str:
 
 def document() -> str:
     """The HTML of every page; which one it is, its address says."""
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<title>Studio</title>\n'
-        f'<script type="importmap">{import_map()}</script>\n'
-        '<link rel="stylesheet" href="/static/studio.css">\n'
-        f"{''.join(f'<link rel="modulepreload" href="{place}">' for place in preloaded())}\n"
-        '<script type="module" src="/static/boot.mjs"></script>\n</head>\n'
-        f'<body><div id="app"><p class="bare late">{_OLD}</p>'
-        "<noscript>The studio needs JavaScript.</noscript></div></body>\n</html>\n"
+    places = json.loads(import_map())["imports"]
+    preloaded = [place for name, place in places.items() if name not in (BOOT, *_WHEN_NEEDED)]
+    return _html(
+        "Studio",
+        import_map(),
+        "/static/studio.css",
+        f"{''.join(f'<link rel="modulepreload" href="{place}">' for place in preloaded)}\n"
+        '<script type="module" src="/static/boot.mjs"></script>',
+        f'<p class="bare late">{_OLD}</p><noscript>The studio needs JavaScript.</noscript>',
     )
 
 
@@ -101,14 +88,23 @@ def single_file(data: JsonObject, title: str = "Episodes") -> str:
         f"default-src 'none'; script-src data: {allowed}; style-src data:; img-src data:; base-uri 'none'; "
         "form-action 'none'; require-trusted-types-for 'script'"
     )
+    return _html(
+        escape(visible(title)),
+        found,
+        style,
+        f'<script type="module">{boot}</script>',
+        "<noscript>This page needs JavaScript.</noscript>",
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+    )
+
+
+def _html(title: str, places: str, style: str, scripts: str, body: str, policy: str = "") -> str:
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{policy}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="color-scheme" content="light dark">\n<title>{escape(visible(title))}</title>\n'
-        f'<script type="importmap">{found}</script>\n<link rel="stylesheet" href="{style}">\n'
-        f'<script type="module">{boot}</script>\n</head>\n'
-        '<body><div id="app"><noscript>This page needs JavaScript.</noscript></div></body>\n</html>\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n'
+        f'<script type="importmap">{places}</script>\n<link rel="stylesheet" href="{style}">\n{scripts}\n</head>\n'
+        f'<body><div id="app">{body}</div></body>\n</html>\n'
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openhands_rl_plugin.contrib.studio.replies import Columns, columns, number, reply, whole
+from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources, TokenText
 from openhands_rl_plugin.core.judgements import newest_outcome, standing
 from openhands_rl_plugin.core.messages import transcript_nodes
@@ -24,13 +25,15 @@ EXCERPT = 160
 MOST_NODES = 64
 MOST_CHARACTERS = 256 * 1024
 MOST_TOKENS = 4096
-_LONGEST_DATA = 64 * 1024
+MOST_SAMPLES = 64
+_LONGEST_DATA, _MOST_DATA = 64 * 1024, 1000
 
 
 class EpisodeResource:
-    """One stored episode, finished or not."""
+    """Stored episodes, finished or not, and the samples of one task."""
 
-    def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
+    def __init__(self, sources: StudioSources, shelf: EpisodeShelf, text: TokenText) -> None:
+        self._sources = sources
         self._shelf = shelf
         self._text = text
 
@@ -57,6 +60,15 @@ class EpisodeResource:
         first = whole(request, "from", 0, most=2**53)
         return reply(request, await asyncio.to_thread(tokens_of, nodes[at], at, first, self._text, model))
 
+    async def group(self, request: Request) -> Response:
+        """``samples`` (a table) and ``turns`` (the tree). Raises ``HTTPException`` 404."""
+        name, storage = request.path_params["id"], self._sources.store(request)
+        where = TrajectoryFilter(group_id=name, finished=None)
+        found = [each async for each in storage.find(where.model_copy(update={"limit": MOST_SAMPLES}))]
+        if not found:
+            raise HTTPException(404, f"no episode is of the group {name[:80]!r}")
+        return reply(request, group_of(name, found, await storage.count(where)))
+
 
 def header_of(opened: Opened) -> JsonObject:
     """Header, scores, labels, and the skeleton: every node with the first characters of its text."""
@@ -69,12 +81,7 @@ def header_of(opened: Opened) -> JsonObject:
         "id": view.id,
         "run": view.run_id,
         "group": view.group_id,
-        "task": {
-            "id": view.task.id,
-            "environment": view.task.environment,
-            "split": view.task.split,
-            "instruction": view.task.instruction[:_LONGEST_DATA],
-        },
+        "task": {**_task(trajectory), "instruction": view.task.instruction[:_LONGEST_DATA]},
         "sub_agent": None if parent is None else parent.model_dump(),
         "strategy": {"name": trajectory.strategy.name, "options": trajectory.strategy.options},
         "policy": trajectory.policy.model_dump(),
@@ -88,80 +95,66 @@ def header_of(opened: Opened) -> JsonObject:
         "totals": {**view.totals.model_dump(), "episode_return": number(view.totals.episode_return)},
         "started": trajectory.times.started,
         "finished": trajectory.times.finished,
-        "evidence": {name: _bounded(value) for name, value in trajectory.evidence.items()},
-        "nodes": dict(skeleton(trajectory, view.turns)),
+        "evidence": plain(trajectory.evidence, _LONGEST_DATA, _MOST_DATA),
+        "nodes": skeleton(trajectory, view.turns),
     }
 
 
-def skeleton(trajectory: Trajectory, turns: Sequence[Turn]) -> Columns:
+def _task(trajectory: Trajectory) -> JsonObject:
+    return trajectory.task.model_dump(include={"id", "environment", "split"})
+
+
+def skeleton(trajectory: Trajectory, turns: Sequence[Turn]) -> JsonObject:
     """A row a node, in the order of their making. ``policy`` only where it is another than the episode's."""
     nodes, own = trajectory.nodes, trajectory.policy
-    rows: dict[str, list[JsonValue]] = {
-        "parent": [each.parent for each in turns],
-        "role": [each.message.role for each in turns],
-        "kind": [each.kind if each.kind != "turn" else None for each in turns],
-        "acted": [1 if each.acted else None for each in turns],
-        "sampled": [1 if node.sampled else None for node in nodes],
-        "turn": [each.turn for each in turns],
-        "segment": [each.segment for each in turns],
-        "cause": [each.segment_cause for each in turns],
-        "reward": [number(each.reward) for each in turns],
-        "value": [number(each.value) for each in turns],
-        "visits": [each.visits or None for each in turns],
-        "simulated": [1 if each.simulated else None for each in turns],
-        "merged": [each.merged or None for each in turns],
-        "dropped": [each.dropped for each in turns],
-        "search": [dict(each.search_report) if each.search_report is not None else None for each in turns],
-        "temperature": [each.temperature for each in turns],
-        "policy": [None if node.policy in (None, own) else node.policy.served_name for node in nodes],
-        "finish": [each.finish_reason for each in turns],
-        "prompt_tokens": [each.prompt_tokens for each in turns],
-        "sampled_tokens": [each.sampled_tokens for each in turns],
-        "context_tokens": [each.context_tokens for each in turns],
-        "logprob": [_mean_logprob(node) for node in nodes],
-        "at": [None if node.at is None else round(node.at, 3) for node in nodes],
-        "seconds": [_seconds(nodes, node) for node in nodes],
-        "lacks": [list(each.lacks) or None for each in turns],
-        "calls": [[call.name for call in each.message.tool_calls] or None for each in turns],
-        "call": [each.message.tool_call_id for each in turns],
-        "length": [len(each.message.content or "") for each in turns],
-        "text": [excerpt(each) for each in turns],
-    }
-    return columns(rows)
-
-
-def excerpt(turn: Turn) -> str:
-    """The beginning of a message: its text, or else its first call."""
-    text = turn.message.content or ""
-    if not text.strip() and turn.message.tool_calls:
-        text = turn.message.tool_calls[0].arguments
-    return text[:EXCERPT]
+    same = ("parent", "turn", "segment", "dropped", "temperature", "prompt_tokens", "sampled_tokens", "context_tokens")
+    return columns(
+        {
+            **{name: [getattr(each, name) for each in turns] for name in same},
+            **{name: [number(getattr(each, name)) for each in turns] for name in ("reward", "value")},
+            **{name: [getattr(each, name) or None for each in turns] for name in ("visits", "merged", "lacks")},
+            **{name: [1 if getattr(each, name) else None for each in turns] for name in ("acted", "simulated")},
+            "role": [each.message.role for each in turns],
+            "kind": [each.kind if each.kind != "turn" else None for each in turns],
+            "sampled": [1 if node.sampled else None for node in nodes],
+            "cause": [each.segment_cause for each in turns],
+            "search": [each.search_report for each in turns],
+            "policy": [None if node.policy in (None, own) else node.policy.served_name for node in nodes],
+            "finish": [each.finish_reason for each in turns],
+            "logprob": [_mean_logprob(node) for node in nodes],
+            "at": [None if node.at is None else round(node.at, 3) for node in nodes],
+            "seconds": [_seconds(nodes, node) for node in nodes],
+            "calls": [[call.name for call in each.message.tool_calls] or None for each in turns],
+            "call": [each.message.tool_call_id for each in turns],
+            "length": [len(each.message.content or "") for each in turns],
+            "text": [_excerpt(each.message) for each in turns],
+        }
+    )
 
 
 def bodies_of(nodes: Sequence[Node], asked: range, end: int, skip: int = 0, most: int = MOST_CHARACTERS) -> JsonObject:
     """Whole messages. Of a text that is too long a part is sent; ``rest`` is the ``skip`` that shows more of it."""
-    rows: dict[str, list[JsonValue]] = {
-        name: [] for name in ("node", "content", "rest", "calls", "call", "name", "sampling")
-    }
+    rows: dict[str, list[JsonValue]] = defaultdict(list)
     left, after = most, asked.start
     for at in asked:
         node = nodes[at]
         text = (node.message.content or "")[skip if at == asked.start else 0 :]
-        calls: list[JsonValue] = [call.model_dump() for call in node.message.tool_calls]
+        calls: list[JsonValue] = [
+            {**call.model_dump(), "arguments": call.arguments[:MOST_CHARACTERS]} for call in node.message.tool_calls
+        ]
         size = len(text) + sum(len(call.arguments) for call in node.message.tool_calls)
         if left < size and after > asked.start:
             break
         shown = text[:most]
-        cut = len(shown) < len(text)
         rows["node"].append(at)
         rows["content"].append(None if node.message.content is None else shown)
-        rows["rest"].append((skip if at == asked.start else 0) + len(shown) if cut else None)
-        rows["calls"].append([_cut_call(call) for call in calls] or None)
+        rows["rest"].append((skip if at == asked.start else 0) + len(shown) if len(shown) < len(text) else None)
+        rows["calls"].append(calls or None)
         rows["call"].append(node.message.tool_call_id)
         rows["name"].append(node.message.name)
         rows["sampling"].append(None if node.sampling is None else node.sampling.model_dump(exclude_none=True))
         left, after = left - size, at + 1
-    return {"total": len(nodes), "next": after if after < end else None, "nodes": dict(columns(rows))}
+    return {"total": len(nodes), "next": after if after < end else None, "nodes": columns(rows)}
 
 
 def tokens_of(node: Node, at: int, first: int, text: TokenText, model: str, most: int = MOST_TOKENS) -> JsonObject:
@@ -172,11 +165,12 @@ def tokens_of(node: Node, at: int, first: int, text: TokenText, model: str, most
         return {"node": at, "total": 0, "prompt": 0, "extends": False, "from": 0, "next": None, "tokens": {}}
     prompt, ids = len(tokens.prompt_ids), (*tokens.prompt_ids, *tokens.sampled_ids)
     until = min(first + most, len(ids))
-    logprobs = [number(tokens.logprobs[place - prompt]) if _has(node, place) else None for place in range(first, until)]
-    rows: dict[str, list[JsonValue]] = {
-        "id": list(ids[first:until]),
-        "text": list(text.pieces(model, ids, first, until)),
-        "logprob": list(logprobs),
+    known = range(prompt, prompt + len(tokens.logprobs))
+    shown = range(first, until)
+    rows = {
+        "id": ids[first:until],
+        "text": text.pieces(model, ids, first, until),
+        "logprob": [number(tokens.logprobs[place - prompt]) if place in known else None for place in shown],
     }
     return {
         "node": at,
@@ -186,13 +180,8 @@ def tokens_of(node: Node, at: int, first: int, text: TokenText, model: str, most
         "from": first,
         "next": until if until < len(ids) else None,
         "tokenizer": text.problem(model),
-        "tokens": dict(columns(rows)),
+        "tokens": columns(rows),
     }
-
-
-def _has(node: Node, place: int) -> bool:
-    tokens = node.tokens
-    return tokens is not None and len(tokens.prompt_ids) <= place < len(tokens.prompt_ids) + len(tokens.logprobs)
 
 
 def _seconds(nodes: Sequence[Node], node: Node) -> float | None:
@@ -215,29 +204,8 @@ def _score(score: Score) -> JsonObject:
         "reward": number(score.reward),
         "value": number(score.value),
         "version": score.reward_version,
-        "detail": {name: _bounded(value) for name, value in score.detail.items()},
+        "detail": plain(score.detail, _LONGEST_DATA, _MOST_DATA),
     }
-
-
-def _cut_call(call: JsonValue) -> JsonValue:
-    assert isinstance(call, dict)
-    return {**call, "arguments": str(call["arguments"])[:MOST_CHARACTERS]}
-
-
-def _bounded(value: JsonValue) -> JsonValue:
-    """A piece of evidence, cut where it is long; its numbers are JSON's."""
-    if isinstance(value, float):
-        return number(value)
-    if isinstance(value, str):
-        return value[:_LONGEST_DATA]
-    if isinstance(value, list):
-        return [_bounded(each) for each in value[:1000]]
-    if isinstance(value, dict):
-        return {name: _bounded(each) for name, each in list(value.items())[:1000]}
-    return value
-
-
-MOST_SAMPLES = 64
 
 
 @dataclass
@@ -251,29 +219,13 @@ class _Turn:
     nodes: list[JsonValue] = field(default_factory=list)
 
 
-class GroupResource:
-    """The samples of one task."""
-
-    def __init__(self, sources: StudioSources) -> None:
-        self._sources = sources
-
-    async def get(self, request: Request) -> Response:
-        """``samples`` (a table) and ``turns`` (the tree). Raises ``HTTPException`` 404."""
-        name, storage = request.path_params["id"], self._sources.store(request)
-        where = TrajectoryFilter(group_id=name, finished=None)
-        found = [each async for each in storage.find(where.model_copy(update={"limit": MOST_SAMPLES}))]
-        if not found:
-            raise HTTPException(404, f"no episode is of the group {name[:80]!r}")
-        return reply(request, group_of(name, found, await storage.count(where)))
-
-
 def group_of(name: str, found: Sequence[tuple[Trajectory, tuple[Score, ...]]], total: int) -> JsonObject:
     """The reply. ``advantage`` is GRPO's, of the rewards that are known now."""
     trajectories = [trajectory for trajectory, _ in found]
     rewards = [_reward(trajectory, scores) for trajectory, scores in found]
     valid = [reward for reward in rewards if reward is not None]
     advantages = iter(grpo(RolloutBatch(valid, [0] * len(valid), [1] * len(valid))))
-    samples: dict[str, list[JsonValue]] = {
+    samples = {
         "id": [each.id for each in trajectories],
         "adapter": [each.policy.adapter for each in trajectories],
         "version": [each.policy.version for each in trajectories],
@@ -283,14 +235,21 @@ def group_of(name: str, found: Sequence[tuple[Trajectory, tuple[Score, ...]]], t
         "advantage": [None if reward is None else number(next(advantages)) for reward in rewards],
         "turns": [len(each.acted()) for each in trajectories],
     }
-    task = trajectories[0].task
+    tree = _trie(trajectories)
+    turns = {
+        **{name: [getattr(each, name) for each in tree] for name in ("parent", "samples", "nodes")},
+        "role": [each.message.role for each in tree],
+        "sampled": [1 if each.sampled else None for each in tree],
+        "calls": [[call.name for call in each.message.tool_calls] or None for each in tree],
+        "text": [_excerpt(each.message) for each in tree],
+    }
     return {
         "id": name,
-        "task": {"id": task.id, "environment": task.environment, "split": task.split},
+        "task": _task(trajectories[0]),
         "total": total,
         "signal": len(set(valid)) > 1,
-        "samples": dict(columns(samples)),
-        "turns": _table(_trie(trajectories)),
+        "samples": columns(samples),
+        "turns": columns(turns),
     }
 
 
@@ -325,20 +284,8 @@ def _trie(trajectories: Sequence[Trajectory]) -> list[_Turn]:
     return turns
 
 
-def _table(turns: Sequence[_Turn]) -> JsonObject:
-    rows: dict[str, list[JsonValue]] = {
-        "parent": [each.parent for each in turns],
-        "role": [each.message.role for each in turns],
-        "sampled": [1 if each.sampled else None for each in turns],
-        "samples": [each.samples for each in turns],
-        "nodes": [each.nodes for each in turns],
-        "calls": [[call.name for call in each.message.tool_calls] or None for each in turns],
-        "text": [_excerpt(each.message) for each in turns],
-    }
-    return dict(columns(rows))
-
-
 def _excerpt(message: Message) -> str:
+    """The beginning of a message: its text, or else its first call."""
     text = message.content or ""
     if not text.strip() and message.tool_calls:
         text = message.tool_calls[0].arguments

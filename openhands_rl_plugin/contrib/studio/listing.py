@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.config.success import success_rule
-from openhands_rl_plugin.contrib.studio.replies import Columns, columns, number, reply, whole
-from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources
+from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
+from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources, read_episode
 from openhands_rl_plugin.core.errors import unknown_name
 from openhands_rl_plugin.core.judgements import (
     ALIKE,
@@ -39,6 +39,13 @@ _ROWS = 100
 _VALUES = 20
 _BINS = 40
 _MOST_COUNTED = 20_000
+_RESAMPLES = 2000
+_MOST_TASKS = 2000
+_MOST_EPISODES = 50_000
+_LONGEST = 10_000
+
+_Tasks = dict[tuple[str, str], list[tuple[str, float]]]
+"""(environment, task) -> the ids of its episodes, each with whether it succeeded."""
 
 _FIELDS: Mapping[str, str] = {
     **{name: f"{name}_id" for name in ("run", "group", "task")},
@@ -59,10 +66,11 @@ def filter_of(request: Request) -> TrajectoryFilter:
 
 
 class ListResource:
-    """The episodes of a store that a filter finds."""
+    """The episodes of a store that a filter finds, and how two of them, or two sets of them, differ."""
 
-    def __init__(self, sources: StudioSources) -> None:
+    def __init__(self, sources: StudioSources, shelf: EpisodeShelf) -> None:
         self._sources = sources
+        self._shelf = shelf
 
     async def page(self, request: Request) -> Response:
         """``revision, total, offset, next, rows``. Raises ``HTTPException`` 400."""
@@ -70,14 +78,14 @@ class ListResource:
         sort, descending = _order(request)
         limit = whole(request, "limit", _ROWS, least=1, most=MOST_ROWS)
         offset = whole(request, "offset", 0, most=2**53)
-        page = {"sort": sort, "descending": descending, "limit": limit, "offset": offset}
-        page["after"] = request.query_params.get("after") or None
+        after = request.query_params.get("after") or None
         revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
         where = filter_of(request)
         if request.query_params.get("unlabelled"):
             ids = [each.id async for each in storage.summaries(where)]
             known = {label.trajectory_id for label in standing(await labels_of(storage, ids))}
             where = where.model_copy(update={"ids": tuple(each for each in ids if each not in known)})
+        page = {"sort": sort, "descending": descending, "limit": limit, "offset": offset, "after": after}
         where = where.model_copy(update=page)
         total = await storage.count(where)
         found = [each async for each in storage.summaries(where)]
@@ -89,7 +97,7 @@ class ListResource:
             "total": total,
             "offset": offset,
             "next": found[-1].id if found and more else None,
-            "rows": dict(rows_of(found, labels, said)),
+            "rows": rows_of(found, labels, said),
         }
         return reply(request, body, revision=f"{revision} {request.url.query}" if revision else None)
 
@@ -102,19 +110,44 @@ class ListResource:
         for name in _FACETS:
             counts = Counter(str(value) for each in found if (value := _value(each, name)) not in (None, ""))
             facets[name] = [{"value": value, "count": count} for value, count in counts.most_common(_VALUES)]
-        return reply(request, {"facets": facets, "rewards": histogram([each.judged for each in found])})
+        return reply(request, {"facets": facets, "rewards": _histogram([each.judged for each in found])})
+
+    async def compared(self, request: Request) -> Response:
+        """``?a=&b=``: ids of episodes; with ``of=sets`` two versions of adapters, such as ``shop@7``, or two runs.
+
+        Raises ``HTTPException`` 400 and 404.
+        """
+        one, other = (request.query_params.get(name, "") for name in ("a", "b"))
+        if not one or not other:
+            raise HTTPException(400, "give both sides: a= and b=")
+        if request.query_params.get("of") == "sets":
+            storage = self._sources.store(request)
+            return reply(request, tasks_compared(await self._tasks(storage, one), await self._tasks(storage, other)))
+        first, second = await self._shelf.open(request, one), await self._shelf.open(request, other)
+        return reply(request, episodes_compared(first, second))
+
+    async def _tasks(self, storage: TrajectoryStorage, text: str) -> _Tasks:
+        adapter, at, version = text.rpartition("@")
+        named = {"adapter": adapter, "policy_version": int(version)} if at and version.isdecimal() else {"run_id": text}
+        where = TrajectoryFilter(failed=False, limit=_MOST_EPISODES).model_copy(update=named)
+        found: _Tasks = defaultdict(list)
+        async for each in storage.summaries(where):
+            if each.judged is not None and math.isfinite(each.judged):
+                success = float(success_rule(each.environment).holds(each.judged, each.stop))
+                found[each.environment, each.task_id].append((each.id, success))
+        return found
 
 
-def histogram(rewards: Sequence[float | None]) -> JsonObject:
+def _histogram(rewards: Sequence[float | None]) -> JsonObject:
     """Counts in bins of one width between ``low`` and ``high``; ``unknown`` have no reward."""
     known = [reward for reward in rewards if reward is not None and reward == reward]
-    body: JsonObject = {"low": None, "high": None, "counts": [], "unknown": len(rewards) - len(known)}
-    if not known:
-        return body
-    low, high = min(known), max(known)
-    width = (high - low) / _BINS or 1.0
-    counts = Counter(min(int((reward - low) / width), _BINS - 1) for reward in known)
-    return body | {"low": low, "high": high, "counts": [counts[at] for at in range(_BINS)]}
+    low, high = min(known, default=None), max(known, default=None)
+    counts: list[JsonValue] = []
+    if low is not None and high is not None:
+        width = (high - low) / _BINS or 1.0
+        bins = Counter(min(int((reward - low) / width), _BINS - 1) for reward in known)
+        counts = [bins[at] for at in range(_BINS)]
+    return {"low": low, "high": high, "counts": counts, "unknown": len(rewards) - len(known)}
 
 
 def _value(summary: TrajectorySummary, name: str) -> object:
@@ -140,20 +173,17 @@ def _order(request: Request) -> tuple[TrajectoryOrder, bool]:
 
 def rows_of(
     found: Sequence[TrajectorySummary], labels: Sequence[Label], said: Mapping[str, Mapping[str, float]]
-) -> Columns:
+) -> JsonObject:
     """Summaries by columns; ``labels``: those that hold, by kind or as ``good`` and ``bad``; ``said``: ``opinions``."""
-    kinds: dict[str, list[JsonValue]] = {}
+    kinds: dict[str, list[str]] = defaultdict(list)
     for label in standing(labels):
         for about in {label.trajectory_id, label.other} - {None}:
-            kinds.setdefault(str(about), []).append(verdict_word(label) or label.kind.value)
-    rows: dict[str, list[JsonValue]] = {
-        "id": [each.id for each in found],
-        "run": [each.run_id for each in found],
-        "group": [each.group_id for each in found],
-        "task": [each.task_id for each in found],
-        "environment": [each.environment for each in found],
-        "split": [each.split for each in found],
-        "strategy": [each.strategy for each in found],
+            kinds[str(about)].append(verdict_word(label) or label.kind.value)
+    same = ("id", "environment", "split", "strategy", "nodes", "turns")
+    rows = {
+        **{name: [getattr(each, name) for each in found] for name in same},
+        **{name: [getattr(each, f"{name}_id") for each in found] for name in ("run", "group", "task")},
+        **{name: [number(said.get(each.id, {}).get(name)) for each in found] for name in OPINIONS},
         "model": [each.policy.base_model for each in found],
         "adapter": [each.policy.adapter for each in found],
         "version": [each.policy.version for each in found],
@@ -161,9 +191,6 @@ def rows_of(
         "failed": [None if each.failure is None else each.failure.value for each in found],
         "reward": [number(each.reward) for each in found],
         "return": [number(each.episode_return) for each in found],
-        **{name: [number(said.get(each.id, {}).get(name)) for each in found] for name in OPINIONS},
-        "nodes": [each.nodes for each in found],
-        "turns": [each.turns for each in found],
         "tokens": [each.usage.prompt_tokens + each.usage.completion_tokens for each in found],
         "seconds": [round(each.times.finished - each.times.started, 3) for each in found],
         "started": [each.times.started for each in found],
@@ -173,48 +200,11 @@ def rows_of(
     return columns(rows)
 
 
-_RESAMPLES = 2000
-_MOST_TASKS = 2000
-_MOST_EPISODES = 50_000
-
-_Tasks = dict[tuple[str, str], list[tuple[str, float]]]
-"""(environment, task) -> the ids of its episodes, each with whether it succeeded."""
-
-
-class CompareResource:
-    """``?a=&b=``: ids of episodes; with ``of=sets`` two versions of adapters, such as ``shop@7``, or two runs."""
-
-    def __init__(self, sources: StudioSources, shelf: EpisodeShelf) -> None:
-        self._sources = sources
-        self._shelf = shelf
-
-    async def get(self, request: Request) -> Response:
-        """The comparison of either kind. Raises ``HTTPException`` 400 and 404."""
-        one, other = (request.query_params.get(name, "") for name in ("a", "b"))
-        if not one or not other:
-            raise HTTPException(400, "give both sides: a= and b=")
-        if request.query_params.get("of") == "sets":
-            storage = self._sources.store(request)
-            return reply(request, tasks_compared(await self._tasks(storage, one), await self._tasks(storage, other)))
-        first, second = await self._shelf.open(request, one), await self._shelf.open(request, other)
-        return reply(request, episodes_compared(first, second))
-
-    async def _tasks(self, storage: TrajectoryStorage, text: str) -> _Tasks:
-        adapter, at, version = text.rpartition("@")
-        named = {"adapter": adapter, "policy_version": int(version)} if at and version.isdecimal() else {"run_id": text}
-        where = TrajectoryFilter(failed=False, limit=_MOST_EPISODES).model_copy(update=named)
-        found: _Tasks = defaultdict(list)
-        async for each in storage.summaries(where):
-            if (success := _succeeded(each)) is not None:
-                found[each.environment, each.task_id].append((each.id, success))
-        return found
-
-
 def episodes_compared(first: Opened, second: Opened) -> JsonObject:
     """Rows of two nodes that stand beside each other; ``same`` where they say the same."""
     sides = [transcript_nodes(each.trajectory) for each in (first, second)]
     said = [[_said(each.trajectory, at) for at in side] for each, side in zip((first, second), sides, strict=True)]
-    rows: dict[str, list[JsonValue]] = {"a": [], "b": [], "same": []}
+    rows: dict[str, list[int | None]] = {"a": [], "b": [], "same": []}
     for kind, low, high, other_low, other_high in SequenceMatcher(a=said[0], b=said[1], autojunk=False).get_opcodes():
         for at in range(max(high - low, other_high - other_low)):
             rows["a"].append(sides[0][low + at] if low + at < high else None)
@@ -226,7 +216,7 @@ def episodes_compared(first: Opened, second: Opened) -> JsonObject:
         "b": second.trajectory.id,
         "same_task": (task.environment, task.id) == (other.environment, other.id),
         "first_difference": next((at for at, same in enumerate(rows["same"]) if same is None), None),
-        "rows": dict(columns(rows)),
+        "rows": columns(rows),
     }
 
 
@@ -235,17 +225,12 @@ def _said(trajectory: Trajectory, at: int) -> str:
     return f"{message.role}\0{message.content}\0{[(call.name, call.arguments) for call in message.tool_calls]}"
 
 
-def _succeeded(summary: TrajectorySummary) -> float | None:
-    reward = summary.judged
-    if reward is None or not math.isfinite(reward):
-        return None
-    return float(success_rule(summary.environment).holds(reward, summary.stop))
-
-
 def tasks_compared(first: _Tasks, second: _Tasks) -> JsonObject:
     """Success over the tasks that both have; the p-value as in ``openhands-rl compare``."""
     shared = sorted(first.keys() & second.keys())
-    rates = [[_mean(side[task]) for task in shared] for side in (first, second)]
+    rates = [
+        [math.fsum(done for _, done in side[task]) / len(side[task]) for task in shared] for side in (first, second)
+    ]
     differences = [after - before for before, after in zip(*rates, strict=True)]
     gained, lost = sum(each > 1e-12 for each in differences), sum(each < -1e-12 for each in differences)
     single = all(len(side[task]) == 1 for side in (first, second) for task in shared)
@@ -261,33 +246,20 @@ def tasks_compared(first: _Tasks, second: _Tasks) -> JsonObject:
     estimate = paired_difference(*rates, resamples=_RESAMPLES)
     # What changed comes first: that is what is looked at.
     order = sorted(range(len(shared)), key=lambda at: (-abs(differences[at]), shared[at]))[:_MOST_TASKS]
-    rows: dict[str, list[JsonValue]] = {
+    rows = {
         "environment": [shared[at][0] for at in order],
         "task": [shared[at][1] for at in order],
-        "a": [rates[0][at] for at in order],
-        "b": [rates[1][at] for at in order],
-        "a_id": [_shown(first, shared[at]) for at in order],
-        "b_id": [_shown(second, shared[at]) for at in order],
+        **{side: [known[at] for at in order] for side, known in zip("ab", rates, strict=True)},
+        **{f"{side}_id": [tasks[shared[at]][0][0] for at in order] for side, tasks in (("a", first), ("b", second))},
     }
     return body | {
         "rate_a": number(math.fsum(rates[0]) / len(shared)),
         "rate_b": number(math.fsum(rates[1]) / len(shared)),
-        "difference": {name: number(value) for name, value in estimate.model_dump().items()},
+        "difference": plain(estimate.model_dump()),
         "p": mcnemar(gained, lost) if single else sign_permutation(differences),
         "test": MCNEMAR if single else PERMUTATION,
-        "rows": dict(columns(rows)),
+        "rows": columns(rows),
     }
-
-
-def _mean(attempts: Sequence[tuple[str, float]]) -> float:
-    return math.fsum(success for _, success in attempts) / len(attempts)
-
-
-def _shown(side: Mapping[tuple[str, str], Sequence[tuple[str, float]]], task: tuple[str, str]) -> str:
-    return side[task][0][0]
-
-
-_LONGEST = 10_000
 
 
 class LabelRequest(Frozen):
@@ -301,11 +273,6 @@ class LabelRequest(Frozen):
     tokens: tuple[int, int] | None = None
     other: str | None = Field(default=None, max_length=1000)
     withdraws: str | None = Field(default=None, max_length=200)
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _known(cls, value: object) -> object:
-        return LabelKind(value) if value in list(LabelKind) else value
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -335,24 +302,17 @@ class LabelResource:
         self._sources = sources
         self._author = author
 
-    async def get(self, request: Request) -> Response:
-        """``labels`` that hold, oldest first; ``?episode=`` those of one."""
-        storage, episode = self._sources.store(request), request.query_params.get("episode")
-        if episode:
-            storage = await self._sources.holding(request, episode)
-            found = await labels_of(storage, [episode])
-        else:
-            every = storage.summaries(TrajectoryFilter(finished=None))
-            found = await labels_of(storage, [each.id async for each in every])
-        return reply(request, {"labels": [label.model_dump(mode="json") for label in standing(found)]})
-
     async def post(self, request: Request) -> Response:
         """Append one; 201 with it and those of its episode that hold. Raises ``HTTPException`` 400 and 404."""
         said = LabelRequest.model_validate_json(await request.body())
         storage = await self._sources.holding(request, said.episode)
         labelled(storage)
         if said.withdraws is not None:
-            made = await self._withdraw(storage, said.episode, said.withdraws)
+            found = standing(await labels_of(storage, [said.episode]))
+            label = next((each for each in found if each.id == said.withdraws), None)
+            if label is None:
+                raise HTTPException(404, "the episode has no label of that id that holds")
+            made = await withdraw(storage, label, author=self._author)
         else:
             await self._check(storage, said)
             fields = said.model_dump(exclude={"episode", "kind", "withdraws"})
@@ -364,15 +324,9 @@ class LabelResource:
         response.status_code = 201
         return response
 
-    async def _withdraw(self, storage: TrajectoryStorage, episode: str, identity: str) -> Label:
-        found = standing(await labels_of(storage, [episode]))
-        label = next((each for each in found if each.id == identity), None)
-        if label is None:
-            raise HTTPException(404, "the episode has no label of that id that holds")
-        return await withdraw(storage, label, author=self._author)
-
-    async def _check(self, storage: TrajectoryStorage, said: LabelRequest) -> None:
-        trajectory = await _episode(storage, said.episode)
+    @staticmethod
+    async def _check(storage: TrajectoryStorage, said: LabelRequest) -> None:
+        trajectory = (await read_episode(storage, said.episode)).trajectory
         if said.node is not None:
             if said.node >= len(trajectory.nodes):
                 raise HTTPException(
@@ -384,16 +338,10 @@ class LabelResource:
         if said.kind in (LabelKind.VERDICT, LabelKind.PREFERENCE):
             _check_counts(trajectory)
         if said.kind is LabelKind.PREFERENCE:
-            other = await _episode(storage, said.other or "")
+            other = (await read_episode(storage, said.other or "")).trajectory
             _check_counts(other)
             if asked_in_common(trajectory.task) != asked_in_common(other.task):
                 raise HTTPException(400, "the two are of two tasks: only attempts at one task can be compared")
-
-
-async def _episode(storage: TrajectoryStorage, identity: str) -> Trajectory:
-    async for trajectory, _ in storage.find(TrajectoryFilter(ids=(identity,), finished=None)):
-        return trajectory
-    raise HTTPException(404, f"the store has no episode {identity[:80]!r}")
 
 
 def _check_counts(trajectory: Trajectory) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import JsonValue, ValidationError
@@ -15,9 +15,7 @@ from starlette.responses import Response
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError, StorageError
 from openhands_rl_plugin.core.redaction import redact_text, redacting_logger
-
-Columns = dict[str, list[JsonValue]]
-"""A table by columns, all of one length. A column in which nothing is known is left out."""
+from openhands_rl_plugin.core.types import JsonObject
 
 _LOG = redacting_logger(__name__)
 
@@ -27,18 +25,20 @@ def number(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def plain(value: JsonValue) -> JsonValue:
-    """The same without NaN and infinity."""
+def plain(value: JsonValue, longest: int | None = None, most: int | None = None) -> JsonValue:
+    """The same without NaN and infinity; texts are cut at ``longest`` characters, lists and objects at ``most``."""
     if isinstance(value, float):
         return number(value)
+    if isinstance(value, str):
+        return value[:longest]
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list) else value
+        return {name: plain(each, longest, most) for name, each in list(value.items())[:most]}
+    return [plain(each, longest, most) for each in value[:most]] if isinstance(value, list) else value
 
 
-def columns(rows: Mapping[str, list[JsonValue]]) -> Columns:
-    """``rows`` without the columns in which every value is ``None``."""
-    return {name: values for name, values in rows.items() if any(value is not None for value in values)}
+def columns(rows: Mapping[str, Sequence[Any]]) -> JsonObject:
+    """A table by columns, all of one length, without those in which every value is ``None``."""
+    return {name: list(values) for name, values in rows.items() if any(value is not None for value in values)}
 
 
 def reply(request: Request, body: Mapping[str, Any], *, revision: str | None = None) -> Response:
@@ -50,15 +50,9 @@ def reply(request: Request, body: Mapping[str, Any], *, revision: str | None = N
     data = text.encode("utf-8", "replace")
     tag = f'W/"{hashlib.sha256(revision.encode() if revision else data).hexdigest()[:32]}"'
     headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
-    if has(request, tag):
+    if tag in (each.strip() for each in request.headers.get("if-none-match", "").split(",")):
         return Response(status_code=304, headers=headers)
     return Response(data, media_type="application/json", headers=headers)
-
-
-def has(request: Request, tag: str) -> bool:
-    """Whether the client's copy is the one of ``tag``."""
-    known = request.headers.get("if-none-match", "")
-    return tag in (each.strip() for each in known.split(","))
 
 
 def whole(request: Request, name: str, default: int, *, least: int = 0, most: int) -> int:
@@ -71,45 +65,29 @@ def whole(request: Request, name: str, default: int, *, least: int = 0, most: in
     return min(int(text), most)
 
 
-def error_reply(status: int, message: str, kind: str) -> Response:
+async def _on_error(_: Request, error: Exception) -> Response:
     """``{"error": {"message", "type", "code"}}``, as the other servers' errors are."""
+    status, message, kind = 400, str(error), "BadRequestError"
+    match error:
+        case HTTPException():
+            status, message = error.status_code, error.detail
+            kind = {404: "NotFoundError", 401: "Unauthorized"}.get(status, kind)
+        case ValidationError():
+            found = error.errors()[:3]
+            message = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in found)
+        case ConfigError():
+            pass
+        case RLError():
+            status, kind = 503 if isinstance(error, StorageError) else 500, type(error).__name__
+        case _:
+            _LOG.error("request failed", exc_info=error)
+            status, kind = 500, "InternalServerError"
+            message = f"{type(error).__name__} in the studio; see its terminal"
     body = {"error": {"message": redact_text(message)[:2000], "type": kind, "param": None, "code": status}}
     return Response(json.dumps(body), status, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-async def _on_http(_: Request, error: HTTPException) -> Response:
-    kind = {404: "NotFoundError", 401: "Unauthorized"}.get(error.status_code, "BadRequestError")
-    return error_reply(error.status_code, error.detail, kind)
-
-
-async def _on_invalid(_: Request, error: ValidationError) -> Response:
-    said = [f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors()[:3]]
-    return error_reply(400, "; ".join(said), "BadRequestError")
-
-
-async def _on_config(_: Request, error: ConfigError) -> Response:
-    return error_reply(400, str(error), "BadRequestError")
-
-
-async def _on_storage(_: Request, error: StorageError) -> Response:
-    return error_reply(503, str(error), type(error).__name__)
-
-
-async def _on_other(_: Request, error: RLError) -> Response:
-    return error_reply(500, str(error), type(error).__name__)
-
-
-async def _on_unexpected(_: Request, error: Exception) -> Response:
-    _LOG.error("request failed", exc_info=error)
-    return error_reply(500, f"{type(error).__name__} in the studio; see its terminal", "InternalServerError")
-
-
-ERROR_HANDLERS: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-    HTTPException: _on_http,
-    ValidationError: _on_invalid,
-    ConfigError: _on_config,
-    StorageError: _on_storage,
-    RLError: _on_other,
-    Exception: _on_unexpected,
-}
+ERROR_HANDLERS: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = dict.fromkeys(
+    (HTTPException, ValidationError, RLError, Exception), _on_error
+)
 """The ``exception_handlers`` of a Starlette application."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,7 +18,7 @@ from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.contrib.studio.document import single_file
 from openhands_rl_plugin.contrib.studio.episode import bodies_of, header_of, tokens_of
 from openhands_rl_plugin.contrib.studio.listing import episodes_compared, rows_of
-from openhands_rl_plugin.contrib.studio.replies import plain, reply
+from openhands_rl_plugin.contrib.studio.replies import plain
 from openhands_rl_plugin.contrib.studio.runs import (
     curves_of,
     details_of,
@@ -36,6 +36,7 @@ from openhands_rl_plugin.contrib.studio.sources import (
     Opened,
     StudioSources,
     TokenText,
+    free_name,
     read_episode,
 )
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
@@ -54,6 +55,16 @@ MOST_EXPORTED = 50 * 1024 * 1024
 MOST_EPISODES = 1000
 _UNCHANGED = "!~*'()"
 """What ``encodeURIComponent`` leaves as it is, beside letters, digits and ``-_.``."""
+REPORT = "report.html"
+_POINTS = 400
+"""Of each curve: as many as there are pixels to draw them."""
+_LONGEST = 64 * 1024
+"""Characters of a patch, of an error and of what a grader said."""
+_MOST_NAMED, _LONGEST_NAME = 100, 200
+_SPARE = 160 * 1024
+"""For the names of what is left out, as long as escapes make them."""
+MOST_BYTES = 8 * 1024 * 1024
+"""Of the whole file."""
 
 
 class ExportResource:
@@ -69,23 +80,13 @@ class ExportResource:
         return single_file(await cls(EpisodeShelf(StudioSources()), text).data(found))
 
     async def get(self, request: Request) -> Response:
-        """The data, or with ``?html=1`` the page. Raises ``HTTPException`` 400, 404, and 413 for more than 50 MB."""
+        """The page. Raises ``HTTPException`` 400, 404, and 413 for more than 50 MB."""
         ids = list(dict.fromkeys(each for each in request.query_params.get("ids", "").split(",") if each))
         if not ids or len(ids) > MOST_EPISODES:
             raise HTTPException(400, f"name 1 to {MOST_EPISODES} episodes: ids=ID,ID")
-        opened = [await self._shelf.open(request, identity) for identity in ids[:1]]
-        data = await self.data([each async for each in self._all(request, ids, opened)])
-        if request.query_params.get("html"):
-            page = single_file(data)
-            headers = {"Content-Disposition": 'attachment; filename="episodes.html"', "Cache-Control": "no-store"}
-            return Response(page, media_type="text/html; charset=utf-8", headers=headers)
-        return reply(request, data)
-
-    async def _all(self, request: Request, ids: Sequence[str], first: Sequence[Opened]) -> AsyncIterator[Opened]:
-        for each in first:
-            yield each
-        for identity in ids[len(first) :]:
-            yield await self._shelf.open(request, identity)
+        page = single_file(await self.data([await self._shelf.open(request, identity) for identity in ids]))
+        headers = {"Content-Disposition": 'attachment; filename="episodes.html"', "Cache-Control": "no-store"}
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
     async def data(self, found: Sequence[Opened]) -> JsonObject:
         """Address below ``/api/`` -> what is answered there, not cut into pages. Raises ``HTTPException`` 413."""
@@ -103,11 +104,15 @@ class ExportResource:
 
     @staticmethod
     async def listed(found: Sequence[Opened]) -> JsonObject:
-        """The list of these episodes. Raises ``HTTPException`` 404."""
+        """The list of these episodes."""
         labels = [label for each in found for label in each.labels]
         said = {each.trajectory.id: opinions(each.scores) for each in found}
-        rows = rows_of([await _summary(each.storage, each.trajectory.id) for each in found], labels, said)
-        return {"revision": "", "total": len(found), "offset": 0, "next": None, "rows": dict(rows)}
+        summaries: list[TrajectorySummary] = []
+        for each in found:
+            where = TrajectoryFilter(ids=(each.trajectory.id,), finished=None)
+            summaries += [summary async for summary in each.storage.summaries(where)]
+        rows = rows_of(summaries, labels, said)
+        return {"revision": "", "total": len(summaries), "offset": 0, "next": None, "rows": rows}
 
     def answers(self, opened: Opened) -> Iterator[tuple[str, JsonObject]]:
         """What the API answers of one episode."""
@@ -123,18 +128,9 @@ class ExportResource:
                 )
 
 
-async def _summary(storage: TrajectoryStorage, identity: str) -> TrajectorySummary:
-    async for each in storage.summaries(TrajectoryFilter(ids=(identity,), finished=None)):
-        return each
-    raise HTTPException(404, f"the episode {identity[:80]!r} is gone")
-
-
-MOST_BYTES = 8 * 1024 * 1024
-"""Of the whole file."""
-
-
 class Answers:
-    """``start``: the address of the page that the file opens with. What does not fit is named on the page."""
+    """What a file has in place of the API, by addresses as ``static/base.mjs`` looks for them. ``start``: the address
+    of the page that the file opens with. What does not fit is named on the page."""
 
     def __init__(self, title: str, start: str, most: int = MOST_BYTES) -> None:
         self._title = title
@@ -145,7 +141,8 @@ class Answers:
 
     def add(self, what: str, answers: Mapping[str, JsonObject]) -> bool:
         """All of ``answers``, or none where they do not fit: then ``what`` is named as left out, if it has a name."""
-        weight = sum(_weight(address, body) for address, body in answers.items())
+        # Bytes in the file: JSON within a text of a module, which is a ``data:`` URL.
+        weight = sum(len(json.dumps(json.dumps({where: body}))) * 4 // 3 + 4 for where, body in answers.items())
         if weight > self._room:
             if what:
                 self.leave_out(what)
@@ -156,8 +153,7 @@ class Answers:
 
     def leave_out(self, what: str) -> None:
         """Name something that is not in the file."""
-        if len(self._left_out) < _MOST_NAMED:
-            self._left_out.append(what[:_LONGEST_NAME])
+        self._left_out = [*self._left_out, what[:_LONGEST_NAME]][:_MOST_NAMED]
 
     def page(self) -> str:
         """The file's text."""
@@ -168,30 +164,15 @@ class Answers:
         return {**self._data, "export": about}
 
 
-_MOST_NAMED, _LONGEST_NAME = 100, 200
-_SPARE = 160 * 1024
-"""For the names of what is left out, as long as escapes make them."""
-
-
-def address(where: str, *parameters: str) -> str:
-    """The address of an answer in the file: ``static/base.mjs`` looks for the same one."""
-    return f"{where}?{'&'.join(parameters)}" if parameters else where
-
-
-def _weight(where: str, body: JsonObject) -> int:
-    """Bytes in the file: JSON within a text of a module, which is a ``data:`` URL."""
-    return len(json.dumps(json.dumps({where: body}))) * 4 // 3 + 4
-
-
-_LONGEST = 64 * 1024
-"""Characters of a patch, of an error and of what a grader said."""
-
-
 def write_evaluation_report(
     folder: Path, runs: Sequence[RunRecord], comparison: Comparison | None = None, *, most: int = MOST_BYTES
 ) -> Path:
     """Write ``report.html`` into ``folder``, of at most ``most`` bytes. Raises ``StorageError``."""
-    answers, named = Answers("Evaluations", "/v", most), dict(_named(runs))
+    answers, named = Answers("Evaluations", "/v", most), dict[str, RunRecord]()
+    for run in runs:
+        # Folders of other agents may be named alike.
+        name = free_name(f"{run.directory.parent.name}/{run.directory.name}".strip("/"), named)
+        named[name] = run
     listed: JsonObject = {
         "evaluations": [{"name": name, "figures": run_figures(run)} for name, run in named.items()],
         **overview(runs, comparison),
@@ -206,30 +187,16 @@ def write_evaluation_report(
     return folder / REPORT
 
 
-def _named(runs: Sequence[RunRecord]) -> Iterator[tuple[str, RunRecord]]:
-    """Names that differ, also where folders of other agents are named alike."""
-    seen: dict[str, int] = {}
-    for run in runs:
-        name = f"{run.directory.parent.name}/{run.directory.name}".strip("/")
-        seen[name] = seen.get(name, 0) + 1
-        yield (name if seen[name] == 1 else f"{name}~{seen[name]}"), run
-
-
 def _add_details(answers: Answers, name: str, run: RunRecord) -> None:
     missing = 0
     try:
         for row in read_rows(run.directory / OUTPUT):
-            found = {address(f"evaluations/{name}", str(row["instance_id"])): details_of(row, _LONGEST)}
-            missing += not answers.add("", found)
+            found = details_of(row, _LONGEST)
+            missing += not answers.add("", {f"evaluations/{name}?{row['instance_id']}": found})
     except (ConfigError, OSError):
         answers.leave_out(f"patches and verdicts of {name}, which cannot be read")
     if missing:
         answers.leave_out(f"patch and verdict of {missing} instances of {name}")
-
-
-REPORT = "report.html"
-_POINTS = 400
-"""Of each curve: as many as there are pixels to draw them."""
 
 
 async def write_run_report(
@@ -242,7 +209,9 @@ async def write_run_report(
     name = directory.name or "run"
     state = LoopState.load(directory / STATE)
     answers = Answers(name, f"/r/{quote(name, safe='')}", most)
-    whole = await asyncio.to_thread(_add_run, answers, name, directory)
+    whole = await asyncio.to_thread(whole_run, name, directory)
+    listed: JsonObject = {"runs": [await asyncio.to_thread(summary_of, name, directory)]}
+    answers.add("the stages of the run", {"runs": listed, f"runs/{name}": whole})
     answers.add("adapters", {"adapters": await asyncio.to_thread(_lineage, adapters, state)})
     facts = RunFacts.load(directory) or RunFacts(run_id="")
     given = tokenizer if (Path(tokenizer) / TOKENIZER).is_file() else ""
@@ -252,12 +221,6 @@ async def write_run_report(
     path = directory / REPORT
     await asyncio.to_thread(write_file, path, await asyncio.to_thread(answers.page), PRIVATE)
     return path
-
-
-def _add_run(answers: Answers, name: str, directory: Path) -> JsonObject:
-    whole = whole_run(name, directory)
-    answers.add("the stages of the run", {"runs": {"runs": [summary_of(name, directory)]}, f"runs/{name}": whole})
-    return whole
 
 
 def _lineage(root: Path, state: LoopState) -> JsonObject:
@@ -279,23 +242,18 @@ async def _add_samples(answers: Answers, facts: RunFacts, storage: TrajectorySto
         except (HTTPException, StorageError):
             answers.leave_out(f"the episodes of {pair.task}, which cannot be read")
             continue
-        found = dict(_of([before, after], export))
-        found[address("compare", pair.before, pair.after)] = episodes_compared(before, after)
+        found = {**dict(export.answers(before)), **dict(export.answers(after))}
+        found[f"compare?{pair.before}&{pair.after}"] = episodes_compared(before, after)
         if answers.add(f"the episodes of {pair.task}", found):
             kept |= {each.trajectory.id: each for each in (before, after)}
     answers.add("the list of episodes", {"episodes": await export.listed([*kept.values()])})
-
-
-def _of(opened: Iterable[Opened], export: ExportResource) -> Iterable[tuple[str, JsonObject]]:
-    for each in opened:
-        yield from export.answers(each)
 
 
 def _add_curves(answers: Answers, name: str, directory: Path) -> list[JsonValue]:
     """The files of metrics whose curves fit; the newest matter most."""
     kept: list[JsonValue] = []
     for file in reversed(metrics_files(directory)):
-        curves = {address(f"runs/{name}/metrics", file): curves_of(file, directory / file, most=_POINTS)}
-        if answers.add(f"the curves of {file}", curves):
+        curves = curves_of(file, directory / file, most=_POINTS)
+        if answers.add(f"the curves of {file}", {f"runs/{name}/metrics?{file}": curves}):
             kept.insert(0, file)
     return kept

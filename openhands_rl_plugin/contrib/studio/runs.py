@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,9 +51,8 @@ class RunResource:
 
     async def all(self, request: Request) -> Response:
         """``runs``, in the order of their names."""
-        return reply(
-            request, {"runs": [await asyncio.to_thread(summary_of, *each) for each in sorted(self._runs.items())]}
-        )
+        found = [await asyncio.to_thread(summary_of, *each) for each in sorted(self._runs.items())]
+        return reply(request, {"runs": found})
 
     async def one(self, request: Request) -> Response:
         """Stages, options and files of metrics of one run."""
@@ -67,9 +66,8 @@ class RunResource:
         name = request.query_params.get("file") or next(iter(files), "")
         if name not in files:
             raise HTTPException(404, f"the run has no metrics file {name[:80]!r}")
-        keys = [key for key in request.query_params.get("keys", "").split(",") if key]
         after = whole(request, "after", 0, most=2**53)
-        return reply(request, await asyncio.to_thread(curves_of, name, directory / name, keys, after))
+        return reply(request, await asyncio.to_thread(curves_of, name, directory / name, after))
 
 
 def metrics_files(directory: Path) -> list[str]:
@@ -80,13 +78,11 @@ def metrics_files(directory: Path) -> list[str]:
 
 def stage_of(record: StageRecord) -> JsonObject:
     """A finished stage."""
+    success = success_of(record)
     return {
-        "name": record.name,
-        "adapter": record.adapter,
-        "started": record.started,
-        "finished": record.finished,
-        "metrics": plain({name: value for name, value in record.metrics.items()}),
-        "success": None if (success := success_of(record)) is None else plain(success.model_dump()),
+        **record.model_dump(include={"name", "adapter", "started", "finished"}),
+        "metrics": plain(dict(record.metrics)),
+        "success": None if success is None else plain(success.model_dump()),
     }
 
 
@@ -129,7 +125,7 @@ def whole_run(name: str, directory: Path) -> JsonObject:
     return body | {"options": plain(redact_json({"options": options})["options"]), "metrics": files}
 
 
-def curves_of(name: str, file: Path, keys: Sequence[str] = (), after: int = 0, most: int = MOST_POINTS) -> JsonObject:
+def curves_of(name: str, file: Path, after: int = 0, most: int = MOST_POINTS) -> JsonObject:
     """Whole lines only: a line that is being written is read the next time."""
     try:
         with open(file, "rb") as opened:
@@ -145,16 +141,13 @@ def curves_of(name: str, file: Path, keys: Sequence[str] = (), after: int = 0, m
     # The last one is always shown.
     shown = read[::-1][::step][::-1]
     known = list(dict.fromkeys(key for row in read for key in row))
-    rows: dict[str, list[JsonValue]] = {
-        key: [row.get(key) for row in shown] for key in known if not keys or key in keys
-    }
     return {
         "file": name,
         "from": begun,
         "after": begun + data.rfind(b"\n") + 1,
         "total": len(read),
         "keys": [*known],
-        "rows": dict(columns(rows)),
+        "rows": columns({key: [row.get(key) for row in shown] for key in known}),
     }
 
 
@@ -181,7 +174,7 @@ _VERSION = re.compile(r"(?P<name>.+)-v(?P<version>\d{6,})")
 _MOST_VERSIONS = 2000
 _MOST_EPISODES = 50_000
 
-_Measured = dict[str, JsonObject]
+_Measured = dict[str, JsonValue]
 """Served name -> what the stores know of it."""
 
 
@@ -233,8 +226,7 @@ async def _count(storage: TrajectoryStorage) -> tuple[_Measured, dict[str, Count
             tasks[served][f"{each.environment}\0{each.task_id}"].append(success)
     found: _Measured = {}
     for served, attempts in tasks.items():
-        estimate = over_tasks([sum(each) / len(each) for each in attempts.values()])
-        found[served] = {name: number(value) for name, value in estimate.model_dump().items()}
+        found[served] = plain(over_tasks([sum(each) / len(each) for each in attempts.values()]).model_dump())
     return found, spent
 
 
@@ -252,38 +244,22 @@ def versions_in(root: Path) -> list[JsonObject]:
         except (OSError, ValidationError, StorageError, ConfigError) as error:
             found.append(body | {"problem": f"{MANIFEST} cannot be read: {describe(error)}"})
             continue
-        found.append(
-            body
-            | {
-                "parent": adapter.parent,
-                "base_model": adapter.base_model,
-                "step": adapter.step,
-                "sha256": adapter.sha256,
-                "metrics": plain({key: value for key, value in adapter.metrics.items()}),
-                "made": (folder / MANIFEST).stat().st_mtime,
-                "current": current is not None and current.name == name,
-                "probe": (folder / PROBE).exists(),
-                "loaded": [*_loaded(folder / LOADED)],
-                "probed": _probed(folder / PROBED),
-            }
-        )
+        loaded, probed = LoadedBy(), ProbedOn()
+        with suppress(OSError, ValidationError):
+            loaded = LoadedBy.model_validate_json((folder / LOADED).read_bytes())
+        with suppress(OSError, ValidationError):
+            probed = ProbedOn.model_validate_json((folder / PROBED).read_bytes())
+        body |= {
+            **adapter.model_dump(include={"parent", "base_model", "step", "sha256"}),
+            "metrics": plain(dict(adapter.metrics)),
+            "made": (folder / MANIFEST).stat().st_mtime,
+            "current": current is not None and current.name == name,
+            "probe": (folder / PROBE).exists(),
+            "loaded": [*loaded.urls],
+            "probed": {url: number(each) for url, each in probed.differences.items()},
+        }
+        found.append(body)
     return found
-
-
-def _loaded(file: Path) -> tuple[str, ...]:
-    try:
-        return LoadedBy.model_validate_json(file.read_bytes()).urls
-    except (OSError, ValidationError):
-        return ()
-
-
-def _probed(file: Path) -> JsonObject:
-    """URL -> the difference that was measured there, in nats."""
-    try:
-        found = ProbedOn.model_validate_json(file.read_bytes()).differences
-    except (OSError, ValidationError):
-        return {}
-    return {url: number(each) for url, each in found.items()}
 
 
 _LONGEST = 256 * 1024
@@ -296,7 +272,6 @@ class EvaluationResource:
     def __init__(self, sources: StudioSources) -> None:
         self._folders = sources.evaluations
         self._known: dict[str, tuple[tuple[int, int], RunRecord]] = {}
-        self._compared: tuple[list[RunRecord], JsonObject] | None = None
 
     async def all(self, request: Request) -> Response:
         """``evaluations: [{name, figures}]``, and what ``overview`` says of those that can be read."""
@@ -310,7 +285,7 @@ class EvaluationResource:
                 continue
             records.append(record)
             found.append({"name": name, "figures": run_figures(record)})
-        return reply(request, {"evaluations": found, **await asyncio.to_thread(self._overview, records)})
+        return reply(request, {"evaluations": found, **await asyncio.to_thread(overview, records)})
 
     async def one(self, request: Request) -> Response:
         """``figures`` and ``instances``; with ``?instance=`` the patch and the log of one."""
@@ -321,13 +296,6 @@ class EvaluationResource:
         record = await asyncio.to_thread(self._read, request.path_params["id"], folder)
         body: JsonObject = {"name": request.path_params["id"], "figures": run_figures(record)}
         return reply(request, body | {"instances": instance_rows(record.outcomes)})
-
-    def _overview(self, records: list[RunRecord]) -> JsonObject:
-        """As ``overview``; a comparison of many tasks takes a second, so it is made once."""
-        read = [id(each) for each in records]
-        if self._compared is None or [id(each) for each in self._compared[0]] != read:
-            self._compared = records, overview(records)
-        return self._compared[1]
 
     def _read(self, name: str, folder: Path) -> RunRecord:
         try:
@@ -351,18 +319,14 @@ def overview(records: Sequence[RunRecord], comparison: Comparison | None = None)
     if comparison is None and len(groups) == 2:
         with suppress(ConfigError):
             comparison = compare(*groups)
-    rows = None if comparison is None else _rows(comparison_rows(comparison))
+    rows: JsonValue = None if comparison is None else [list(row) for row in comparison_rows(comparison)]
     return {"groups": [_group(each) for each in figures_of(records)], "comparison": rows}
 
 
 def _group(group: EvaluationFigures) -> JsonValue:
     figures = zip(HEADINGS, figure_row(group), strict=True)
     kept = group.model_dump(mode="json", include={"label", "attempts", "kinds", "runs", "pass_at_k", "best_at_k"})
-    return plain({**kept, "rows": _rows([*figures, *about_row(group)])})
-
-
-def _rows(rows: Sequence[tuple[str, str]]) -> list[JsonValue]:
-    return [[name, text] for name, text in rows]
+    return plain({**kept, "rows": [list(row) for row in (*figures, *about_row(group))]})
 
 
 def run_figures(record: RunRecord) -> JsonValue:
@@ -373,21 +337,19 @@ def run_figures(record: RunRecord) -> JsonValue:
 
 def instance_rows(outcomes: Sequence[Outcome]) -> JsonObject:
     """One row an attempt."""
-    rows: dict[str, list[JsonValue]] = {
+    rows = {
         "instance": [each.instance_id for each in outcomes],
         "kind": [each.kind.value for each in outcomes],
         "resolved": [None if each.resolved is None else int(each.resolved) for each in outcomes],
-        "reward": [number(each.reward) for each in outcomes],
         "reason": [each.reason[:500] or None for each in outcomes],
         "stop": [each.stop or None for each in outcomes],
         "flags": [list(each.flags) or None for each in outcomes],
         "turns": [each.turns for each in outcomes],
         "tokens": [each.prompt_tokens + each.completion_tokens for each in outcomes],
-        "cost": [number(each.cost) for each in outcomes],
-        "seconds": [number(each.seconds) for each in outcomes],
+        **{name: [number(getattr(each, name)) for each in outcomes] for name in ("reward", "cost", "seconds")},
         "episode": [each.trajectory_id or None for each in outcomes],
     }
-    return dict(columns(rows))
+    return columns(rows)
 
 
 def _instance(folder: Path, instance: str) -> JsonObject:
@@ -426,7 +388,6 @@ _PAUSE = 0.5
 """Seconds between two looks."""
 _SILENCE = 15.0
 """Seconds after which a comment shows that the connection is alive."""
-_MOST_STREAMS = 16
 
 _Seen = dict[str, int]
 
@@ -436,7 +397,6 @@ class EventResource:
 
     def __init__(self, sources: StudioSources) -> None:
         self._sources = sources
-        self._open = 0
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
@@ -444,37 +404,31 @@ class EventResource:
         self._stopped.set()
 
     async def stream(self, request: Request) -> Response:
-        """``began, grew, ended, gone, scored, label, stage, metric, reset``. Raises ``HTTPException`` 503."""
-        if self._open >= _MOST_STREAMS:
-            raise HTTPException(503, "too many pages listen already; close some")
+        """``began, grew, ended, gone, scored, label, stage, metric, reset``."""
         last = request.headers.get("last-event-id") or request.query_params.get("last")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(last), media_type="text/event-stream", headers=headers)
 
     async def _events(self, last: str | None) -> AsyncIterator[str]:
-        self._open += 1
-        try:
-            cursors, runs = await self._begin(last), await asyncio.to_thread(_look, self._sources.runs)
-            yield f"retry: 1000\n{_event('open', {}, cursors)}"
-            quiet, names = 0.0, self._sources.names()
-            while not self._stopped.is_set():
-                said = [event async for event in self._changes(cursors)]
-                if names != self._sources.names():
-                    names = self._sources.names()
-                    cursors |= {name: each for name, each in (await self._begin(None)).items() if name not in cursors}
-                    said.append(_event("reset", {"why": "there is more to show"}, cursors))
-                now = await asyncio.to_thread(_look, self._sources.runs)
-                said += [_event(kind, body, cursors) for kind, body in _happened(self._sources.runs, runs, now)]
-                runs = now
-                quiet = 0.0 if said else quiet + _PAUSE
-                if quiet >= _SILENCE:
-                    said, quiet = [": alive\n\n"], 0.0
-                for event in said:
-                    yield event
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopped.wait(), _PAUSE)
-        finally:
-            self._open -= 1
+        cursors, runs = await self._begin(last), await asyncio.to_thread(_look, self._sources.runs)
+        yield f"retry: 1000\n{_event('open', {}, cursors)}"
+        quiet, names = 0.0, self._sources.names()
+        while not self._stopped.is_set():
+            said = [event async for event in self._changes(cursors)]
+            if names != self._sources.names():
+                names = self._sources.names()
+                cursors |= {name: each for name, each in (await self._begin(None)).items() if name not in cursors}
+                said.append(_event("reset", {"why": "there is more to show"}, cursors))
+            now = await asyncio.to_thread(_look, self._sources.runs)
+            said += [_event(kind, body, cursors) for kind, body in _happened(self._sources.runs, runs, now)]
+            runs = now
+            quiet = 0.0 if said else quiet + _PAUSE
+            if quiet >= _SILENCE:
+                said, quiet = [": alive\n\n"], 0.0
+            for event in said:
+                yield event
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), _PAUSE)
 
     async def _begin(self, last: str | None) -> dict[str, str]:
         known = _read_id(last) if last else {}
@@ -501,17 +455,15 @@ class EventResource:
                 yield _event(kind, body, cursors)
 
 
-def _told(store: str, changes: StoreChanges) -> list[tuple[str, JsonObject]]:
-    found: list[tuple[str, JsonObject]] = []
+def _told(store: str, changes: StoreChanges) -> Iterator[tuple[str, JsonObject]]:
     if changes.more:
-        return [("reset", {"store": store, "why": "much has changed"})]
-    ids = {"began": changes.began, "grew": changes.grew, "ended": changes.ended, "scored": changes.scored}
-    for kind, named in (ids | {"label": changes.labelled}).items():
-        if named:
-            found.append((kind, {"store": store, "ids": list(named)}))
+        yield "reset", {"store": store, "why": "much has changed"}
+        return
+    for kind in ("began", "grew", "ended", "scored", "labelled"):
+        if ids := getattr(changes, kind):
+            yield ("label" if kind == "labelled" else kind), {"store": store, "ids": list(ids)}
     if changes.gone:
-        found.append(("gone", {"store": store, "count": changes.gone}))
-    return found
+        yield "gone", {"store": store, "count": changes.gone}
 
 
 def _look(runs: Mapping[str, Path]) -> dict[str, _Seen]:
@@ -530,21 +482,18 @@ def _look(runs: Mapping[str, Path]) -> dict[str, _Seen]:
 
 def _happened(
     runs: Mapping[str, Path], before: Mapping[str, _Seen], after: Mapping[str, _Seen]
-) -> list[tuple[str, JsonObject]]:
-    found: list[tuple[str, JsonObject]] = []
+) -> Iterator[tuple[str, JsonObject]]:
     for name, seen in after.items():
         for file, state in seen.items():
             if before.get(name, {}).get(file) == state:
                 continue
             if file != STATE:
-                found.append(("metric", {"run": name, "file": file, "size": state}))
+                yield "metric", {"run": name, "file": file, "size": state}
                 continue
             with suppress(StorageError, OSError):
                 records = LoopState.load(runs[name] / STATE).records
-                found.append(
-                    ("stage", {"run": name, "stages": len(records), **(stage_of(records[-1]) if records else {})})
-                )
-    return found
+                last = stage_of(records[-1]) if records else {}
+                yield "stage", {"run": name, "stages": len(records), **last}
 
 
 def _event(kind: str, body: JsonObject, cursors: Mapping[str, str]) -> str:

@@ -20,18 +20,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openhands_rl_plugin.contrib.studio.access import SIGN_IN
-from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.access import COOKIE, SIGN_IN, StudioConfig, Tickets
 from openhands_rl_plugin.contrib.studio.document import HEADERS, STATIC, content_security_policy, document
-from openhands_rl_plugin.contrib.studio.episode import EpisodeResource, GroupResource
-from openhands_rl_plugin.contrib.studio.listing import CompareResource, LabelResource, ListResource
+from openhands_rl_plugin.contrib.studio.episode import EpisodeResource
+from openhands_rl_plugin.contrib.studio.listing import LabelResource, ListResource
 from openhands_rl_plugin.contrib.studio.replies import ERROR_HANDLERS, reply
 from openhands_rl_plugin.contrib.studio.reports import ExportResource
 from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report as write_evaluation_report
 from openhands_rl_plugin.contrib.studio.reports import write_run_report as write_run_report
 from openhands_rl_plugin.contrib.studio.runs import AdapterResource, EvaluationResource, EventResource, RunResource
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, StudioSources, TokenText
-from openhands_rl_plugin.contrib.studio.tickets import COOKIE, Tickets
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.servers import HEALTH, STOP_SECONDS, listening, serving
 
@@ -51,9 +49,35 @@ def build_app(
 
     ``started`` is given what ends the streams of events, to be called from any thread.
     """
-    entrance = Entrance(tickets, key)
-    labels, events = LabelResource(sources, config.author), EventResource(sources)
-    resources: Mapping[str, Endpoint] = _resources(sources, TokenText(config.tokenizer, sources.adapters))
+    entrance, events = Entrance(tickets, key), EventResource(sources)
+    shelf, text = EpisodeShelf(sources), TokenText(config.tokenizer, sources.adapters)
+    episodes, listing = EpisodeResource(sources, shelf, text), ListResource(sources, shelf)
+    runs, evaluations = RunResource(sources), EvaluationResource(sources)
+
+    async def about(request: Request) -> Response:
+        folders = {"runs": sources.runs, "evaluations": sources.evaluations, "adapters": sources.adapters}
+        named = {name: sorted(each) for name, each in folders.items()}
+        return reply(request, {"stores": list(sources.stores), **named, "waiting": list(sources.waiting())})
+
+    resources: Mapping[str, Endpoint] = {
+        "/api/about": about,
+        "/api/episodes": listing.page,
+        "/api/facets": listing.facets,
+        # An id may have slashes, so what stands behind it is looked for first.
+        "/api/episodes/{id:path}/nodes/{node:int}/tokens": episodes.tokens,
+        "/api/episodes/{id:path}/nodes": episodes.nodes,
+        "/api/episodes/{id:path}": episodes.header,
+        "/api/groups/{id:path}": episodes.group,
+        "/api/compare": listing.compared,
+        "/api/export": ExportResource(shelf, text).get,
+        "/api/runs": runs.all,
+        "/api/runs/{id:path}/metrics": runs.metrics,
+        "/api/runs/{id:path}": runs.one,
+        "/api/adapters": AdapterResource(sources).get,
+        "/api/evaluations": evaluations.all,
+        "/api/evaluations/{id:path}": evaluations.one,
+        "/api/events": events.stream,
+    }
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -68,12 +92,10 @@ def build_app(
 
     return Starlette(
         routes=[
-            Route(HEALTH, entrance.health),
+            Route(HEALTH, _healthy),
             Route(SIGN_IN, entrance.sign_in, methods=["POST"]),
             *(Route(path, endpoint) for path, endpoint in resources.items()),
-            Route("/api/events", events.stream),
-            Route("/api/labels", labels.get),
-            Route("/api/labels", labels.post, methods=["POST"]),
+            Route("/api/labels", LabelResource(sources, config.author).post, methods=["POST"]),
             Route("/api/{rest:path}", _unknown),
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/{page:path}", entrance.page),
@@ -84,54 +106,12 @@ def build_app(
     )
 
 
-def _resources(sources: StudioSources, text: TokenText) -> dict[str, Endpoint]:
-    shelf = EpisodeShelf(sources)
-    episodes = EpisodeResource(shelf, text)
-    listing = ListResource(sources)
-    runs, evaluations = RunResource(sources), EvaluationResource(sources)
-    groups, compared = GroupResource(sources), CompareResource(sources, shelf)
-
-    async def about(request: Request) -> Response:
-        folders = {"runs": sources.runs, "evaluations": sources.evaluations, "adapters": sources.adapters}
-        return reply(
-            request,
-            {
-                "stores": list(sources.stores),
-                **{name: sorted(each) for name, each in folders.items()},
-                "waiting": list(sources.waiting()),
-            },
-        )
-
-    return {
-        "/api/about": about,
-        "/api/episodes": listing.page,
-        "/api/facets": listing.facets,
-        # An id may have slashes, so what stands behind it is looked for first.
-        "/api/episodes/{id:path}/nodes/{node:int}/tokens": episodes.tokens,
-        "/api/episodes/{id:path}/nodes": episodes.nodes,
-        "/api/episodes/{id:path}": episodes.header,
-        "/api/groups/{id:path}": groups.get,
-        "/api/compare": compared.get,
-        "/api/export": ExportResource(shelf, text).get,
-        "/api/runs": runs.all,
-        "/api/runs/{id:path}/metrics": runs.metrics,
-        "/api/runs/{id:path}": runs.one,
-        "/api/adapters": AdapterResource(sources).get,
-        "/api/evaluations": evaluations.all,
-        "/api/evaluations/{id:path}": evaluations.one,
-    }
-
-
 class Entrance:
     """The document, and how a browser becomes one that may read."""
 
     def __init__(self, tickets: Tickets, key: str) -> None:
         self._tickets = tickets
         self._key = key
-
-    async def health(self, _: Request) -> Response:
-        """For whoever waits until the studio has started."""
-        return Response("ok", media_type="text/plain")
 
     async def page(self, request: Request) -> Response:
         """The document; a token in its address is taken out of it, and the browser gets a cookie instead."""
@@ -168,6 +148,10 @@ class Entrance:
             response.set_cookie(COOKIE, cookie, httponly=True, samesite="strict", path="/")
 
 
+async def _healthy(_: Request) -> Response:
+    return Response("ok", media_type="text/plain")
+
+
 async def _unknown(_: Request) -> Response:
     raise HTTPException(404, "the API has no such path")
 
@@ -182,8 +166,7 @@ class _Headers:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
+                headers.update(HEADERS)
                 # Of whatever is opened by itself, an error or a module: nothing may run in it.
                 headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
                 headers.setdefault("Cache-Control", "no-cache")
@@ -206,10 +189,7 @@ class RunningStudio(NamedTuple):
 
 @contextmanager
 def running_studio(
-    config: StudioConfig,
-    sources: StudioSources,
-    *,
-    ends_in: int = STOP_SECONDS,
+    config: StudioConfig, sources: StudioSources, *, ends_in: int = STOP_SECONDS
 ) -> Iterator[RunningStudio]:
     """A server in a background thread, which closes ``sources`` at the end.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
 import time
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,7 @@ class StudioSources:
             if names := ", ".join(self.waiting()):
                 raise HTTPException(404, f"{names}: nothing is stored there yet; it is shown as soon as it is")
             raise HTTPException(404, "no store is open; start the studio with the folder of one")
-        if name is None or name == "":
+        if not name:
             return next(iter(self.stores.values()))
         if name not in self.stores:
             raise ConfigError(unknown_name("store", name[:80], self.stores))
@@ -93,21 +94,16 @@ class StudioSources:
         return tuple(tuple(each) for each in (self.stores, self.runs, self.evaluations, self.adapters))
 
     async def watch(self) -> None:
-        """Look again and again for what has come, for less than a hundredth of a processor."""
+        """Look again and again for what has come, for at most a twentieth of the time."""
         while self.look_again is not None:
-            await asyncio.sleep(max(_PAUSE, 100 * await asyncio.to_thread(_timed, self.look_again)))
+            started = time.monotonic()
+            await asyncio.to_thread(self.look_again)
+            await asyncio.sleep(max(_PAUSE, 20 * (time.monotonic() - started)))
 
     async def close(self) -> None:
         """Close every store."""
         for storage in self.stores.values():
             await storage.close()
-
-
-def _timed(call: Callable[[], None]) -> float:
-    """Seconds of the processor that a call took."""
-    started = time.thread_time()
-    call()
-    return time.thread_time() - started
 
 
 _DEEPEST = 4
@@ -119,46 +115,34 @@ _TRAINING = ("trainer", "training")
 """Folders of a loop in which its metrics lie."""
 
 
-@dataclass
-class Found:
-    """Folders of each kind."""
-
-    stores: list[Path] = field(default_factory=list)
-    runs: list[Path] = field(default_factory=list)
-    evaluations: list[Path] = field(default_factory=list)
-    adapters: list[Path] = field(default_factory=list)
-
-    @property
-    def any(self) -> bool:
-        """Whether there is anything."""
-        return bool(self.stores or self.runs or self.evaluations or self.adapters)
+Found = dict[str, list[Path]]
+"""Folders by kind: ``stores``, ``runs``, ``evaluations`` and ``adapters``."""
 
 
 def discover(folder: Path) -> Found:
     """``look`` into a folder. An empty one is that of a loop which has not begun. Raises ``ConfigError`` when there is
     no folder, and when nothing of what is in it can be shown."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; give that of a store, a run, an evaluation or adapters")
+    there = folder.is_dir()
     found = look(folder)
-    if not found.any and any(folder.iterdir()):
-        raise ConfigError(
-            f"{folder}: there is nothing to show in it; give the folder of a store, a run, an evaluation or adapters"
-        )
+    if not there or (not any(found.values()) and any(folder.iterdir())):
+        what = "there is nothing to show in it" if there else "there is no such folder"
+        raise ConfigError(f"{folder}: {what}; give the folder of a store, a run, an evaluation or adapters")
     return found
 
 
 def look(folder: Path) -> Found:
     """What lies in a folder and, a few levels deep, in those below."""
-    found = Found()
+    found: Found = {"stores": [], "runs": [], "evaluations": [], "adapters": []}
     for directory, files, folders in _walk(folder):
-        if FILE_NAME in files:
-            found.stores.append(directory)
-        if STATE in files or (METRICS_FILE in files and not set(_TRAINING) & {*directory.relative_to(folder).parts}):
-            found.runs.append(directory)
-        if OUTPUT in files:
-            found.evaluations.append(directory)
-        if any(_VERSION.fullmatch(name) for name in folders) and directory.name not in _TRAINING:
-            found.adapters.append(directory)
+        training = set(_TRAINING) & {*directory.relative_to(folder).parts}
+        shown = {
+            "stores": FILE_NAME in files,
+            "runs": STATE in files or (METRICS_FILE in files and not training),
+            "evaluations": OUTPUT in files,
+            "adapters": any(_VERSION.fullmatch(name) for name in folders) and directory.name not in _TRAINING,
+        }
+        for kind in (kind for kind, is_one in shown.items() if is_one):
+            found[kind].append(directory)
     return found
 
 
@@ -191,6 +175,12 @@ class Opened(NamedTuple):
     trajectory: Trajectory
     scores: tuple[Score, ...]
     labels: tuple[Label, ...]
+
+
+def free_name(name: str, known: Collection[str]) -> str:
+    """``name``, or with a number behind it a name that is not known."""
+    names = itertools.chain([name], (f"{name}~{number}" for number in itertools.count(2)))
+    return next(each for each in names if each not in known)
 
 
 class EpisodeShelf:

@@ -11,9 +11,8 @@ from mongodb_server import MongoServer, NoServerError
 from starlette.testclient import TestClient
 from studio_client import Client, Opener, guarded
 
-from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.access import COOKIE, StudioConfig, Tickets
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.contrib.studio.tickets import COOKIE, Tickets
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.access import StudioConfig
 from openhands_rl_plugin.contrib.studio.server import running_studio
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.errors import ConfigError

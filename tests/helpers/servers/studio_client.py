@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 from starlette.testclient import TestClient
 
-from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.access import StudioConfig, Tickets
 from openhands_rl_plugin.contrib.studio.server import build_app
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.contrib.studio.tickets import Tickets
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.servers import GuardMiddleware
 from openhands_rl_plugin.core.types import Trajectory

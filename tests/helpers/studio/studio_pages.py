@@ -10,7 +10,7 @@ from typing import Any
 
 from browser import PROGRAM
 
-from openhands_rl_plugin.contrib.studio.config import StudioConfig
+from openhands_rl_plugin.contrib.studio.access import StudioConfig
 from openhands_rl_plugin.contrib.studio.server import RunningStudio, running_studio
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

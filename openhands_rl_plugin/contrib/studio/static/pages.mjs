@@ -114,7 +114,7 @@ function Selection({news, refresh, total, params, compare}) {
     <span class="grow"></span>
     ${ids.length > 0 && html`<span class="muted">${count(ids.length)} marked</span>
       <button disabled=${ids.length < 2} onClick=${compare}>Compare</button>
-      ${!exported && html`<a class="button" download="episodes.html" href=${`/api/export${query({html: 1, ids: ids.join(','), store: params.store})}`}>Export</a>`}
+      ${!exported && html`<a class="button" download="episodes.html" href=${`/api/export${query({ids: ids.join(','), store: params.store})}`}>Export</a>`}
       <button onClick=${() => { marked.value = []; }}>Clear</button>`}
   </div>`;
 }
