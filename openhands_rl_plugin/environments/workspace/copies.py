@@ -26,7 +26,7 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay, mount_overlays
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox, search_path
 
 ForkMethod = Literal["overlay", "copy"]
 
@@ -118,10 +118,10 @@ def copy_tree(
         command = BubblewrapSandbox(source).wrap([*command, *inside], [target])
     else:
         command += parts
-    deadline = time.monotonic() + limits.seconds
+    deadline, null, found = time.monotonic() + limits.seconds, subprocess.DEVNULL, {**os.environ, "PATH": search_path()}
     with (
         tempfile.TemporaryFile() as said,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said) as process,
+        subprocess.Popen(command, stdin=null, stdout=null, stderr=said, env=found) as process,
     ):
         while True:
             try:

@@ -99,9 +99,10 @@ def test_flagged_commands_and_secrets_rise_by_chance_only(
     assert verdict.passed is passed and (passed or kind in verdict.said)
 
 
-@pytest.mark.parametrize(
-    ("n", "rate", "held"), [(40, 0.05, 0.21), (40, 0.1, 0.29), (100, 0.05, 0.06), (100, 0.1, 0.10)]
-)
+HUNDRED = [pytest.param(100, *each, marks=pytest.mark.slow) for each in ((0.05, 0.06), (0.1, 0.10))]
+
+
+@pytest.mark.parametrize(("n", "rate", "held"), [(40, 0.05, 0.21), (40, 0.1, 0.29), *HUNDRED])
 def test_the_page_says_how_many_candidates_that_are_as_good_are_held_back(n: int, rate: float, held: float) -> None:
     """All outcomes of two equal versions, one attempt a task, by their probability."""
     differs, total = rate * (1 - rate), 0.0
