@@ -157,10 +157,8 @@ def test_64_forks_side_by_side_do_not_meet(make: Make, tmp_path: Path):
     def play(number: int) -> list[str]:
         twin = runtime.fork(stop)
         try:
-            run(
-                twin,
-                f"echo {number} | tee mine f7 /tmp/mine; sleep 100{number:02} & export ME={number}; until pgrep sleep; do :; done",
-            )
+            begun = f"echo {number} | tee mine f7 /tmp/mine; sleep 100{number:02} & export ME={number}"
+            run(twin, f"{begun}; until pgrep sleep; do :; done")
             return run(twin, "cat mine f7 /tmp/mine f8; echo $ME; ls | wc -l; pgrep -af 'sleep 100' | wc -l").split()
         finally:
             twin.close()
