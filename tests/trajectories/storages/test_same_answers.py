@@ -28,7 +28,7 @@ TEXTS = (
     "nul\0",
 )
 NUMBERS = (-9e8, -1.0, 0.0, 0.5, 1.0, 2000.0, 9e8)
-VERSIONS = (None, 0, 7, 8, -1, 2**53 + 1, 2**63 - 1, 2**63)
+VERSIONS = (None, 0, 7, 8, -1, 2**53 + 1, 2**63 - 2, 2**63 - 1)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("run_id", "task_id", "split", "adapter", "contains"), st.sampled_from(TEXTS)),
     **dict.fromkeys(("reward_at_least", "reward_at_most", "since", "until"), st.sampled_from(NUMBERS)),
