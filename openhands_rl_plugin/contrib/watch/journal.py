@@ -1,18 +1,17 @@
-"""The watch's journal, where it stands by it, the pause, its status, and the way back to an earlier version."""
+"""The watch's journal, the state that follows from it, its status, and the way back to an earlier version."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import reduce
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from openhands_rl_plugin.config.rl import AlgorithmName
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.files import PRIVATE, locked_folder, write_file
 from openhands_rl_plugin.core.redaction import redact_text
@@ -20,11 +19,11 @@ from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject, JsonValu
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
-JOURNAL = "journal.jsonl"
-
-
+JOURNAL, PAUSED = "journal.jsonl", "paused"
 CANARY, HELD_OUT, SAFETY = "canary", "held-out", "safety"
 """The gates."""
+BASE = "base"
+_LAST = 8
 
 
 class WatchStep(StrEnum):
@@ -33,12 +32,12 @@ class WatchStep(StrEnum):
     FROZEN = "frozen"
     """The held-out suite is these tasks from now on."""
     JUDGED = "judged"
-    """Tasks of users were played again, so that there are attempts to compare."""
+    """What is known of the new episodes, and what a round still needs."""
     GATHERED = "gathered"
     """A round begins: these episodes, this algorithm, this parent."""
     TRAINED = "trained"
     MEASURED = "measured"
-    """A version was played on the held-out suite."""
+    """A version was rolled out on the held-out suite."""
     PASSED = "passed"
     """The candidate passed a gate."""
     HELD = "held"
@@ -62,9 +61,69 @@ class Entry(Frozen):
     figures: JsonObject = Field(default_factory=dict)
 
 
-def folder_of(root: Path, name: str) -> Path:
-    """Where the journal of an adapter's watch lies: beside its versions below ``root``."""
-    return root / f"{name}.watch"
+class Round(Frozen):
+    """A candidate on its way. ``episodes``: id -> value that it is trained on; ``others``: ids that were judged, too.
+    ``latest``: the newest version number when it began, at ``began`` (Unix seconds). ``candidate``: its versioned name,
+    once it is trained; ``passed``: the gates that it has passed."""
+
+    number: int
+    algorithm: AlgorithmName
+    parent: str | None
+    latest: int
+    episodes: dict[str, float]
+    others: tuple[str, ...] = ()
+    began: float
+    candidate: str = ""
+    passed: tuple[str, ...] = ()
+
+    @property
+    def stage(self) -> str:
+        """What is done now."""
+        if not self.candidate:
+            return "training"
+        gates = (CANARY, HELD_OUT, SAFETY)
+        return next((f"{gate} gate" for gate in gates if gate not in self.passed), "coming into use")
+
+
+class Measurement(Frozen):
+    """A version on the held-out suite, whose name is empty for the base model.
+
+    ``success``: task -> share of its attempts that succeeded; ``mean``: over the tasks. ``trouble``: kind of trouble ->
+    task -> mean over its attempts. ``episodes``, ``failed`` and ``tokens`` are counts over all attempts.
+    """
+
+    version: str
+    success: dict[str, float]
+    mean: float
+    trouble: dict[str, dict[str, float]] = Field(default_factory=dict)
+    episodes: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class State:
+    """What the journal says so far.
+
+    ``suite``: digest of the frozen suite, empty before. ``seen``: episodes judged when a round began, which are not
+    new; ``learnt``: those that a candidate was trained on that came into use, rolled back since or not.
+    ``admitted``: the versions in the order in which they came into use; ``dropped``: those that were held back or
+    rolled back. ``tries``: how often the present step could not be done; ``failures``: of its training; ``restarts``:
+    evaluations that were begun anew, ever. ``judged``: figures of the last look.
+    """
+
+    round: Round | None = None
+    rounds: int = 0
+    suite: str = ""
+    seen: set[str] = field(default_factory=set[str])
+    learnt: set[str] = field(default_factory=set[str])
+    admitted: list[str] = field(default_factory=list[str])
+    dropped: set[str] = field(default_factory=set[str])
+    measured: dict[str, Measurement] = field(default_factory=dict[str, Measurement])
+    tries: int = 0
+    failures: int = 0
+    restarts: int = 0
+    judged: JsonObject = field(default_factory=dict[str, JsonValue])
 
 
 class Journal:
@@ -76,34 +135,41 @@ class Journal:
         self._alone = False
 
     def read(self) -> tuple[Entry, ...]:
-        """All whole lines, oldest first."""
-        try:
-            lines = self.file.read_bytes().split(b"\n")[:-1]
-        except FileNotFoundError:
-            return ()
-        except OSError as error:
-            raise StorageError(f"{self.file} cannot be read: {describe(error)}") from error
-        return tuple(self._entry(number, line) for number, line in enumerate(lines, 1))
+        """All complete lines, oldest first; none before the first one. A half line at the end is none."""
+        entries: list[Entry] = []
+        for number, line in enumerate(self._lines(), 1):
+            try:
+                entries.append(Entry.model_validate_json(line))
+            except ValidationError as error:
+                raise StorageError(
+                    f"{self.file}: line {number} is damaged; move the file away to begin anew"
+                ) from error
+        return tuple(entries)
 
     def append(
         self, step: WatchStep, said: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None
     ) -> Entry:
         """Add a line, which is on the disk when this returns; when it raises, there is nothing of it."""
-        if not self._alone:
-            with self.alone():
-                return self.append(step, said, round=round, adapter=adapter, figures=figures)
-        try:
-            descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
-            try:
-                return self._write(descriptor, step, redact_text(said), round, adapter, figures or {})
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StorageError(f"{self.file} cannot be written: {describe(error)}; free some space") from error
+        with self.alone():
+            lines = self._lines()
+            entry = Entry(
+                number=len(lines) + 1,
+                at=time.time(),
+                step=step,
+                round=round,
+                adapter=adapter,
+                said=redact_text(said),
+                figures=figures or {},
+            )
+            write_file(self.file, b"\n".join([*lines, entry.model_dump_json().encode(), b""]), PRIVATE)
+        return entry
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nobody else appends until the block ends, so that what was read stays true meanwhile."""
+        if self._alone:
+            yield
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked_folder(self.folder):
@@ -114,267 +180,108 @@ class Journal:
         finally:
             self._alone = False
 
-    def _write(
-        self, descriptor: int, step: WatchStep, said: str, round: int, adapter: str, figures: JsonObject
-    ) -> Entry:
-        whole = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        end = whole.rfind(b"\n") + 1
-        number = whole.count(b"\n") + 1
-        entry = Entry(
-            number=number, at=time.time(), step=step, round=round, adapter=adapter, said=said, figures=figures
-        )
-        line = entry.model_dump_json().encode() + b"\n"
-        os.ftruncate(descriptor, end)
+    def _lines(self) -> list[bytes]:
         try:
-            if os.pwrite(descriptor, line, end) != len(line):
-                raise OSError(28, "No space left on device")
-            os.fsync(descriptor)
-        except OSError:
-            os.ftruncate(descriptor, end)
-            raise
-        return entry
+            return self.file.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"{self.file} cannot be read: {describe(error)}") from error
 
-    def _entry(self, number: int, line: bytes) -> Entry:
-        try:
-            return Entry.model_validate_json(line)
-        except ValidationError as error:
-            raise StorageError(f"{self.file}: line {number} is damaged; move the file away to begin anew") from error
-
-
-@dataclass(frozen=True)
-class Round:
-    """A candidate on its way. ``episodes``: id -> value that it is trained on. ``latest``: the newest version number
-    when it began. ``candidate``: its versioned name, once it is trained; ``passed``: the gates that it has passed."""
-
-    number: int
-    algorithm: str
-    parent: str | None
-    latest: int
-    episodes: Mapping[str, float]
-    began: float
-    candidate: str = ""
-    passed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A version on the held-out suite. ``success``: task -> share of its attempts that succeeded. ``trouble``: kind of
-    trouble -> task -> mean over its attempts."""
-
-    version: str
-    success: Mapping[str, float]
-    trouble: Mapping[str, Mapping[str, float]]
+    def state(self) -> State:
+        """The state that follows from all lines."""
+        return state_of(self.read())
 
     @property
-    def mean(self) -> float:
-        """Over the tasks."""
-        return sum(self.success.values()) / max(1, len(self.success))
-
-
-@dataclass(frozen=True)
-class State:
-    """What was so far.
-
-    ``suite``: digest of the frozen suite, empty before. ``seen``: episodes judged when a round began, which are not
-    new; ``learnt``: those that a candidate was trained on that came into use, rolled back since or not.
-    ``admitted``: the versions in the order in which they came into use; ``dropped``: those that were held back or
-    rolled back. ``measured``: by version, an empty name for the base model. ``tries``: how often the present step could
-    not be done; ``failures``: of its training; ``restarts``: evaluations that were begun anew, ever.
-    ``judged``: figures of the last look.
-    """
-
-    round: Round | None = None
-    rounds: int = 0
-    suite: str = ""
-    seen: frozenset[str] = frozenset()
-    learnt: frozenset[str] = frozenset()
-    admitted: tuple[str, ...] = ()
-    dropped: frozenset[str] = frozenset()
-    measured: Mapping[str, Measurement] = field(default_factory=dict)
-    tries: int = 0
-    failures: int = 0
-    restarts: int = 0
-    judged: Mapping[str, JsonValue] = field(default_factory=dict)
+    def paused(self) -> bool:
+        """Whether nothing is to begin now."""
+        return (self.folder / PAUSED).exists()
 
 
 def state_of(entries: Sequence[Entry]) -> State:
-    """What has happened so far comes to."""
-    return reduce(_after, entries, State())
+    """The state that follows from these lines. Raises ``StorageError`` for figures that do not fit their step."""
+    state = State()
+    for entry in entries:
+        try:
+            _advance(state, entry)
+        except (KeyError, ValidationError) as error:
+            raise StorageError(f"line {entry.number} of the journal is damaged: {describe(error)}") from error
+    return state
 
 
-def _after(state: State, entry: Entry) -> State:
-    if entry.step is WatchStep.COULD_NOT:
-        failures = state.failures + (entry.figures.get("failed") is True)
-        restarts = state.restarts + (entry.figures.get("unmeasured") is True)
-        return replace(state, tries=state.tries + 1, failures=failures, restarts=restarts)
-    if entry.step is not WatchStep.JUDGED:
-        state = replace(state, tries=0, failures=0)
-    current = state.round
+def _advance(state: State, entry: Entry) -> None:
+    figures, current = entry.figures, state.round
     match entry.step:
-        case WatchStep.FROZEN:
-            return replace(state, suite=str(entry.figures["digest"]), measured={})
+        case WatchStep.COULD_NOT:
+            state.tries += 1
+            state.failures += figures.get("failed") is True
+            state.restarts += figures.get("unmeasured") is True
+            return
         case WatchStep.JUDGED:
-            return replace(state, judged=entry.figures)
+            state.judged = figures
+            return
+        case WatchStep.FROZEN:
+            state.suite = str(figures["digest"])
+            state.measured = {}
         case WatchStep.GATHERED:
-            begun = _begun(entry)
-            seen = state.seen | begun.episodes.keys() | {str(each) for each in _listed(entry.figures.get("others"))}
-            return replace(state, round=begun, rounds=entry.round, seen=seen)
+            state.round = Round.model_validate({**figures, "number": entry.round, "began": entry.at})
+            state.rounds = entry.round
+            state.seen |= {*state.round.episodes, *state.round.others}
         case WatchStep.MEASURED:
-            trouble = entry.figures.get("trouble")
-            kinds = {kind: numbers(each) for kind, each in trouble.items()} if isinstance(trouble, dict) else {}
-            found = Measurement(entry.adapter, numbers(entry.figures["success"]), kinds)
-            return replace(state, measured={**state.measured, entry.adapter: found})
+            state.measured[entry.adapter] = Measurement.model_validate({**figures, "version": entry.adapter})
         case WatchStep.TRAINED if current is not None:
-            return replace(state, round=replace(current, candidate=entry.adapter))
+            state.round = current.model_copy(update={"candidate": entry.adapter})
         case WatchStep.PASSED if current is not None:
-            return replace(state, round=replace(current, passed=(*current.passed, str(entry.figures["gate"]))))
+            state.round = current.model_copy(update={"passed": (*current.passed, str(figures["gate"]))})
         case WatchStep.HELD:
-            return replace(state, round=None, dropped=state.dropped | ({entry.adapter} if entry.adapter else set()))
+            state.round = None
+            state.dropped |= {entry.adapter} - {""}
         case WatchStep.ADMITTED:
-            learnt = state.learnt | (current.episodes.keys() if current is not None else set())
-            return replace(state, round=None, learnt=learnt, admitted=(*state.admitted, entry.adapter))
+            state.learnt |= current.episodes.keys() if current is not None else set[str]()
+            state.admitted.append(entry.adapter)
+            state.round = None
         case WatchStep.ROLLED_BACK:
-            gone = {str(name) for name in _listed(entry.figures.get("dropped"))}
-            return replace(state, round=None, dropped=(state.dropped | gone) - {entry.adapter})
+            gone = figures.get("dropped")
+            state.dropped |= {str(name) for name in gone} if isinstance(gone, list) else set[str]()
+            state.dropped -= {entry.adapter}
+            state.round = None
         case _:
-            return state
+            pass
+    state.tries = state.failures = 0
 
 
-def _begun(entry: Entry) -> Round:
-    parent, latest = entry.figures["parent"], entry.figures["latest"]
-    return Round(
-        number=entry.round,
-        algorithm=str(entry.figures["algorithm"]),
-        parent=str(parent) if parent else None,
-        latest=latest if isinstance(latest, int) else 0,
-        episodes=numbers(entry.figures["episodes"]),
-        began=entry.at,
-    )
+def status_of(journal: Journal, adapters: AdapterStore, name: str) -> tuple[JsonObject, list[str]]:
+    """The status as JSON and as lines for a terminal. Raises ``StorageError`` for a damaged journal or pointer.
 
-
-def numbers(value: JsonValue) -> dict[str, float]:
-    """Of a JSON object those values that are numbers."""
-    found = value if isinstance(value, dict) else {}
-    return {name: float(each) for name, each in found.items() if isinstance(each, int | float)}
-
-
-def _listed(value: JsonValue) -> list[JsonValue]:
-    return value if isinstance(value, list) else []
-
-
-PAUSED = "paused"
-
-
-def is_paused(folder: Path) -> bool:
-    """Whether nothing is to begin now."""
-    return (folder / PAUSED).exists()
-
-
-def pause(folder: Path) -> None:
-    """Let the step in progress end, and begin no other. Raises ``StorageError``."""
-    write_file(folder / PAUSED, "openhands-rl watch resume removes this file\n", parents=True)
-
-
-def resume(folder: Path) -> bool:
-    """Go on; whether it was paused. Raises ``StorageError``."""
-    try:
-        (folder / PAUSED).unlink()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise StorageError(f"{folder / PAUSED} cannot be removed: {describe(error)}") from error
-    return True
-
-
-_LAST = 8
-
-
-class RoundStatus(Frozen):
-    """A candidate on its way. ``candidate``: empty until it is trained. ``began``: Unix seconds. ``stage``: what is
-    done now."""
-
-    number: int
-    algorithm: str
-    parent: str | None
-    candidate: str
-    passed: tuple[str, ...]
-    episodes: int
-    began: float
-    stage: str
-
-    @classmethod
-    def of(cls, current: Round) -> RoundStatus:
-        """Of the round in progress."""
-        return cls(
-            number=current.number,
-            algorithm=current.algorithm,
-            parent=current.parent,
-            candidate=current.candidate,
-            passed=current.passed,
-            episodes=len(current.episodes),
-            began=current.began,
-            stage=_stage_of(current),
-        )
-
-
-def _stage_of(current: Round) -> str:
-    if not current.candidate:
-        return "training"
-    return next(
-        (f"{gate} gate" for gate in (CANARY, HELD_OUT, SAFETY) if gate not in current.passed), "coming into use"
-    )
-
-
-class Status(Frozen):
-    """``in_use``: the version, ``None`` for the base model. ``measured``: version -> mean success on the held-out
-    suite, the base model's under an empty name. ``judged``: the figures of the last look at the store."""
-
-    adapter: str
-    in_use: str | None
-    paused: bool
-    rounds: int
-    learnt: int
-    admitted: tuple[str, ...]
-    dropped: tuple[str, ...]
-    round: RoundStatus | None
-    measured: dict[str, float]
-    judged: JsonObject
-    last: tuple[Entry, ...]
-
-    def lines(self) -> list[str]:
-        """For a terminal."""
-        told = [f"{self.adapter}: {self.in_use or 'the base model'} is in use" + (", paused" if self.paused else "")]
-        if self.round is not None:
-            candidate = f"{self.round.candidate}, " if self.round.candidate else ""
-            gates = ", ".join(self.round.passed) or "none yet"
-            about = f"from {self.round.episodes} episodes; passed: {gates}; now: {self.round.stage}"
-            told.append(f"round {self.round.number}: {candidate}{about}")
-        elif self.judged:
-            told.append(f"waits: {self.judged.get('missing') or 'nothing is missing'}")
-        told.append(f"rounds: {self.rounds}, admitted: {len(self.admitted)}, held or rolled back: {len(self.dropped)}")
-        return [*told, *(f"  {each.number} {each.step}: {each.said}" for each in self.last)]
-
-
-def status_of(folder: Path, adapters: AdapterStore, name: str) -> Status:
-    """As it is now. Raises ``StorageError`` for a journal or a pointer that is damaged."""
-    entries = Journal(folder).read()
-    state, current = state_of(entries), adapters.current(name)
-    return Status(
-        adapter=name,
-        in_use=current.name if current is not None else None,
-        paused=is_paused(folder),
-        rounds=state.rounds,
-        learnt=len(state.learnt),
-        admitted=state.admitted,
-        dropped=tuple(sorted(state.dropped)),
-        round=RoundStatus.of(state.round) if state.round is not None else None,
-        measured={name: each.mean for name, each in state.measured.items()},
-        judged={**state.judged},
-        last=entries[-_LAST:],
-    )
-
-
-BASE = "base"
+    ``in_use``: the version, ``None`` for the base model. ``measured``: version -> mean success on the held-out suite,
+    the base model's under an empty name. ``judged``: the figures of the last look at the store.
+    """
+    entries = journal.read()
+    state, current, now = state_of(entries), adapters.current(name), None
+    lines = [f"{name}: {current.name if current else 'the base model'} is in use{', paused' if journal.paused else ''}"]
+    if (going := state.round) is not None:
+        now = going.model_dump(mode="json", exclude={"latest", "others"})
+        now |= {"episodes": len(going.episodes), "stage": going.stage}
+        about = f"{going.candidate or 'a candidate'} from {len(going.episodes)} episodes; now: {going.stage}"
+        lines.append(f"round {going.number}: {about}")
+    elif state.judged:
+        lines.append(f"waits: {state.judged.get('missing') or 'nothing is missing'}")
+    lines.append(f"rounds: {state.rounds}, admitted: {len(state.admitted)}, held or rolled back: {len(state.dropped)}")
+    lines += [f"  {each.number} {each.step}: {each.said}" for each in entries[-_LAST:]]
+    status: JsonObject = {
+        "adapter": name,
+        "in_use": current.name if current is not None else None,
+        "paused": journal.paused,
+        "rounds": state.rounds,
+        "learnt": len(state.learnt),
+        "admitted": [*state.admitted],
+        "dropped": [*sorted(state.dropped)],
+        "round": now,
+        "measured": {name: each.mean for name, each in state.measured.items()},
+        "judged": state.judged,
+        "last": [each.model_dump(mode="json") for each in entries[-_LAST:]],
+    }
+    return status, lines
 
 
 async def roll_back(
@@ -393,22 +300,27 @@ async def roll_back(
     and ``StorageError``; then what was in use still is.
     """
     with journal.alone():
-        state, current = state_of(journal.read()), adapters.current(name)
+        state, current = journal.state(), adapters.current(name)
         target = _target(state, adapters, name, current, wanted)
-        waiting = {state.round.candidate} if state.round is not None else set[str]()
-        if target is not None and not force and target.name in (state.dropped | waiting) - {*state.admitted}:
-            raise ConfigError(f"{target.name} was held back, or has not passed the gates yet: --force uses it anyway")
+        waiting = [state.round.candidate] if state.round is not None and state.round.candidate else []
+        back = target.name if target is not None else ""
+        if back in {*state.dropped, *waiting} - {*state.admitted} and not force:
+            raise ConfigError(f"{back} was held back, or has not passed the gates yet: --force uses it anyway")
         if target is not None:
             await publisher.publish(target)
         else:
             adapters.point_at_base(name)
-        left = _left(state, current, target)
-        said = f"{target.name if target else 'the base model'} is in use again"
-        told = f", {', '.join(left)} no more" if left else ""
+        # Those admitted since the target, what was in use, and a candidate that was on its way.
+        since: list[str] = [] if back else state.admitted
+        if back in state.admitted:
+            since = state.admitted[state.admitted.index(back) + 1 :]
+        used = [current.name] if current is not None else []
+        left = [each for each in dict.fromkeys([*since, *used, *waiting]) if each != back]
+        no_more = f", {', '.join(left)} no more" if left else ""
         return journal.append(
             WatchStep.ROLLED_BACK,
-            said + told,
-            adapter=target.name if target else "",
+            f"{back or 'the base model'} is in use again{no_more}",
+            adapter=back,
             figures={"dropped": [*left]},
         )
 
@@ -416,10 +328,10 @@ async def roll_back(
 def _target(
     state: State, adapters: AdapterStore, name: str, current: Adapter | None, wanted: str | None
 ) -> Adapter | None:
-    versions = adapters.versions(name)
     if wanted == BASE:
         return None
     if wanted is not None:
+        versions = adapters.versions(name)
         found = [each for each in versions if wanted in (str(each.version), each.name)]
         if not found:
             known = ", ".join(str(each.version) for each in versions) or "none"
@@ -429,13 +341,5 @@ def _target(
         raise ConfigError(f"no version of {name} is in use in {adapters.root}: there is nothing to roll back from")
     at = state.admitted.index(current.name) if current.name in state.admitted else len(state.admitted)
     before = [each for each in state.admitted[:at] if each not in state.dropped and each != current.name]
-    return adapters.get(before[-1]) if before else adapters.get(current.parent) if current.parent else None
-
-
-def _left(state: State, current: Adapter | None, target: Adapter | None) -> list[str]:
-    """The version that was in use and those admitted since the target, and a candidate that was on its way."""
-    names = list(state.admitted)
-    after = names[names.index(target.name) + 1 :] if target is not None and target.name in names else names
-    left = [*(after if target is None or target.name in names else []), *([current.name] if current else [])]
-    left += [state.round.candidate] if state.round is not None and state.round.candidate else []
-    return [each for each in dict.fromkeys(left) if target is None or each != target.name]
+    previous = before[-1] if before else current.parent
+    return adapters.get(previous) if previous else None

@@ -24,13 +24,6 @@ class WatchSettings(Settings):
         lt=1,
         description="loss in success that the 95% interval of the paired difference may not include",
     )
-    level: float = Field(
-        default=0.1,
-        gt=0,
-        lt=0.5,
-        description="level of the exact test of a rise in flagged commands or secrets: it stops at most this share of "
-        "the candidates that are as good, for each of the two",
-    )
     min_episodes: int = Field(default=32, ge=1, description="new judged episodes before anything is trained")
     min_used: int = Field(
         default=8, ge=1, description="episodes (preferences: pairs) that a candidate is trained on, at least"
@@ -43,17 +36,6 @@ class WatchSettings(Settings):
         description="verifier: a success has at least this probability, a failure at most 1 minus it",
     )
     interval: float = Field(default=60.0, ge=1, description="seconds between two looks at the store")
-    tokens_per_day: int = Field(
-        default=0,
-        ge=0,
-        description="tokens of what it plays in 24 hours, after which nothing begins; 0: no bound",
-    )
-    hours_per_day: float = Field(
-        default=0.0, ge=0, description="hours of training in 24 hours, after which nothing begins; 0: no bound"
-    )
-    min_free_gb: float = Field(
-        default=2.0, ge=0, description="gigabytes that must be free where the versions are, for something to begin"
-    )
     keep_versions: int = Field(
         default=10,
         ge=2,

@@ -15,7 +15,6 @@ from openhands_rl_plugin.contrib.watch.gates import (
     STUCK,
     TROUBLES,
     held_out_gate,
-    rise_allowed,
     safety_gate,
     tasks_needed,
     trouble_of,
@@ -75,34 +74,32 @@ def test_what_goes_wrong_more_often_holds_it_back(kind: str) -> None:
     once = {**quiet, kind: tasks(*[0.0] * 49, 1.0)}
     assert safety_gate("c", once, quiet, 0.05).passed, "in one of 50 it happens by chance"
     assert not safety_gate("c", quiet, {}, 0.02).passed, "what was not measured proves nothing"
+    assert safety_gate("c", {kind: tasks(*[0.0] * 38, 1.0, 1.0)}, {kind: tasks(*[0.0] * 40)}, 0.05).passed
+    assert not safety_gate("c", {kind: tasks(*[0.0] * 37, *[1.0] * 3)}, {kind: tasks(*[0.0] * 40)}, 0.05).passed
 
 
 @pytest.mark.parametrize(
-    ("kind", "n", "more", "fewer", "level", "passed"),
+    ("kind", "n", "more", "fewer", "passed"),
     [
-        (SECRETS, 100, 3, 0, 0.1, True),  # 0.125
-        (SECRETS, 100, 4, 0, 0.1, False),  # 0.0625
-        (FLAGGED, 100, 4, 0, 0.05, True),
-        (FLAGGED, 100, 5, 0, 0.05, False),
-        (FLAGGED, 100, 7, 3, 0.1, True),
-        (FLAGGED, 100, 8, 3, 0.2, False),
-        (FLAGGED, 40, 1, 0, 0.1, True),
-        (FLAGGED, 40, 2, 0, 0.1, False),  # more than few tasks allow, whatever the test says
-        (FLAGGED, 100, 6, 0, 0.0001, False),
+        (SECRETS, 100, 3, 0, True),  # 0.125
+        (SECRETS, 100, 4, 0, False),  # 0.0625
+        (STUCK, 100, 4, 0, False),
+        (FLAGGED, 100, 7, 3, True),
+        (FLAGGED, 100, 9, 3, False),
+        (FLAGGED, 40, 2, 0, True),
+        (FLAGGED, 40, 3, 0, False),  # more than the margin, whatever the test says
     ],
 )
-def test_flagged_commands_and_secrets_rise_by_chance_only(
-    kind: str, n: int, more: int, fewer: int, level: float, passed: bool
-) -> None:
+def test_what_goes_wrong_rises_by_chance_only(kind: str, n: int, more: int, fewer: int, passed: bool) -> None:
     after, before = tasks(*[1.0] * more, *[0.0] * (n - more)), tasks(*[0.0] * (n - fewer), *[1.0] * fewer)
-    verdict = safety_gate("c", {kind: after}, {kind: before}, 0.05, level)
+    verdict = safety_gate("c", {kind: after}, {kind: before}, 0.05)
     assert verdict.passed is passed and (passed or kind in verdict.said)
 
 
-HUNDRED = [pytest.param(100, *each, marks=pytest.mark.slow) for each in ((0.05, 0.06), (0.1, 0.10))]
+HUNDRED = [pytest.param(100, *each, marks=pytest.mark.slow) for each in ((0.05, 0.05), (0.1, 0.10))]
 
 
-@pytest.mark.parametrize(("n", "rate", "held"), [(40, 0.05, 0.21), (40, 0.1, 0.29), *HUNDRED])
+@pytest.mark.parametrize(("n", "rate", "held"), [(40, 0.05, 0.10), (40, 0.1, 0.17), *HUNDRED])
 def test_the_page_says_how_many_candidates_that_are_as_good_are_held_back(n: int, rate: float, held: float) -> None:
     """All outcomes of two equal versions, one attempt a task, by their probability."""
     differs, total = rate * (1 - rate), 0.0
@@ -116,20 +113,6 @@ def test_the_page_says_how_many_candidates_that_are_as_good_are_held_back(n: int
     page = (Path(__file__).parents[3] / "docs/howto/watch.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if line.startswith(f"| 1 of {round(1 / rate)} |"))
     assert f"{100 * held:.0f} %" in row
-
-
-@pytest.mark.parametrize(
-    ("n", "margin", "allowed"),
-    [(10, 0.05, None), (20, 0.05, 0), (40, 0.05, 1), (100, 0.05, 5), (200, 0.05, 10), (60, 0.0, 0), (8, 0.4, 3)],
-)
-def test_few_tasks_allow_less_than_the_margin(n: int, margin: float, allowed: int | None) -> None:
-    """Else a candidate that gets stuck in twice the margin more often would pass every fourth time with 40 tasks."""
-    found = rise_allowed(n, margin)
-    assert found == (None if allowed is None else allowed / n)
-    quiet = {each: tasks(*[0.0] * n) for each in TROUBLES}
-    for stuck in {0, min(1, allowed or 0), (allowed or 0) + 1}:
-        loud = {**quiet, STUCK: tasks(*[1.0] * stuck, *[0.0] * (n - stuck))}
-        assert safety_gate("c", loud, quiet, margin).passed is (allowed is not None and stuck <= allowed)
 
 
 def test_trouble_is_read_from_what_was_stored() -> None:

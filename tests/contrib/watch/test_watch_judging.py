@@ -21,7 +21,6 @@ from openhands_rl_plugin.contrib.watch.gathering import (
 )
 from openhands_rl_plugin.contrib.watch.journal import State
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.judgements import labels_of, preferences
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import PolicyRef, Score, Task, Trajectory
 from openhands_rl_plugin.training.verifier.card import Calibration, VerifierCard
@@ -74,8 +73,7 @@ async def found(
     store: FileTrajectoryStorage, chosen: RLSettings, lineage: tuple[str, ...] = ()
 ) -> tuple[Material | None, str]:
     ids = await candidates(store, chosen, State(), lineage)
-    known = (await EpisodeJudge(chosen, store).judge(ids)).known
-    return await material(store, chosen, known, preferences(await labels_of(store, ids)), lineage)
+    return await material(store, chosen, await EpisodeJudge(chosen, store).judge(ids), lineage)
 
 
 @pytest.fixture
@@ -138,7 +136,7 @@ async def test_what_is_learnt_from_is_of_the_lineage_and_not_held_out(store: Fil
     await store.add(episode(11, 1.0, policy=ours.model_copy(update={"version": 2}), id="dropped"))
     await store.add(episode(12, 1.0, base_model="another"))
     await store.add(episode(13, 1.0, task=Task(id="t", environment="shop", split="heldout"), id="measured"))
-    learnt = State(learnt=frozenset({"episode-tiny-0"}))
+    learnt = State(learnt={"episode-tiny-0"})
     ids = await candidates(store, settings(), learnt, ("policy-v000001",))
     assert set(ids) == {"episode-tiny-1", "episode-tiny-2", "episode-tiny-3", "ours"}
     assert dropped not in ids
