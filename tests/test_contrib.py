@@ -19,7 +19,7 @@ pytestmark = pytest.mark.contract
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "openhands_rl_plugin"
 BESIDE = {("demo", "webshop"), ("demo", "repair")}
-
+MODEL = "--model model --base-url http://127.0.0.1:9/v1 --dry-run"
 
 QUICK = "test_tree or test_fork or test_session or test_what_a_task_is"
 """Values, an environment's server, a recorded session and tasks by name; the slow test runs all of them."""
@@ -50,7 +50,8 @@ def copy_without(folder: Path) -> None:
 
 def openhands_rl(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "openhands_rl_plugin", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    where = {"cwd": environment["PYTHONPATH"], "env": environment}
+    return subprocess.run(command, **where, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_no_folder_imports_another() -> None:
@@ -62,51 +63,36 @@ def test_no_folder_imports_another() -> None:
                 assert own == other or (own, other) in BESIDE, f"{file}:{node.lineno}"
 
 
-@pytest.mark.parametrize("command", ["studio", "demo", "watch"])
-def test_a_command_that_is_not_there_is_one_line(without: dict[str, str], command: str) -> None:
-    ran = openhands_rl(without, command, "--help")
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr.startswith(f"error: command '{command}' cannot be loaded from openhands_rl_plugin.contrib.")
-    assert ran.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        *((f"{name} --help", f"command '{name}'") for name in ("studio", "demo", "watch")),
+        (f"evaluate repair-1 {MODEL}", "suite 'repair-1'"),
+        ("import one.traj --format swe-agent --into store", "format 'swe-agent'"),
+        ("config check watch.toml", "section 'watch'"),
+    ],
+)
+def test_what_is_not_there_is_one_line(without: dict[str, str], words: str, what: str) -> None:
+    Path(without["PYTHONPATH"], "one.traj").write_text("{}")
+    Path(without["PYTHONPATH"], "watch.toml").write_text("[rl.watch]\ntasks = 3\n")
+    ran = openhands_rl(without, *words.split())
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert f"{what} cannot be loaded from openhands_rl_plugin.contrib." in ran.stderr
 
 
-def test_a_suite_that_is_not_there_is_one_line(without: dict[str, str]) -> None:
-    model = ["--model", "model", "--base-url", "http://127.0.0.1:9/v1"]
-    ran = openhands_rl(without, "evaluate", "repair-1", *model, "--dry-run")
-    assert ran.returncode == 1
-    assert "suite 'repair-1' cannot be loaded from openhands_rl_plugin.contrib." in ran.stderr
-    assert ran.stderr.count("\n") == 1
-
-
-def test_a_format_that_is_not_there_is_one_line(without: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "one.traj").write_text("{}")
-    ran = openhands_rl(without, "import", str(tmp_path), "--format", "swe-agent", "--into", str(tmp_path / "store"))
-    assert ran.returncode == 1
-    assert ran.stderr.startswith("error: format 'swe-agent' cannot be loaded from openhands_rl_plugin.contrib.")
-    assert ran.stderr.count("\n") == 1
-
-
-def test_a_section_that_is_not_there_is_one_line(without: dict[str, str], tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text("[rl.watch]\ntasks = 3\n")
-    ran = openhands_rl(without, "config", "check", str(file))
-    assert ran.returncode == 1
-    assert "section 'watch' cannot be loaded from openhands_rl_plugin.contrib." in ran.stderr
-
-
-def test_the_rest_works(without: dict[str, str]) -> None:
-    listed = openhands_rl(without, "--help")
-    assert listed.returncode == 0 and "not installed" in listed.stdout
-    shown = openhands_rl(
-        without, "evaluate", "swe-local", "--model", "m", "--base-url", "http://127.0.0.1:9/v1", "--dry-run"
-    )
-    assert shown.returncode == 0, shown.stderr
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [("--help", "not installed"), (f"evaluate swe-local {MODEL}", ""), ("config init", "wrote config.toml")],
+)
+def test_the_rest_works(without: dict[str, str], words: str, shown: str) -> None:
+    ran = openhands_rl(without, *words.split())
+    assert ran.returncode == 0 and shown in ran.stdout, ran.stderr
 
 
 def run_contract(environment: dict[str, str], *words: str, seconds: float) -> None:
-    """Run the contract tests of the copy, where each passes or is skipped."""
+    """Run the contract tests of the copy, where each passes or is skipped. Their programs import from their folder."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", *words]
-    where = {"cwd": environment["PYTHONPATH"], "env": environment}
+    where = {"cwd": environment["PYTHONPATH"], "env": {**environment, "PYTHONSAFEPATH": ""}}
     command += ["--basetemp", f"{environment['PYTHONPATH']}/made"]
     ran = subprocess.run(command, **where, capture_output=True, text=True, timeout=seconds, check=False)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]

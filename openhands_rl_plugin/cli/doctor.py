@@ -237,7 +237,7 @@ agent = AgentBase.model_validate({"kind": "RLAgent", "llm": {"model": "openai/m"
 print("registered as", type(agent).__module__)
 """
 _REMEDY = 'the line classpath = "openhands_rl_plugin.hosts.v0.agent.RLAgent" in [agent.RLAgent] works without it'
-_REMEDY_V1 = "install the package anew: pip install --force-reinstall 'openhands_rl_plugin[sdk]'"
+_REMEDY_V1 = "install the package anew, in a clone of it: pip install --force-reinstall '.[sdk]'"
 
 
 def check_installation(*, registration: bool = True) -> Iterator[Finding]:
@@ -263,11 +263,10 @@ def _python() -> Finding:
 
 def _core() -> Finding:
     versions = {name: version_of(name) for name in _CORE}
-    own = version_of(_OWN)
     if missing := [name for name, found in versions.items() if found is None]:
         return fail("packages", f"{', '.join(missing)} missing", "pip install --upgrade openhands_rl_plugin")
     listed = ", ".join(f"{name} {found}" for name, found in versions.items())
-    return ok("packages", f"openhands_rl_plugin {own or 'from its sources'}; {listed}")
+    return ok("packages", f"openhands_rl_plugin {version_of(_OWN) or 'from its sources'}; {listed}")
 
 
 def _extras() -> dict[str, list[str]]:

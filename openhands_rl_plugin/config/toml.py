@@ -13,9 +13,11 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import date, time
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location
 
@@ -51,9 +53,7 @@ def has_settings(path: Path) -> bool:
 def settings_from_sections(document: Table) -> RLSettings:
     """Merge the sections of a whole configuration document. Raises ``ConfigError``."""
     sections = {name: table for name in SECTIONS if (table := table_of(document, name)) is not None}
-    merged: dict[str, object] = {}
-    for table in sections.values():
-        merged = _merge(merged, table)
+    merged = reduce(_merge, sections.values(), dict[str, object]())
 
     def locate(location: Location) -> str:
         holders = [name for name, table in sections.items() if _holds(table, location)]
@@ -77,13 +77,11 @@ def read_document(path: Path) -> Table:
 def table_of(document: Table, name: Location) -> Table | None:
     """A section; ``None`` without it. Raises ``ConfigError`` where it is no table."""
     found: object = document
-    for depth, key in enumerate(name):
+    for key in name:
         found = found.get(key) if isinstance(found, Mapping) else None
-        if found is None:
-            return None
-        if depth == len(name) - 1 and not isinstance(found, Mapping):
-            raise ConfigError(f"[{'.'.join(name)}] must be a table, got {found!r:.80}")
-    return found if isinstance(found, Mapping) else None
+    if found is not None and not isinstance(found, Mapping):
+        raise ConfigError(f"[{'.'.join(name)}] must be a table, got {found!r:.80}")
+    return found
 
 
 def toml_of(document: Table) -> str:
@@ -122,14 +120,12 @@ def _value(value: object) -> str:
 
 
 def _merge(below: Table, above: Table) -> dict[str, object]:
-    merged = dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        if isinstance(under, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge(under, value)
-        else:
-            merged[key] = value
-    return merged
+    both = {
+        key: _merge(under, value)
+        for key, value in above.items()
+        if isinstance(value, Mapping) and isinstance(under := below.get(key), Mapping)
+    }
+    return {**below, **above, **both}
 
 
 def _holds(table: object, location: Location) -> bool:
@@ -145,8 +141,17 @@ _WORKSPACE_LIMITS: Mapping[str, object] = {"max_turns": 50, "max_response_length
 
 
 def example() -> str:
-    """The commented example: every key of ``[rl]`` at its default, and what OpenHands needs beside it."""
-    return files("openhands_rl_plugin.config").joinpath("example.toml").read_text(encoding="utf-8")
+    """The commented example: every key of ``[rl]`` at its default, and what OpenHands needs beside it.
+
+    It has no section whose reader is not installed.
+    """
+    text = files("openhands_rl_plugin.config").joinpath("example.toml").read_text(encoding="utf-8")
+    for name in {*re.findall(r"(?m)^\[rl\.(\w+)\]", text)} - {*RLSettings.model_fields}:
+        try:
+            registry.find("sections", name)
+        except ConfigError:
+            text = re.sub(rf"(?ms)^\[rl\.{name}\].*?(?=^\[)", "", text)
+    return text
 
 
 def starting_config(*, model: str, base_url: str, workspace: str, prompt: str = "standard") -> str:
