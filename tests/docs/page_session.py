@@ -36,7 +36,7 @@ from openhands_rl_plugin.config.toml import settings_from_sections
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-BIN = Path(sys.executable).parent
+BIN = Path(sys.executable).parent.resolve()  # where programs of an environment that is a link say they are
 PORTS = ("8100", "8101", "8200", "8400", "8000")
 NEEDS = {
     "v0": "v0" in installed_hosts(),
@@ -119,6 +119,7 @@ class Session:
         machine = {name: text for name, text in os.environ.items() if name.startswith(("UV_", "PIP_", "SSL_CERT_"))}
         self.environ = machine | {
             "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
             "HOME": str(self.folder / "home"),
             "TMPDIR": str(self.folder),
             "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"),

@@ -10,6 +10,7 @@ import copy
 import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -34,8 +35,9 @@ _GIBIBYTE = 1024**3
 
 
 def search_path() -> str:
-    """``PATH`` for programs in a sandbox: the user's, then the system's folders, which every sandbox shows."""
-    return f"{os.environ.get('PATH', os.defpath)}:/usr/local/bin:/usr/bin:/bin"
+    """``PATH`` for programs in a sandbox: the user's, then the folders that every sandbox shows: this interpreter's and
+    the system's."""
+    return f"{os.environ.get('PATH', os.defpath)}:{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
 
 
 class SandboxLimits(Frozen):
