@@ -41,7 +41,7 @@ def test_the_host_that_is_used(packages: dict[str, str], installed: dict[str, st
         (V1, "v0", r"OpenHands V0 needs openhands-ai 1\.6 \(not installed\); in an environment of its own"),
         ({"openhands-ai": "1.7.0"}, "v0", r"needs openhands-ai 1\.6 \(openhands-ai 1\.7\.0 installed\)"),
         ({"openhands-sdk": "1.11.0", "openhands-tools": "1.11.0"}, "v1", r"openhands-sdk 1\.11\.0"),
-        (V0, "v1", r"in an environment of its own: pip install 'openhands_rl_plugin\[sdk\]'"),
+        (V0, "v1", r"in an environment of its own, in a clone of the package: pip install '\.\[sdk\]'"),
     ],
 )
 def test_a_host_that_is_not_there_is_said_with_the_remedy(

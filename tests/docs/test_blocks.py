@@ -57,6 +57,12 @@ def lines_of(example: Example) -> list[str]:
     return [line.strip().removesuffix("&").strip() for line in example.parsed.replace("\\\n", " ").splitlines()]
 
 
+def test_every_environment_gets_the_package_from_a_clone() -> None:
+    """It is on no index."""
+    loose = [each for each in BLOCKS if language_of(each) in ("sh", "console", "dockerfile")]
+    assert [named(each) for each in loose if re.search(r"pip install.* '?openhands_rl_plugin\b", each.parsed)] == []
+
+
 def lines() -> dict[str, str]:
     """Commands of blocks by their text: those that run, and those (``sh``, older guides) that are only looked at."""
     found: dict[str, str] = {}
@@ -142,8 +148,7 @@ def test_commands_are_commands(line: str) -> None:
                 get_headless_parser().parse_args(rest)
         case ["pip", "install", package]:
             name, _, extras = package.rstrip("]").partition("[")
-            assert name in (".", project["name"])
-            assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
+            assert name == "." and set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case ["torchrun", *rest]:

@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from pydantic import ValidationError
 
 import openhands_rl_plugin
+from openhands_rl_plugin.config.host import version_of
 from openhands_rl_plugin.config.rollout import options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject
@@ -34,7 +34,7 @@ GRACE = 60.0
 _AWAY = 5.0
 """Seconds before an episode is rolled out again."""
 _HOW = (
-    "make one with `uv venv OPENHANDS && uv pip install --python OPENHANDS 'openhands_rl_plugin[sdk]'`, then export "
+    "make one with `uv venv OPENHANDS && uv pip install --python OPENHANDS '.[sdk]'` in a clone, then export "
     f"{VARIABLE}=OPENHANDS/bin/python"
 )
 _PROBE = (
@@ -211,14 +211,11 @@ class UnfitReleaseError(ConfigError, ValueError):
 
 def check_release(package: str, fits: str) -> None:
     """Raise ``UnfitReleaseError`` unless this Python has a release ``fits`` of ``package``."""
-    try:
-        found = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        found = "none"
+    found = version_of(package) or "none"
     if not f"{found}.".startswith(f"{fits}."):
         raise UnfitReleaseError(
             f"openhands_rl_plugin needs {package} {fits} for this, and this Python has {found}: "
-            f"pip install '{package}=={fits}.*' openhands_rl_plugin, in a Python without OpenHands"
+            f"pip install '{package}=={fits}.*' . in a clone of the package, with a Python without OpenHands"
         )
 
 

@@ -24,7 +24,7 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"{error.name} is not installed; OpenRLHF pins its own torch and vLLM, so it needs a separate environment: "
-        "pip install openrlhf[vllm]==0.11.2 openhands_rl_plugin[train]"
+        "pip install openrlhf[vllm]==0.11.2 .[train] in a clone of the package"
     ) from error
 
 
