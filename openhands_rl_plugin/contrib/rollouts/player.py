@@ -9,19 +9,11 @@ import time
 
 from openhands_rl_plugin.apps.rollout.play import play
 from openhands_rl_plugin.cli.options.stores import storage_at
-from openhands_rl_plugin.contrib.rollouts.requests import (
-    Result,
-    ServiceOptions,
-    TaskRequest,
-    session_result,
-)
+from openhands_rl_plugin.contrib.rollouts.requests import Result, ServiceOptions, TaskRequest, session_result
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
-
-_FIRST_DELAY, _LONGEST_DELAY = 5.0, 60.0
-_WORTH_A_TRY = FailureKind.INFRASTRUCTURE.value
 
 
 class Player:
@@ -36,19 +28,19 @@ class Player:
 
     async def play(self, request: TaskRequest, session_id: str, run_id: str, sample: int) -> Result:
         """One episode; where the infrastructure fails it is tried again. A stored episode is not rolled out again."""
-        began, node, attempt = time.monotonic(), platform.node(), 0
-        while True:
+        began, node, outcome = time.monotonic(), platform.node(), ("", "")
+        for attempt in range(self._service.attempts):
+            if attempt:
+                await asyncio.sleep(min(60.0, 5.0 * 2 ** (attempt - 1)))
             # Another try is another episode: of the former one the store has the failure.
             outcome = await self._try(request, f"{run_id}~{attempt}" if attempt else run_id, sample)
-            failure = None if isinstance(outcome, tuple) else outcome.failure
-            kind = outcome[0] if isinstance(outcome, tuple) else failure and failure.kind.value
-            attempt += 1
-            if kind != _WORTH_A_TRY or attempt >= self._service.attempts:
-                timing = {"e2e_ms": 1000 * (time.monotonic() - began)}
-                if not isinstance(outcome, tuple):
-                    timing["run_ms"] = 1000 * outcome.seconds
-                return session_result(request, session_id, outcome, timing=timing, node=node)
-            await asyncio.sleep(min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (attempt - 1)))
+            failure = outcome.failure and outcome.failure.kind if isinstance(outcome, PlayedRollout) else outcome[0]
+            if failure != FailureKind.INFRASTRUCTURE:
+                break
+        timing = {"e2e_ms": 1000 * (time.monotonic() - began)}
+        if isinstance(outcome, PlayedRollout):
+            timing["run_ms"] = 1000 * outcome.seconds
+        return session_result(request, session_id, outcome, timing=timing, node=node)
 
     async def _try(self, request: TaskRequest, run_id: str, sample: int) -> PlayedRollout | tuple[str, str]:
         """The episode, or the kind and the reason of its failure."""
@@ -58,9 +50,9 @@ class Player:
             with boundary(FailureKind.INFRASTRUCTURE, "rollout.play"):
                 played = await play(request.task, options, storage=self._storage)
         except CaughtFailure as caught:
-            return caught.failure.kind.value, caught.failure.message
+            return caught.failure.kind, caught.failure.message
         except StorageError as error:
-            return _WORTH_A_TRY, str(error)
+            return FailureKind.INFRASTRUCTURE, str(error)
         except RLError as error:
             return "configuration", f"{error} (on {platform.node()})"
         if (failure := played.failure) is not None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.config.fields import VariableName
 from openhands_rl_plugin.config.rollout import PlayOptions, PlaySettings
@@ -17,7 +16,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.redaction import redact_json, redact_text
 from openhands_rl_plugin.core.servers import API_KEY
-from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue, Message
+from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue
 from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 from openhands_rl_plugin.trajectories.exchange.sft import read_answer
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.rollout.play import GivenTask
 
 COMPLETED, TIMEOUT, ERROR = "COMPLETED", "TIMEOUT", "ERROR"
-BUILDER = "prefix_merging"
-"""What Polar calls one trace for turns whose prompts extend each other."""
 _TASK, _ROW_ID, _SECONDS, _SEED = "task", "instance_id", "agent_timeout", "eval_sampling_seed_base"
 """Keys of ``metadata``: the task, or the id of one; a bound for the play alone; the seed of the first episode."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
@@ -36,14 +33,10 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
 """What Slime's bridge sends with evaluations by default. The last two are about how completions are written as text."""
 _HOSTS = {"openhands": None, "openhands_sdk": "v1", "openhands_v0": "v0", "openhands_v1": "v1"}
 _NAMES = ("strategy", "suite")
+_FACTS = {"trajectory_id", "reward_version", "resolved", "stop", "turns", "usage", "failure"}
 _PLACE = re.compile(r"[/\\\0:]|\.(jsonl|json|parquet)$")
-_SETTINGS = {"step_limit": "max_turns"} | {
-    name: name
-    for name in (
-        *("strategy", "suite", "temperature", "native_tool_calling", "max_turns", "max_prompt_length"),
-        *("max_response_length", "max_obs_length"),
-    )
-}
+_SETTINGS = {"step_limit": "max_turns"} | dict.fromkeys((*_NAMES, "temperature", "native_tool_calling"))
+_SETTINGS |= dict.fromkeys(("max_turns", "max_prompt_length", "max_response_length", "max_obs_length"))
 
 
 class ServiceOptions(PlaySettings):
@@ -61,16 +54,11 @@ class ServiceOptions(PlaySettings):
 
     def options(self, **own: object) -> PlayOptions:
         """The options of one episode, with ``own`` over those of the service. Raises ``ValidationError``."""
-        common = {name: getattr(self, name) for name in PlaySettings.model_fields}
-        given = {name: value for name, value in own.items() if value is not None}
-        return PlayOptions.model_validate({**common, **given})
+        common: dict[str, object] = {name: getattr(self, name) for name in PlaySettings.model_fields}
+        return PlayOptions.model_validate(common | {name: value for name, value in own.items() if value is not None})
 
 
-class _Given(Frozen):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Agent(_Given):
+class Agent(Frozen):
     """``harness``: which OpenHands; ``settings``: ``step_limit``, ``model_kwargs``, and fields of ``PlayOptions``."""
 
     harness: Literal["openhands", "openhands_sdk", "openhands_v0", "openhands_v1"] = "openhands"
@@ -78,14 +66,14 @@ class Agent(_Given):
     settings: JsonObject = Field(default_factory=dict)
 
 
-class Builder(_Given):
+class Builder(Frozen):
     """Turns whose prompts extend each other are one trace; where none do, that is what ``per_request`` makes."""
 
     strategy: Literal["prefix_merging", "per_request"] = "prefix_merging"
     config: JsonObject = Field(default_factory=dict, max_length=0)
 
 
-class TaskRequest(_Given):
+class TaskRequest(Frozen):
     """``num_samples`` episodes of one task, which are a group.
 
     ``dispatch_priority``: higher ones begin before lower ones that wait. ``early_stop_min_usable_sessions``: as soon
@@ -127,12 +115,6 @@ class TaskRequest(_Given):
             raise ConfigError(f"metadata.{_TASK}: give an id or a row: files of this machine are not read for clients")
         return found
 
-    @property
-    def public_metadata(self) -> JsonObject:
-        """``metadata`` without the row of the task, which the trainer has, and without secrets."""
-        row = isinstance(self.metadata.get(_TASK), dict)
-        return redact_json({name: value for name, value in self.metadata.items() if name != _TASK or not row})
-
     def options(self, service: ServiceOptions, sample: int, run_id: str) -> PlayOptions:
         """How an episode of the task is rolled out. Raises ``ConfigError`` for what is not offered."""
         own: dict[str, object] = {"model": self.agent.model_name, "host": _HOSTS[self.agent.harness]}
@@ -142,7 +124,7 @@ class TaskRequest(_Given):
             elif name in _NAMES and _PLACE.search(str(value)):
                 raise ConfigError(f"agent.settings.{name}: give a name: files of this machine are not read for clients")
             elif name in _SETTINGS:
-                own[_SETTINGS[name]] = value
+                own[_SETTINGS[name] or name] = value
             else:
                 raise ConfigError(f"agent.settings.{name}: not offered; known are model_kwargs, {', '.join(_SETTINGS)}")
         seconds = self.metadata.get(_SECONDS) or self.timeout_seconds
@@ -194,19 +176,21 @@ def session_result(
 
     A failed one has no reward and no traces. ``timing``: milliseconds. ``more`` is added to the metadata.
     """
-    metadata: JsonObject = {**request.public_metadata, **(more or {})}
+    # Without the row of the task, which the trainer has, and without secrets.
+    row = isinstance(request.metadata.get(_TASK), dict)
+    metadata = redact_json({name: value for name, value in request.metadata.items() if name != _TASK or not row})
+    metadata |= more or {}
     if isinstance(outcome, PlayedRollout):
         failure, count = outcome.failure, outcome.turns
         status = COMPLETED if failure is None else TIMEOUT if failure.boundary == TIMED_OUT else ERROR
         error = None if failure is None else failure.message
-        usable = failure is None and outcome.reward is not None
-        traces = [_trace(outcome, at) for at in range(len(outcome.segments))] if usable else []
-        own = {"trajectory_id", "reward_version", "resolved", "stop", "turns", "usage", "failure"}
-        facts = outcome.model_dump(mode="json", include=own)
+        valid = failure is None and outcome.reward is not None
+        traces = [_trace(outcome, at) for at in range(len(outcome.segments))] if valid else []
+        facts = outcome.model_dump(mode="json", include=_FACTS)
     else:
         status, count, error, traces = ERROR, 0, redact_text(outcome[1]), []
         facts = {"failure": {"kind": outcome[0], "message": error}}
-    head = {"builder": BUILDER, "record_count": count, "task_metadata": metadata}
+    head = {"builder": "prefix_merging", "record_count": count, "task_metadata": metadata}
     body = {
         "session_id": session_id,
         "task_id": request.task_id,
@@ -236,20 +220,17 @@ def _trace(played: PlayedRollout, at: int) -> dict[str, Any]:
     start = sample.mask.index(True)
     said = played.messages if last else ()
     first = next((at for at, each in enumerate(said) if each.role == "assistant"), len(said))
+    # Polar takes a call in the text for one that its server could not parse, and the reward away from its trace.
+    answers = [read_answer(m, played.tools) if m.role == "assistant" and not m.tool_calls else m for m in said[first:]]
     return {
         "prompt_ids": [*sample.input_ids[:start]],
         "response_ids": [*sample.input_ids[start:]],
         "loss_mask": [int(own and not why) for own in sample.mask[start:]],
         "response_logprobs": [*sample.logprobs[start:]] if known else None,
         "prompt_messages": [to_wire(message) for message in said[:first]],
-        "response_messages": [to_wire(_structured(message, played.tools)) for message in said[first:]],
+        "response_messages": [to_wire(message) for message in answers],
         "tools": [*played.tools] or None,
         "finish_reason": "length" if last and played.cut_short else "stop",
         "reward": played.reward,
         "metadata": metadata,
     }
-
-
-def _structured(message: Message, tools: Sequence[JsonObject]) -> Message:
-    """Polar takes a call in the text for one that its server could not parse, and the reward away from its trace."""
-    return read_answer(message, tools) if message.role == "assistant" and not message.tool_calls else message

@@ -31,7 +31,7 @@ from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.pool.ray_workers import cluster_machines, join_cluster
 
 _STATES = ("REGISTERED", "RUNNING", "COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
-_MOST_WAITING, _KEPT_EVENTS, _EVENT_PAUSE = 10_000, 20_000, 0.25
+_KEPT_EVENTS, _EVENT_PAUSE = 20_000, 0.25
 _REFUSED_SECONDS = 300.0
 """How long a task that was deleted before it came is refused."""
 
@@ -45,7 +45,6 @@ class Session:
     state: str = "REGISTERED"
     result: Result | None = None
     call: Any = None
-    began: float = 0.0
 
     @property
     def session_id(self) -> str:
@@ -72,13 +71,8 @@ class RolloutTask:
     def to_json(self) -> str:
         """Polar's ``TaskStatus``, with the results that are there."""
         results = [each.result.body for each in self.sessions if each.result is not None]
-        head = {
-            "task_id": self.request.task_id,
-            "status": self.status,
-            "total_sessions": len(self.sessions),
-            "completed_sessions": len(results),
-            "result_paths": [],
-        }
+        head = {"task_id": self.request.task_id, "status": self.status, "total_sessions": len(self.sessions)}
+        head |= {"completed_sessions": len(results), "result_paths": []}
         # Results are JSON already, and may be long.
         return f'{json.dumps(head)[:-1]}, "results": [{",".join(results)}]}}'
 
@@ -93,13 +87,12 @@ class Rollouts:
         self._refused: dict[str, float] = {}
         self._events: deque[tuple[int, str, str]] = deque(maxlen=_KEPT_EVENTS)
         self._numbers = itertools.count(1)
-        self._order = itertools.count()
         self._waiting: asyncio.PriorityQueue[tuple[int, int, Session]] = asyncio.PriorityQueue()
 
     def _take(self, request: TaskRequest) -> str:
         """Take a task; its status. The same request again is the same task, until its results were fetched.
 
-        Raises ``HTTPException`` for another task under the name of one that runs, and where too many wait.
+        Raises ``HTTPException`` for another task under the name of one that runs.
         """
         now, task_id = time.time(), request.task_id
         if now - self._refused.pop(task_id, 0.0) < _REFUSED_SECONDS:
@@ -111,25 +104,13 @@ class Rollouts:
             raise HTTPException(409, f"task {task_id} is already running, with another request")
         oldest = now - 3600 * self._service.keep_hours
         self._tasks = {k: v for k, v in self._tasks.items() if v.status == "running" or v.updated > oldest}
-        if self._waiting.qsize() > _MOST_WAITING:
-            raise HTTPException(503, f"more than {_MOST_WAITING} episodes wait already; submit it later")
         task = self._tasks[task_id] = RolloutTask(request)
         self._note("task.created", task_id=task_id, status=task.status, num_samples=request.num_samples)
         for sample in range(request.num_samples):
             session = Session(task, sample)
             task.sessions.append(session)
-            self._waiting.put_nowait((-request.dispatch_priority, next(self._order), session))
+            self._waiting.put_nowait((-request.dispatch_priority, next(self._numbers), session))
         return task.status
-
-    def _cancel(self, task_id: str) -> RolloutTask | None:
-        """Cancel what has not ended."""
-        task = self._tasks.get(task_id)
-        if task is not None and task.status == "running":
-            for each in task.sessions:
-                if not each.ended:
-                    self._end(each, "CANCELLED", None)
-            self._finish(task, "cancelled")
-        return task
 
     async def work(self, player: Any) -> None:
         """Give ``player``, an actor, one episode after the other."""
@@ -139,7 +120,7 @@ class Rollouts:
             *_, session = await self._waiting.get()
             if session.ended:
                 continue
-            task, session.began = session.task, time.time()
+            task = session.task
             self._enter(session, "RUNNING")
             session.call = player.play.remote(task.request, session.session_id, task.run_id, session.sample)
             try:
@@ -147,10 +128,9 @@ class Rollouts:
             except ray.exceptions.RayError as error:
                 why = ("infrastructure", f"the Ray actors that had it ended: {describe(error)}")
                 result = session_result(task.request, session.session_id, why, timing={})
-            if session.ended:  # cancelled meanwhile
-                continue
-            self._end(session, result.state, result)
-            self._after_result(task)
+            if not session.ended:  # else it was cancelled meanwhile
+                self._end(session, result.state, result)
+                self._after_result(task)
 
     def _after_result(self, task: RolloutTask) -> None:
         """Cancel what the task needs no more, and end it with its last episode."""
@@ -159,14 +139,11 @@ class Rollouts:
         if wanted is not None and usable >= wanted:
             why = f"cancelled: {usable} episodes of the group can be trained on, and {wanted} are wanted"
             more: JsonObject = {"early_stop_cancelled": True, "early_stop_reason": "minimum_usable_sessions_reached"}
+            more["fully_masked"] = True
             for each in [each for each in task.sessions if not each.ended]:
-                took = 1000 * (time.time() - each.began) if each.began else 0.0
-                own: JsonObject = {**more, "fully_masked": True, "early_stop_elapsed_ms": took}
-                found = session_result(task.request, each.session_id, ("cancelled", why), timing={}, more=own)
+                found = session_result(task.request, each.session_id, ("cancelled", why), timing={}, more=more)
                 self._end(each, "ERROR", found)
-        done = sum(each.ended for each in task.sessions)
-        task_id, total = task.request.task_id, len(task.sessions)
-        task.updated = time.time()
+        done, total, task_id = sum(each.ended for each in task.sessions), len(task.sessions), task.request.task_id
         self._note("task.updated", task_id=task_id, completed_sessions=done, total_sessions=total)
         if done == total:
             self._finish(task, "completed")
@@ -214,11 +191,15 @@ class Rollouts:
         """``DELETE /rollout/task/{task_id}?register_if_missing=``."""
         task_id = request.path_params["task_id"]
         early = request.query_params.get("register_if_missing", "false").lower() in ("1", "true", "yes", "on")
-        task = self._cancel(task_id)
-        if task is None and early and len(task_id) <= 150:
+        if task_id not in self._tasks and early and len(task_id) <= 150:
             self._refused[task_id] = time.time()
             return JSONResponse({"task_id": task_id, "status": "cancelled", "total_sessions": 0, "results": []})
-        return Response(self._known(request).to_json(), media_type="application/json")
+        if (task := self._known(request)).status == "running":
+            for each in task.sessions:
+                if not each.ended:
+                    self._end(each, "CANCELLED", None)
+            self._finish(task, "cancelled")
+        return Response(task.to_json(), media_type="application/json")
 
     async def status(self, _: Request) -> Response:
         """``GET /rollout/status``: how many episodes are in each state, and how tasks stand."""
@@ -230,8 +211,7 @@ class Rollouts:
     async def events(self, request: Request) -> Response:
         """``GET /events``: server-sent events; with ``Last-Event-ID`` those after it that are still known."""
         last = request.headers.get("last-event-id", "")
-        newest = self._events[-1][0] if self._events else 0
-        number = int(last) if last.isascii() and last.isdigit() else newest
+        number = int(last) if last.isascii() and last.isdigit() else next(self._numbers)
 
         async def stream() -> AsyncIterator[str]:
             nonlocal number
@@ -245,8 +225,7 @@ class Rollouts:
         return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     def _known(self, request: Request) -> RolloutTask:
-        task = self._tasks.get(request.path_params["task_id"])
-        if task is None:
+        if (task := self._tasks.get(request.path_params["task_id"])) is None:
             raise HTTPException(404, "Task not found")
         return task
 
@@ -268,12 +247,9 @@ class Rollouts:
 
 async def _refuse(_: Request, error: Exception) -> Response:
     """``detail`` is where Polar's clients look, ``error`` where those of our other servers do."""
-    status, why = 422, str(error)
-    if isinstance(error, HTTPException):
-        status, why = error.status_code, error.detail
+    status, why = (error.status_code, error.detail) if isinstance(error, HTTPException) else (422, str(error))
     if isinstance(error, ValidationError):
-        found = error.errors()[:3]
-        why = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in found)
+        why = "; ".join(f"{'.'.join(map(str, at['loc'])) or 'body'}: {at['msg']}" for at in error.errors()[:3])
     why = redact_text(why)[:2000]
     return JSONResponse({"detail": why, "error": {"message": why, "code": status}}, status)
 
