@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import CONTRIB
 
 import openhands_rl_plugin
 
@@ -47,43 +48,22 @@ def test_importing_the_package_is_quick() -> None:
     assert min(float(run(code)) for _ in range(3)) < IMPORT_CPU_SECONDS
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "core.types",
-        "core.errors",
-        "core.protocols",
-        "core.tree",
-        "config.toml",
-        "config.registry",
-        "rollout.session",
-        "cli",
-    ],
-)
-def test_the_core_loads_no_heavy_library(module: str) -> None:
-    loaded = {
-        name.split(".")[0] for name in run(f"import sys, openhands_rl_plugin.{module}; print(*sys.modules)").split()
-    }
-    assert loaded.isdisjoint(FORBIDDEN - {"pydantic"})
+def loaded_by(*modules: str) -> set[str]:
+    """The top-level modules of a process that imports these of the package."""
+    wanted = ", ".join(f"openhands_rl_plugin.{each}" for each in modules)
+    return {name.split(".")[0] for name in run(f"import sys, {wanted}; print(*sys.modules)").split()}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "rollout.many",
-        "rollout.scoring",
-        "models.generator.config",
-        "trajectories.sqlite.storage",
-        "training.credit.advantages",
-        "training.data.batch",
-        "training.loop.stages",
-    ],
-)
-def test_torch_and_openhands_are_left_alone_by_what_does_not_need_them(module: str) -> None:
-    loaded = {
-        name.split(".")[0] for name in run(f"import sys, openhands_rl_plugin.{module}; print(*sys.modules)").split()
-    }
-    assert loaded.isdisjoint({"torch", "transformers", "peft", "openhands", "litellm"})
+def test_the_core_loads_no_heavy_library() -> None:
+    core = ("core.types", "core.errors", "core.protocols", "core.tree", "config.toml", "config.registry")
+    assert loaded_by(*core, "rollout.session", "cli").isdisjoint(FORBIDDEN - {"pydantic"})
+
+
+def test_torch_and_openhands_are_left_alone_by_what_does_not_need_them() -> None:
+    data = ("trajectories.sqlite.storage", "training.credit.advantages", "training.data.batch", "training.loop.stages")
+    light = ("rollout.many", "rollout.scoring", "models.generator.config", "apps.loop.run", *data)
+    studio = ("contrib.studio.server",) if CONTRIB else ()
+    assert loaded_by(*light, *studio).isdisjoint({"torch", "transformers", "peft", "openhands", "litellm"})
 
 
 def test_every_public_name_can_be_had() -> None:

@@ -52,7 +52,6 @@ from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
 from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener, LoopParts
-from openhands_rl_plugin.training.trainer.memory_estimate import check_fits
 from openhands_rl_plugin.trajectories.view.figures import causes_of
 
 STATE = "state.json"
@@ -336,6 +335,8 @@ async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
             refuse_unscaled(job.settings, url, "start vLLM with --logprobs-mode processed_logprobs, or ")
     if job.settings.training.method != "full":
         return
+    from openhands_rl_plugin.training.trainer.memory_estimate import check_fits
+
     check_fits(job.model, job.settings.training, 0, free_memory())
     fresh = LoopState.load(parts.state_file).adapter is None
     base = (job.settings.serving.model, str(job.model.resolve()))

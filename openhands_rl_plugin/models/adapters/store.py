@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 PROBE = "probe.json"
 LOADED = "loaded.json"
 PROBED = "probed.json"
+METRICS_FILE = "metrics.jsonl"
 UNFINISHED = (".new-*", ".verifier-*")
 """What is not whole yet, and nobody's but its writer's."""
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
 from openhands_rl_plugin.core.files import PRIVATE, replacing
 from openhands_rl_plugin.core.types import Frozen, Sample
+from openhands_rl_plugin.models.adapters.store import METRICS_FILE
 from openhands_rl_plugin.training.distributed.ranks import Checkpoint, Ranks
 
 STATE_FILE = "trainer_state.safetensors"
@@ -210,9 +211,6 @@ def _newest(shards: Path, fingerprint: str) -> _Found:
             if all(_is_of(shard, fingerprint) for shard in each):
                 return _Found(full=False, step=step.name, size=int(size))
     return _Found(full=False)
-
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile:

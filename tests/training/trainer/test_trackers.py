@@ -18,9 +18,9 @@ from openhands_rl_plugin.cli.train import training_progress
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
+from openhands_rl_plugin.models.adapters.store import METRICS_FILE
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
-from openhands_rl_plugin.training.trainer.resume import METRICS_FILE
 
 
 @pytest.fixture(autouse=True)
