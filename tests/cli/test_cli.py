@@ -141,12 +141,11 @@ def test_serve_on_a_device_that_is_not_here(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("words", [["--products", "0"], ["--port", "70000"], ["--results-per-page", "0"]])
 def test_an_impossible_shop_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["env", "webshop", *words]) in (1, 2)
+    assert cli.main(["env", "webshop", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_shop_serves_until_it_is_stopped(number: signal.Signals) -> None:
+def test_the_shop_serves_until_it_is_stopped() -> None:
     command = [sys.executable, "-m", "openhands_rl_plugin.cli", "env", "webshop", "--port", "0", "--products", "50"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None and server.stderr is not None
@@ -155,6 +154,6 @@ def test_the_shop_serves_until_it_is_stopped(number: signal.Signals) -> None:
         url = line.split()[2].removesuffix(":")
         answer = httpx.post(f"{url}/reset", json={"idx": 0}, trust_env=False).json()
         assert {"state", "reward", "done"} <= answer.keys()
-        server.send_signal(number)
+        server.send_signal(signal.SIGINT)
         assert server.wait(timeout=20) == 0
         assert server.stderr.read() == ""

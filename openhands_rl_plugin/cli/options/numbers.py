@@ -30,16 +30,19 @@ def whole(text: str) -> int:
     return number
 
 
-def at_least[Number: (int, float)](least: Number, read: Callable[[str], Number]) -> Callable[[str], Number]:
-    """The type of an option with a lower bound."""
+def at_least[Number: (int, float)](
+    least: Number, read: Callable[[str], Number], most: float = math.inf
+) -> Callable[[str], Number]:
+    """The type of an option with a lower bound, and maybe an upper one."""
 
     def bounded(text: str) -> Number:
-        if (number := read(text)) < least:
-            raise argparse.ArgumentTypeError("must be above 0" if 0 < least < 1 else f"must be at least {least:g}")
+        if not least <= (number := read(text)) <= most:
+            low = "must be above 0" if 0 < least < 1 else f"must be at least {least:g}"
+            raise argparse.ArgumentTypeError(low if number < least else f"must be at most {most:g}")
         return number
 
     return bounded
 
 
-positive, natural = at_least(1, whole), at_least(0, whole)
+positive, natural, port = at_least(1, whole), at_least(0, whole), at_least(0, whole, 65535)
 not_negative, above_zero = at_least(0.0, finite), at_least(sys.float_info.min, finite)

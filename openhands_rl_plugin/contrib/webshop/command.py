@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
-from openhands_rl_plugin.cli.options.numbers import natural, positive
+from openhands_rl_plugin.cli.options.numbers import port, positive
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers import API_KEY, required_key
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("environment", choices=["webshop"], help="the environment")
     host = "address to listen on; any but loopback needs a key"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
-    parser.add_argument("--port", type=natural, default=8000, metavar="PORT", help="port; 0 takes a free one")
+    parser.add_argument("--port", type=port, default=8000, metavar="PORT", help="port; 0 takes a free one")
     key = "environment variable with the key that clients must send; unset: no key is required"
     parser.add_argument("--api-key-env", default=API_KEY, metavar="VARIABLE", help=key)
     add_access_log(parser)
@@ -42,12 +42,8 @@ def run(args: argparse.Namespace) -> int:
     required_key(args.host, args.api_key_env, protects="its sessions")
     log_accesses_if_asked(args)
     try:
-        world = WebShop(
-            args.products,
-            args.seed,
-            results_per_page=args.results_per_page,
-            separator=SEPARATORS[args.separator],
-        )
+        page, separator = args.results_per_page, SEPARATORS[args.separator]
+        world = WebShop(args.products, args.seed, results_per_page=page, separator=separator)
     except ValueError as error:
         raise ConfigError(f"no such shop: {error}") from error
     with running_webshop(world, host=args.host, port=args.port, api_key_env=args.api_key_env) as url:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -83,27 +79,6 @@ def test_the_session_that_was_longest_unused_makes_room() -> None:
     assert ("a" in table, "b" in table, "c" in table) == (True, False, True)
     with pytest.raises(UnknownSessionError, match="no session 'b'"):
         table.get("b")
-
-
-def test_the_command_serves_until_it_is_told_to_stop() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "openhands_rl_plugin", "env", "webshop", "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                assert httpx.get(f"http://127.0.0.1:{port}/", trust_env=False).text == "ok"
-                break
-            except httpx.TransportError:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-        process.terminate()
-        process.wait(10)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 async def test_the_shop_passes_the_conformance_check(base_url: str) -> None:
