@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from mongodb_server import MongoServer, NoServerError
 from studio_client import Client, Opener, fill
 from tiny_model import write_tokenizer
 
@@ -15,7 +17,28 @@ from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef
 from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+
+@pytest.fixture(scope="module")
+def mongodb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MongoServer]:
+    server = MongoServer(tmp_path_factory.mktemp("mongodb"))
+    try:
+        server.start()
+    except NoServerError as error:
+        pytest.skip(f"THE STUDIO OVER MONGODB IS NOT TESTED: {error}")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "mongodb"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+    """Opens the same new store again and again."""
+    if request.param == "sqlite":
+        return lambda: FileTrajectoryStorage(tmp_path / "store")
+    server: MongoServer = request.getfixturevalue("mongodb")
+    return lambda: MongoDBTrajectoryStorage(server.url, f"studio_{abs(hash(tmp_path)):x}")
 
 
 def test_the_list_has_the_newest_first(opener: Opener, client: Client) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
-from pathlib import Path
 
 import pytest
 from starlette.routing import Route
@@ -20,7 +18,6 @@ from openhands_rl_plugin.core.types import Score, StopReason
 from openhands_rl_plugin.rewards.human import HumanReward
 from openhands_rl_plugin.rollout.scoring import ScoreReport, rescore
 from openhands_rl_plugin.testing.samples import GONE, sample_episode
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SECRET = "sk-proj-" + "Q7w" * 16
 
@@ -118,8 +115,7 @@ def test_a_preference_is_what_training_reads(opener: Opener, client: Client) -> 
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, client: Client, body: object, status: int) -> None:
-    opener = partial(FileTrajectoryStorage, tmp_path)
+def test_what_makes_no_sense_is_refused(opener: Opener, client: Client, body: object, status: int) -> None:
     failed = sample_episode("failed", stop=StopReason.ERROR, failure=GONE)
     fill(opener, [sample_episode("one"), sample_episode("two"), failed])
     browser = client(opener())

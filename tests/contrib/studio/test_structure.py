@@ -1,4 +1,4 @@
-"""Groups and comparisons, the same from SQLite and from MongoDB."""
+"""Groups and comparisons."""
 
 from __future__ import annotations
 
