@@ -1,14 +1,14 @@
-"""Episodes as the rows of SkyRL, verl, Harbor and Tinker. No trainer is imported: rows are plain values with its field
+"""Episodes as the rows of SkyRL, verl and Harbor. No trainer is imported: rows are plain values with its field
 names.
 
-What is not carried: the temperature (one for all), the places of answers, and, but for Tinker, advantages.
+What is not carried: the temperature (one for all), the places of answers, and advantages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, TypedDict
+from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject, Sample
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
@@ -110,35 +110,3 @@ def rollout_details(samples: Sequence[Sample], *, temperature: float = 1.0) -> l
             }
         )
     return details
-
-
-class DatumRow(TypedDict):
-    """A ``Datum``; ``loss_fn_inputs`` has target_tokens, logprobs, advantages, and weights where they are wanted."""
-
-    model_input: list[int]
-    loss_fn_inputs: dict[str, list[int] | list[float]]
-
-
-def datums(
-    samples: Iterable[Sample], *, scale: float = 1.0, weights: bool = False, temperature: float = 1.0
-) -> list[DatumRow]:
-    """One row for each segment, with the advantage times ``scale``.
-
-    The service and SkyRL's torch trainer add up the tokens' losses, so that a mean over tokens is a ``scale`` of one
-    over the number of sampled tokens in the batch. SkyRL's JAX back end needs ``weights``, and divides by them itself.
-    Raises ``ExchangeError``.
-    """
-    rows = [checked(each, "Tinker", temperature=temperature, own_advantages=True) for each in samples]
-    return [_row(each, scale, weights) for each in rows]
-
-
-def _row(sample: Sample, scale: float, weights: bool) -> DatumRow:
-    own = range(1, len(sample.input_ids))
-    inputs: dict[str, list[int] | list[float]] = {
-        "target_tokens": [*sample.input_ids[1:]],
-        "logprobs": [*sample.logprobs[1:]],
-        "advantages": [sample.advantage_at(at) * scale if sample.mask[at] else 0.0 for at in own],
-    }
-    if weights:
-        inputs["weights"] = [float(sample.mask[at]) for at in own]
-    return DatumRow(model_input=[*sample.input_ids[:-1]], loss_fn_inputs=inputs)

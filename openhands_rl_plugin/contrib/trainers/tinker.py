@@ -9,19 +9,18 @@ from __future__ import annotations
 import importlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import Field, model_validator
 
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
-from openhands_rl_plugin.contrib.trainers.rows import DatumRow
-from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
-from openhands_rl_plugin.core.servers import is_loopback
+from openhands_rl_plugin.config.training import TrainingSettings
+from openhands_rl_plugin.core.errors import RLError, TrainingError, describe
+from openhands_rl_plugin.core.servers import is_loopback, named_key
 from openhands_rl_plugin.training.packages import check_package
 
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
@@ -38,7 +37,7 @@ class TinkerSettings(Settings):
     )
     reduction: Literal["sum", "sequence-mean"] = Field(
         default="sum",
-        description="how the server reduces token losses; sequence-mean: SkyRL's JAX back end; checked at the start",
+        description="how it adds up token losses; sequence-mean: SkyRL's JAX back end; checked at first",
     )
     timeout: float = Field(default=900.0, gt=0, description="seconds for one answer of the service")
 
@@ -46,10 +45,7 @@ class TinkerSettings(Settings):
     def _no_key_in_the_clear(self) -> Self:
         parts = urlsplit(self.base_url)
         if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
-            raise ValueError(
-                "base_url: http:// would send key and data in the clear to another machine; use https:// or a tunnel "
-                "to 127.0.0.1"
-            )
+            raise ValueError("base_url: http:// sends the key in the clear: use https://, or a tunnel to 127.0.0.1")
         return self
 
     @property
@@ -57,44 +53,15 @@ class TinkerSettings(Settings):
         """Of the server, without a slash at the end."""
         return self.base_url or HOSTED
 
-    def api_key(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """The key, ``None`` where a server of one's own needs none. Raises ``ConfigError`` for the hosted service."""
-        if key := (os.environ if environ is None else environ).get(self.api_key_env):
-            return key
-        if self.base_url:
-            return None
-        raise ConfigError(
-            f"[rl.tinker] api_key_env: the environment variable {self.api_key_env} is not set; export it, or set "
-            "base_url to a server of your own"
-        )
+    def api_key(self) -> str:
+        """The key, or what a server of one's own takes for none. Raises ``ConfigError`` for the hosted service."""
+        if self.base_url and self.api_key_env not in os.environ:
+            return _KEYLESS
+        return named_key(self.api_key_env, "[rl.tinker] api_key_env")
 
 
-_TRIES = 3
 _KEYLESS = "tml-none"
 """What the client sends where a server wants no key; it refuses to send nothing."""
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Of one step of AdamW. ``epsilon`` is added to the root of the second moment; ``max_grad_norm`` 0: no clipping."""
-
-    learning_rate: float
-    weight_decay: float = 0.0
-    max_grad_norm: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-
-
-@dataclass(frozen=True)
-class NewAdapter:
-    """What a fresh adapter is made of. The service itself knows groups of layers only."""
-
-    base_model: str
-    rank: int
-    seed: int
-    attention: bool
-    mlp: bool
 
 
 class TinkerService:
@@ -106,34 +73,50 @@ class TinkerService:
     def __init__(self, settings: TinkerSettings) -> None:
         key = settings.api_key()
         self._settings = settings
-        self._tinker = _client_package()
-        _greet(settings)
+        # Its client reports exceptions with the headers of requests, where the key is.
+        os.environ.setdefault("TINKER_TELEMETRY", "0")
+        check_package("tinker")
+        self._tinker: Any = importlib.import_module("tinker")
+        try:  # any response shows that there is a server
+            with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as client:
+                client.get(f"{settings.address}/api/v1/healthz", timeout=10.0)
+        except httpx.HTTPError as error:
+            raise TrainingError(
+                f"no route to the Tinker service at {settings.address} ({describe(error)}): start it, or set "
+                "[rl.tinker] base_url"
+            ) from error
         with _asking(settings, "open a session"):
-            self._client: Any = self._tinker.ServiceClient(base_url=settings.address, api_key=key or _KEYLESS)
+            self._client: Any = self._tinker.ServiceClient(base_url=settings.address, api_key=key)
             # Before the interpreter ends, when the client could no longer end its own threads.
             weakref.finalize(self, self._client.holder.close)
 
-    def create(self, wanted: NewAdapter) -> RemoteAdapter:
-        """With the layers of attention, of the MLPs, or both; never the output layer: few servers load that."""
-        with _asking(self._settings, f"make an adapter of {wanted.base_model}"):
+    def create(self, base_model: str, training: TrainingSettings) -> RemoteAdapter:
+        """A fresh adapter with the layers of attention, of the MLPs, or both: the service knows groups of layers only.
+        Never with the output layer: few servers load that."""
+        with _asking(self._settings, f"make an adapter of {base_model}"):
             made = self._client.create_lora_training_client(
-                base_model=wanted.base_model,
-                rank=wanted.rank,
-                seed=wanted.seed,
-                train_attn=wanted.attention,
-                train_mlp=wanted.mlp,
+                base_model=base_model,
+                rank=training.lora_rank,
+                seed=training.seed,
+                train_attn="q_proj" in training.target_modules,
+                train_mlp="up_proj" in training.target_modules,
                 train_unembed=False,
             )
         return RemoteAdapter(self._tinker, made, self._settings)
 
     def open(self, path: str, *, optimizer: bool) -> RemoteAdapter:
         """With or without the moments."""
+        kind = f"create_training_client_from_state{'_with_optimizer' if optimizer else ''}"
         with _asking(self._settings, f"load {path}"):
-            make = self._client.create_training_client_from_state
-            if optimizer:
-                make = self._client.create_training_client_from_state_with_optimizer
-            made = make(path)
+            made = getattr(self._client, kind)(path)
         return RemoteAdapter(self._tinker, made, self._settings)
+
+
+class DatumRow(TypedDict):
+    """The fields of a ``Datum``: of T tokens the first T - 1, and a value for each of the last T - 1."""
+
+    model_input: list[int]
+    loss_fn_inputs: dict[str, list[int] | list[float]]
 
 
 class RemoteAdapter:
@@ -148,25 +131,24 @@ class RemoteAdapter:
     def forward(self, rows: Sequence[DatumRow]) -> list[list[float]]:
         """With the loss "cross_entropy", whose value is not used."""
         with _asking(self._settings, "compute logprobs"):
-            return self._logprobs(self._client.forward(self._data(rows), "cross_entropy"))
+            found = self._client.forward(self._data(rows), "cross_entropy").result(self._settings.timeout)
+            return [[float(value) for value in each["logprobs"].tolist()] for each in found.loss_fn_outputs]
 
-    def forward_backward(self, rows: Sequence[DatumRow], loss: str, config: Mapping[str, float]) -> list[list[float]]:
-        """The client sends a large batch in parts, which the service takes for one."""
-        with _asking(self._settings, f"compute the gradient of {loss}"):
-            return self._logprobs(self._client.forward_backward(self._data(rows), loss, dict(config) or None))
+    def forward_backward(self, rows: Sequence[DatumRow]) -> None:
+        """Add the gradient of ``-sum(ratio * advantage)``. The client sends a large batch in parts, which the service
+        takes for one."""
+        with _asking(self._settings, "compute a gradient"):
+            self._client.forward_backward(self._data(rows), "importance_sampling").result(self._settings.timeout)
 
-    def step(self, options: StepOptions) -> float | None:
-        """The norm is a metric that servers name each in their own way."""
-        adam = self._tinker.AdamParams(
-            learning_rate=options.learning_rate,
-            beta1=options.beta1,
-            beta2=options.beta2,
-            eps=options.epsilon,
-            weight_decay=options.weight_decay,
-            grad_clip_norm=options.max_grad_norm,
-        )
+    def step(
+        self, learning_rate: float, *, weight_decay: float = 0.0, max_grad_norm: float = 0.0, epsilon: float = 1e-8
+    ) -> float | None:
+        """One step of AdamW; ``max_grad_norm`` 0: no clipping. Returns the norm of the gradient, a metric that servers
+        name each in their own way."""
+        adamw = {"beta1": 0.9, "beta2": 0.999, "eps": epsilon, "weight_decay": weight_decay}
+        options = self._tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=max_grad_norm, **adamw)
         with _asking(self._settings, "make a step"):
-            metrics = self._client.optim_step(adam).result(self._settings.timeout).metrics or {}
+            metrics = self._client.optim_step(options).result(self._settings.timeout).metrics or {}
         return next((value for name, value in metrics.items() if "grad_norm" in name), None)
 
     def save(self, name: str) -> str:
@@ -179,62 +161,30 @@ class RemoteAdapter:
         with _asking(self._settings, "export the adapter"):
             path: str = self._client.save_weights_for_sampler(name).result(self._settings.timeout).path
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")
-        return _archive(self._settings, run, checkpoint.rpartition("/")[2])
+        place = f"training_runs/{run}/checkpoints/{checkpoint.rpartition('/')[2]}/archive"
+        headers = {"X-API-Key": self._settings.api_key()}
+        with _asking(self._settings, "send the adapter"), httpx.Client(timeout=self._settings.timeout) as client:
+            answer = client.get(f"{self._settings.address}/api/v1/{place}", headers=headers)
+            if answer.is_redirect and answer.next_request is not None:
+                # A place in a store of objects signs its own address, and has no business with the key.
+                own = str(answer.next_request.url).startswith(self._settings.address)
+                answer = client.get(answer.next_request.url, headers=headers if own else {}, follow_redirects=True)
+            return answer.raise_for_status().content
 
     def close(self) -> None:
         """Once; also when the adapter is no longer used, and at the end of the process."""
         self._unload()
 
     def _data(self, rows: Sequence[DatumRow]) -> list[Any]:
-        made = self._tinker.ModelInput.from_ints
-        return [
-            self._tinker.Datum(model_input=made(row["model_input"]), loss_fn_inputs=row["loss_fn_inputs"])
-            for row in rows
-        ]
-
-    def _logprobs(self, future: Any) -> list[list[float]]:
-        found = future.result(self._settings.timeout).loss_fn_outputs
-        return [[float(value) for value in each["logprobs"].tolist()] for each in found]
-
-
-def _client_package() -> Any:
-    # Its client reports exceptions with the headers of requests, where the key is.
-    os.environ.setdefault("TINKER_TELEMETRY", "0")
-    check_package("tinker")
-    return importlib.import_module("tinker")
-
-
-def _greet(settings: TinkerSettings) -> None:
-    """Any response shows that there is a server. Raises ``TrainingError`` where there is none."""
-    try:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=_TRIES)) as client:
-            client.get(f"{settings.address}/api/v1/healthz", timeout=10.0)
-    except httpx.HTTPError as error:
-        raise TrainingError(
-            f"no route to the Tinker service at {settings.address} ({describe(error)}): start it, or set "
-            "[rl.tinker] base_url"
-        ) from error
+        made, datum = self._tinker.ModelInput.from_ints, self._tinker.Datum
+        return [datum(model_input=made(each["model_input"]), loss_fn_inputs=each["loss_fn_inputs"]) for each in rows]
 
 
 def _unload(settings: TinkerSettings, model: str) -> None:
     """The client has no call for it; a server without one drops models when their session ends."""
     with suppress(httpx.HTTPError, RLError):
-        own = {"X-API-Key": settings.api_key() or _KEYLESS}
-        body = {"model_id": model, "type": "unload_model"}
+        body, own = {"model_id": model, "type": "unload_model"}, {"X-API-Key": settings.api_key()}
         httpx.post(f"{settings.address}/api/v1/unload_model", json=body, headers=own, timeout=10.0)
-
-
-def _archive(settings: TinkerSettings, run: str, checkpoint: str) -> bytes:
-    """The tar file with the adapter. Raises ``TrainingError``."""
-    address = f"{settings.address}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive"
-    headers = {"X-API-Key": settings.api_key() or _KEYLESS}
-    with _asking(settings, "send the adapter"), httpx.Client(timeout=settings.timeout) as client:
-        answer = client.get(address, headers=headers)
-        if answer.is_redirect and answer.next_request is not None:
-            # A place in a store of objects signs its own address, and has no business with the key.
-            own = str(answer.next_request.url).startswith(settings.address)
-            answer = client.get(answer.next_request.url, headers=headers if own else {}, follow_redirects=True)
-        return answer.raise_for_status().content
 
 
 @contextmanager
@@ -249,9 +199,5 @@ def _asking(settings: TinkerSettings, what: str) -> Iterator[None]:
             f"the Tinker service did not {what} in {settings.timeout:g} s: raise [rl.tinker] timeout; "
             "the same command continues from the last checkpoint"
         ) from error
-    except (httpx.HTTPError, ValueError, RuntimeError, OSError, _client_error()) as error:
+    except (httpx.HTTPError, ValueError, RuntimeError, OSError, importlib.import_module("tinker").TinkerError) as error:
         raise TrainingError(f"the Tinker service at {settings.address} did not {what}: {describe(error)}") from error
-
-
-def _client_error() -> type[Exception]:
-    return importlib.import_module("tinker").TinkerError

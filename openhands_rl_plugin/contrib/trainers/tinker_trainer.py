@@ -1,7 +1,7 @@
 """Trains an adapter on a server of the Tinker API: our samples, advantages, normaliser and schedule, its passes.
 
-The loss is computed here on the server's logprobs, and its gradient by them goes back as the factors of a likelihood:
-exact for every loss of ``losses``, for one forward pass more than a loss of the server's own would take.
+The loss is computed here on the server's logprobs, and its gradient by them goes back as the advantages of a policy
+gradient with a ratio of 1: exact for every loss of ``losses``, for one forward pass more than a loss of the server.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import secrets
 import sys
 import tarfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 from pydantic import ValidationError
@@ -25,14 +24,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.trainers.rows import DatumRow, datums
-from openhands_rl_plugin.contrib.trainers.tinker import (
-    NewAdapter,
-    RemoteAdapter,
-    StepOptions,
-    TinkerService,
-    TinkerSettings,
-)
+from openhands_rl_plugin.contrib.trainers.tinker import DatumRow, RemoteAdapter, TinkerService, TinkerSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.redaction import redacting_logger
@@ -81,7 +73,7 @@ class TinkerTrainer(Trainer):
         self._base_model = tinker.model or base_model
         self._service = TinkerService(tinker) if service is None else service
         self._model: RemoteAdapter | None = None
-        self._path, self._optimizer = self._start(adapter, settings)
+        self._path, self._optimizer = self._start(adapter, settings), False
         """The newest checkpoint, and whether its moments are this trainer's."""
         self._saved_at: int | None = None
         """The step of that checkpoint, where it is one of this trainer."""
@@ -93,7 +85,7 @@ class TinkerTrainer(Trainer):
         """The adapter at the service, from the newest checkpoint."""
         if self._model is None:
             if self._path is None:
-                self._model = self._service.create(self._fresh(self.settings))
+                self._model = self._service.create(self._base_model, self.settings)
             else:
                 self._model = self._service.open(self._path, optimizer=self._optimizer)
         return self._model
@@ -102,10 +94,7 @@ class TinkerTrainer(Trainer):
         """Fetch the adapter in PEFT's format, and note its checkpoint at the service beside it."""
         path = self._saved()
         write_adapter(self.model.export(self._new_name()), directory, base_model=self._base_model)
-        origin = TinkerOrigin(
-            path=path, address=self._tinker.address, base_model=self._base_model, rank=self.settings.lora_rank
-        )
-        write_file(directory / ORIGIN, origin.model_dump_json(indent=1))
+        write_file(directory / ORIGIN, self._origin(path, self.settings).model_dump_json(indent=1))
 
     @property
     def _micro_batch_tokens(self) -> int:
@@ -130,10 +119,15 @@ class TinkerTrainer(Trainer):
     def _begin(
         self, items: list[TrainingSample], loss: MicroBatchLoss, kept: RunCheckpoint | None
     ) -> tuple[int, int, RunningMetrics, bool]:
+        if any(item.temperatures is not None for item in items):
+            raise TrainingError("the Tinker service trains at temperature 1; set [rl.sampling] temperature = 1.0")
         if not self._reduces:
-            first = next((batch for batch in self._order(items, self.step) if any(map(loss.counts, batch))), items)
-            with self._scratch() as adapter:
-                check_reduction(adapter, [item for item in first if loss.counts(item)] or first, self._tinker.reduction)
+            item = max(items, key=lambda each: (loss.counts(each), len(each.positions)))
+            scratch = self._service.create(self._base_model, self.settings)
+            try:
+                check_reduction(scratch, item, self._tinker.reduction)
+            finally:
+                scratch.close()
             self._reduces = True
         return super()._begin(items, loss, kept)
 
@@ -143,29 +137,27 @@ class TinkerTrainer(Trainer):
         try:
             total, diagnostics = self._gradient(live, torch.tensor(weights), loss)
             if not math.isfinite(total):
-                raise TrainingError(
-                    f"step {self.step + 1}: the loss is {total}; the weights are unchanged. Lower learning_rate, or "
-                    "check the recorded logprobs"
-                )
-            norm = self.model.step(
-                StepOptions(self._rate, self.settings.weight_decay, max_grad_norm=self.settings.max_grad_norm)
-            )
+                raise TrainingError(f"step {self.step + 1}: the loss is {total}; no step was made: lower learning_rate")
+            decay, most = self.settings.weight_decay, self.settings.max_grad_norm
+            norm = self.model.step(self._rate, weight_decay=decay, max_grad_norm=most)
+            if norm is not None and not math.isfinite(norm):
+                raise TrainingError(f"step {self.step + 1}: the norm of the gradient is {norm}; lower learning_rate")
         except TrainingError:
-            self._close()  # a gradient without a step: what comes next begins at the last checkpoint
+            self._close()  # a gradient without a step, or a bad one: what comes next begins at the last checkpoint
             raise
-        if norm is not None and not math.isfinite(norm):
-            self._close()
-            raise TrainingError(f"step {self.step + 1}: the norm of the gradient is {norm}; lower learning_rate")
         return total, norm or 0.0, diagnostics
 
     def _gradient(self, live: list[TrainingSample], weights: Tensor, loss: MicroBatchLoss) -> tuple[float, Diagnostics]:
         """Add the gradient of the batch at the service."""
         answers = self.model.forward(forward_rows([item.sample.input_ids for item in live]))
-        logprobs = trained_logprobs(live, answers).requires_grad_()
+        # An answer begins with the second token of a sequence.
+        found = [answer[at - 1] for item, answer in zip(live, answers, strict=True) for at in item.positions]
+        logprobs = torch.tensor(found, requires_grad=True)
         share, diagnostics = loss(MicroBatch(live, logprobs, -logprobs.detach(), weights))
         (gradient,) = torch.autograd.grad(share, logprobs)
-        factors = list(torch.split(-gradient, [len(item.positions) for item in live]))
-        self.model.forward_backward(*likelihood_rows(live, factors, self._tinker.reduction))
+        sizes = [len(item.positions) for item in live]
+        old, factors = torch.split(logprobs.detach(), sizes), torch.split(-gradient, sizes)
+        self.model.forward_backward(gradient_rows(live, old, factors, self._tinker.reduction))
         return share.item(), diagnostics
 
     def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
@@ -173,10 +165,10 @@ class TinkerTrainer(Trainer):
         where = f"{self._tinker.address}\n{self._base_model}\n{self._tinker.reduction}\n{self._path}"
         return fingerprint(f"{type(loss).__name__}\n{where}\n{settings}", samples, (), self.step)
 
-    def _start(self, adapter: Adapter | None, settings: TrainingSettings) -> tuple[str | None, bool]:
+    def _start(self, adapter: Adapter | None, settings: TrainingSettings) -> str | None:
         """The checkpoint to start from. Raises ``TrainingError`` where the service has none."""
         if adapter is None:
-            return None, False
+            return None
         try:
             origin = TinkerOrigin.model_validate_json((Path(adapter.path) / ORIGIN).read_bytes())
         except (OSError, ValidationError) as error:
@@ -184,34 +176,16 @@ class TinkerTrainer(Trainer):
                 f'{adapter.name} was not trained by engine = "tinker", and the service takes no adapters from '
                 f'elsewhere ({describe(error)}): start from base, or set engine = "local"'
             ) from error
-        here = TinkerOrigin(
-            path=origin.path, address=self._tinker.address, base_model=self._base_model, rank=settings.lora_rank
-        )
-        if origin != here:
+        if origin != (here := self._origin(origin.path, settings)):
             raise TrainingError(
                 f"{adapter.name} was trained as {origin!r}, and the settings say {here!r}: set [rl.tinker] and "
                 "lora_rank to that, or start from base"
             )
-        return origin.path, False
+        return origin.path
 
-    def _fresh(self, settings: TrainingSettings) -> NewAdapter:
-        targets = settings.target_modules
-        return NewAdapter(
-            base_model=self._base_model,
-            rank=settings.lora_rank,
-            seed=settings.seed,
-            attention="q_proj" in targets,
-            mlp="up_proj" in targets,
-        )
-
-    @contextmanager
-    def _scratch(self) -> Iterator[RemoteAdapter]:
-        """A fresh adapter beside the trained one, for the block."""
-        adapter = self._service.create(self._fresh(self.settings))
-        try:
-            yield adapter
-        finally:
-            adapter.close()
+    def _origin(self, path: str, settings: TrainingSettings) -> TinkerOrigin:
+        address, rank = self._tinker.address, settings.lora_rank
+        return TinkerOrigin(path=path, address=address, base_model=self._base_model, rank=rank)
 
     def _saved(self) -> str:
         """The path of a checkpoint of the present state."""
@@ -249,8 +223,6 @@ class _RemotePolicy:
         self, layout: Layout, wanted: list[tuple[int, int]], temperatures: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The service's, without a gradient; minus each is the estimate of the entropy."""
-        if temperatures is not None:
-            raise TrainingError("the Tinker service trains at temperature 1; set [rl.sampling] temperature = 1.0")
         sequences = [[layout.ids[row] for row in rows] for rows in layout.rows]
         answers = self._trainer.model.forward(forward_rows(sequences))
         found = torch.tensor([answers[s][t - 1] for s, t in wanted])
@@ -267,131 +239,61 @@ class _RemotePolicy:
         yield
 
 
-Reduction = Literal["sum", "sequence-mean"]
-
-_ONE: Mapping[str, float] = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
-
-
-def policy_rows(items: Sequence[TrainingSample], factors: Sequence[Tensor], reduction: Reduction) -> list[DatumRow]:
-    """Rows for a policy gradient, so that the server's reduction gives the gradient of the whole batch.
+def gradient_rows(
+    items: Sequence[TrainingSample], old: Sequence[Tensor], factors: Sequence[Tensor], reduction: str
+) -> list[DatumRow]:
+    """Rows with the gradient of ``-sum(factor * logprob)`` over all tokens, by the server's reduction.
 
     Services add up the losses of all tokens (SkyRL: ``ppo_utils.py``). SkyRL's JAX back end divides those of a sequence
     by the sum of its weights, and the gradient by the number of sequences since the last step (``backends/jax.py``):
-    there a token's weight is multiplied by both.
-    ``factors``: [K] of each sample, advantages with all weights in them.
-
-    The ratio is to ``TrainingSample.old``. Raises ``ExchangeError`` for samples that are not of temperature 1.
+    there a token's factor is multiplied by both.
+    ``old``: [K] of each sample, the logprobs that the ratio is to. ``factors``: [K], of any sign.
     """
-    averaged = reduction == "sequence-mean"
-    made = []
-    for item, each in zip(items, factors, strict=True):
+    rows: list[DatumRow] = []
+    for item, logprobs, each in zip(items, old, factors, strict=True):
+        ids, averaged = item.sample.input_ids, reduction == "sequence-mean"
         scale = len(item.positions) * len(items) if averaged else 1
-        changed = {
-            "logprobs": _spread(item, item.old),
-            "token_advantages": _spread(item, each * scale),
-            "token_temperatures": _spread(
-                item, torch.ones_like(each) if item.temperatures is None else item.temperatures
-            ),
-            "count": 1,  # the factors have it
-        }
-        made.append(item.sample.model_copy(update=changed))
-    return datums(made, weights=averaged)
-
-
-def likelihood_rows(
-    items: Sequence[TrainingSample], factors: Sequence[Tensor], reduction: Reduction
-) -> tuple[list[DatumRow], str, Mapping[str, float]]:
-    """Rows, loss and its options with the gradient of ``-sum(factor * logprob)``; factors ([K]) of any sign.
-
-    Where weights are divided by their own sum they cannot carry factors: there it is CISPO with a ratio clipped to 1.
-    """
-    rows = policy_rows(items, factors, reduction)
-    if reduction == "sequence-mean":
-        return rows, "cispo", _ONE
-    for row in rows:
-        inputs = row["loss_fn_inputs"]
-        row["loss_fn_inputs"] = {"target_tokens": inputs["target_tokens"], "weights": inputs["advantages"]}
-    return rows, "cross_entropy", {}
+        inputs: dict[str, list[int] | list[float]] = {"target_tokens": [*ids[1:]]}
+        columns = {"logprobs": logprobs, "advantages": each * scale, "weights": torch.ones_like(each)}
+        for name, values in columns.items():
+            whole = torch.zeros(len(ids)).index_put((torch.tensor(item.positions),), values)  # 0: not trained
+            if averaged or name != "weights":
+                inputs[name] = whole[1:].tolist()
+        rows.append(DatumRow(model_input=[*ids[:-1]], loss_fn_inputs=inputs))
+    return rows
 
 
 def forward_rows(sequences: Sequence[Sequence[int]]) -> list[DatumRow]:
     """Rows of which only the logprobs are wanted."""
-    return [
-        DatumRow(
-            model_input=[*ids[:-1]],
-            loss_fn_inputs={"target_tokens": [*ids[1:]], "weights": [1.0] * (len(ids) - 1)},
-        )
-        for ids in sequences
-    ]
-
-
-def trained_logprobs(items: Sequence[TrainingSample], answers: Sequence[Sequence[float]]) -> Tensor:
-    """[K]: those of the trained tokens, sample by sample; an answer begins with the second token of a sequence."""
-    pairs = zip(items, answers, strict=True)
-    return torch.tensor([answer[at - 1] for item, answer in pairs for at in item.positions])
-
-
-def _spread(item: TrainingSample, values: Tensor) -> tuple[float, ...]:
-    """[K] -> a value for each token; 0 where nothing is trained."""
-    whole = [0.0] * len(item.sample.input_ids)
-    for at, value in zip(item.positions, values.tolist(), strict=True):
-        whole[at] = value
-    return tuple(whole)
+    weights = [1.0] * max(map(len, sequences), default=0)
+    inputs = [{"target_tokens": [*ids[1:]], "weights": weights[1 : len(ids)]} for ids in sequences]
+    return [DatumRow(model_input=[*ids[:-1]], loss_fn_inputs=it) for ids, it in zip(sequences, inputs, strict=True)]
 
 
 _LOG = redacting_logger(__name__)
 
-_TOLERANCE = 0.05
-"""Of the ratio of two norms, which are equal but for rounding; another reduction moves it by a quarter at least."""
 
+def check_reduction(adapter: RemoteAdapter, item: TrainingSample, reduction: str) -> None:
+    """Raise ``TrainingError`` where the server does not reduce as the rows are made for.
 
-def check_reduction(adapter: RemoteAdapter, items: Sequence[TrainingSample], reduction: Reduction) -> float | None:
-    """The ratio of the two norms, ``None`` where the server says no norms, which is logged.
-
-    One sequence, and the same one cut into two beside an equal one without advantages, have the same gradient, if the
-    server reduces as the rows were made for. Their norms are compared, on an adapter of the check's own, at a learning
-    rate of 0. ``items``: of the first batch. Raises ``TrainingError`` where the server reduces otherwise.
+    A sequence, and the same beside an equal one without advantages, have the same gradient. Their norms are compared,
+    on an adapter of the check's own, at a learning rate of 0. Where the server says no norms, that is logged.
     """
-    item = max(items, key=lambda each: len(each.positions))
     ones = torch.ones(len(item.positions))
-    first = (torch.arange(len(ones)) < max(1, len(ones) // 2)).float()
-    parts = [first, ones - first] if len(ones) > 1 else [ones]
-    whole = _norm(adapter, [(item, ones)], reduction)
-    split = _norm(adapter, [*((_only(item, part), part[part > 0]) for part in parts), (item, ones * 0)], reduction)
-    if whole is None or split is None or not whole:
-        _LOG.warning(
-            "the server does not say the norm of a gradient, so that nothing shows whether it reduces by %r, as "
-            "[rl.tinker] reduction says",
-            reduction,
-        )
-        return None
-    ratio = split / whole
-    if abs(ratio - 1) > _TOLERANCE:
+    norms: list[float | None] = []
+    for factors in ([ones], [ones, ones * 0]):
+        items = [item] * len(factors)
+        adapter.forward_backward(gradient_rows(items, [each.old for each in items], factors, reduction))
+        norms.append(adapter.step(0.0))
+    alone, beside = norms
+    if alone is None or beside is None or not alone:
+        _LOG.warning("the server does not say the norm of a gradient, which would show whether its reduction is as set")
+    elif abs(beside / alone - 1) > 0.05:  # equal but for rounding; the other reduction doubles or halves it
         other = "sequence-mean" if reduction == "sum" else "sum"
         raise TrainingError(
             f'[rl.tinker] reduction = "{reduction}": the server reduces a batch otherwise (the norm of a gradient is '
-            f'{ratio:.2f} times what it should be); nothing was trained: set "{other}"'
+            f'{beside / alone:.2f} times what it should be); nothing was trained: set "{other}"'
         )
-    return ratio
-
-
-def _norm(adapter: RemoteAdapter, parts: Sequence[tuple[TrainingSample, Tensor]], reduction: Reduction) -> float | None:
-    rows = policy_rows([item for item, _ in parts], [factors for _, factors in parts], reduction)
-    adapter.forward_backward(rows, "importance_sampling", {})
-    return adapter.step(StepOptions(learning_rate=0.0))
-
-
-def _only(item: TrainingSample, part: Tensor) -> TrainingSample:
-    """The same sequence with a part ([K], 0 or 1) of its trained tokens."""
-    kept = {at for at, own in zip(item.positions, part.tolist(), strict=True) if own}
-    mask = tuple(at in kept for at in range(len(item.sample.mask)))
-    cut = TrainingSample(item.sample.model_copy(update={"mask": mask, "spans": ()}), item.unit)
-    cut.temperatures = None if item.temperatures is None else item.temperatures[part > 0]
-    return cut
-
-
-_LARGEST = 16 << 30
-"""Bytes of one file: many times the largest adapter."""
 
 
 def write_adapter(archive: bytes, directory: Path, *, base_model: str) -> None:
@@ -401,7 +303,7 @@ def write_adapter(archive: bytes, directory: Path, *, base_model: str) -> None:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             for member in tar:
                 name = member.name.rpartition("/")[2]
-                file = tar.extractfile(member) if member.isfile() and member.size <= _LARGEST else None
+                file = tar.extractfile(member) if member.isfile() else None
                 if name in (CONFIG_FILE, WEIGHTS_FILE) and file is not None:
                     found[name] = file.read()
         config, weights = json.loads(found[CONFIG_FILE]), load(found[WEIGHTS_FILE])

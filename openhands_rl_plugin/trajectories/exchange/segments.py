@@ -96,8 +96,8 @@ def segments(samples: Sequence[Sample], trainer: str, *, temperature: float = 1.
     return rows
 
 
-def checked(sample: Sample, trainer: str, *, temperature: float = 1.0, own_advantages: bool = False) -> Sample:
-    """``sample``, if the format can carry it. ``own_advantages``: it has one for each token.
+def checked(sample: Sample, trainer: str, *, temperature: float = 1.0) -> Sample:
+    """``sample``, if the format can carry it.
 
     Raises ``ExchangeError`` for what would be trained wrongly without a word: an answer at another temperature than
     the trainer divides the logits by, equal samples counted as one, a first token that nothing comes before.
@@ -115,7 +115,7 @@ def checked(sample: Sample, trainer: str, *, temperature: float = 1.0, own_advan
         raise ExchangeError(f"{where}: sampled at temperature {found}, and {trainer} trains at {temperature:g}")
     if sample.count != 1:
         raise ExchangeError(f"{where}: it stands for {sample.count} equal samples: repeat it, with a count of 1")
-    if sample.token_advantages and not own_advantages:
+    if sample.token_advantages:
         raise ExchangeError(f"{where}: {trainer} takes one advantage for a sequence, and this has one for each token")
     if not all(map(math.isfinite, sample.logprobs)):
         raise ExchangeError(f"{where}: a logprob is not finite")

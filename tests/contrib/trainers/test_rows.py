@@ -1,11 +1,11 @@
-"""Episodes as the rows of SkyRL, verl, Harbor and Tinker."""
+"""Episodes as the rows of SkyRL, verl and Harbor."""
 
 from __future__ import annotations
 
 import pytest
 from segment_samples import ONE, played, sample_of
 
-from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows, batch_columns, datums, rollout_details
+from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows, batch_columns, rollout_details
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 
 OTHER = sample_of([([9, 9], [(7, -0.5)])], 0.5)
@@ -58,19 +58,3 @@ def test_harbor_has_whole_prompts() -> None:
         "completion_token_ids": [[3, 4], [6]],
         "logprobs": [[-0.5, -0.25], [-1.0]],
     }
-
-
-def test_tinker_is_shifted_by_one() -> None:
-    (row,) = datums([ONE], weights=True)
-    assert row == {
-        "model_input": [1, 2, 3, 4, 5],
-        "loss_fn_inputs": {
-            "target_tokens": [2, 3, 4, 5, 6],
-            "logprobs": [0.0, -0.5, -0.25, 0.0, -1.0],
-            "advantages": [0.0, 0.5, 0.5, 0.0, 0.5],
-            "weights": [0.0, 1.0, 1.0, 0.0, 1.0],
-        },
-    }
-    own = ONE.model_copy(update={"token_advantages": (0.0, 0.0, 2.0, 3.0, 0.0, 5.0), "advantage": 1.0})
-    (row,) = datums([own], scale=0.5)
-    assert row["loss_fn_inputs"]["advantages"] == [0.0, 1.0, 1.5, 0.0, 2.5] and "weights" not in row["loss_fn_inputs"]

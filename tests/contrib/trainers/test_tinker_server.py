@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from subprocess import run
@@ -21,14 +20,8 @@ from tinker_server import PYTHON, skyrl_server
 from tiny_model import write_model
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.trainers.tinker import (
-    NewAdapter,
-    RemoteAdapter,
-    StepOptions,
-    TinkerService,
-    TinkerSettings,
-)
-from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer, likelihood_rows, write_adapter
+from openhands_rl_plugin.contrib.trainers.tinker import RemoteAdapter, TinkerService, TinkerSettings
+from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer, gradient_rows, write_adapter
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -83,15 +76,15 @@ class _Plain:
         self.save, self.export, self.close = adapter.save, adapter.export, adapter.close
         self.forward, self.forward_backward = adapter.forward, adapter.forward_backward
 
-    def step(self, options: StepOptions) -> float | None:
-        if options.learning_rate:
-            options = replace(options, learning_rate=1e5, epsilon=1e5, max_grad_norm=0.0)
-        return self._adapter.step(options)
+    def step(self, learning_rate: float, **options: float) -> float | None:
+        if learning_rate:
+            return self._adapter.step(1e5, **(options | {"epsilon": 1e5, "max_grad_norm": 0.0}))
+        return self._adapter.step(learning_rate, **options)
 
 
 class _PlainService(TinkerService):
-    def create(self, wanted: NewAdapter) -> RemoteAdapter:
-        return _Plain(super().create(wanted))
+    def create(self, base_model: str, training: TrainingSettings) -> RemoteAdapter:
+        return _Plain(super().create(base_model, training))
 
     def open(self, path: str, *, optimizer: bool) -> RemoteAdapter:
         return _Plain(super().open(path, optimizer=optimizer))
@@ -164,9 +157,10 @@ def test_this_server_does_not_clip_gradients(server: TinkerSettings, model: Path
     """What the table says: a clipped step would be a hundredth of the other."""
     service, found, items = TinkerService(server), [], samples_from_rollouts(make_samples(1))
     for most in (0.0, 1e-4):
-        adapter = service.create(NewAdapter(str(model), rank=4, seed=0, attention=True, mlp=True))
-        adapter.forward_backward(*likelihood_rows(items, [torch.ones(len(items[0].positions))], "sequence-mean"))
-        norm = adapter.step(StepOptions(learning_rate=1e5, epsilon=1e5, max_grad_norm=most))
+        adapter = service.create(str(model), SETTINGS)
+        ones = torch.ones(len(items[0].positions))
+        adapter.forward_backward(gradient_rows(items, [items[0].old], [ones], "sequence-mean"))
+        norm = adapter.step(1e5, epsilon=1e5, max_grad_norm=most)
         assert norm is not None and norm > 1e-2
         write_adapter(adapter.export(f"clipped-{len(found)}"), tmp_path / str(len(found)), base_model="policy")
         found.append(torch.cat([each.flatten() for name, each in sorted(_weights(tmp_path / str(len(found))).items())]))

@@ -9,29 +9,28 @@ from __future__ import annotations
 import io
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.trainers.rows import DatumRow
-from openhands_rl_plugin.contrib.trainers.tinker import NewAdapter, RemoteAdapter, StepOptions
+from openhands_rl_plugin.contrib.trainers.tinker import DatumRow, RemoteAdapter
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 
 
 class TinkerDouble:
-    """Keeps its checkpoints in memory. ``passes``: forward and backward passes of adapters that are not scratch."""
+    """Keeps its checkpoints in memory."""
 
     def __init__(self, model: Path, *, reduction: str = "sum", says_norm: bool = True) -> None:
         self.model, self.reduction, self.says_norm = model, reduction, says_norm
-        self.saved: dict[str, tuple[NewAdapter, dict[str, Tensor], dict]] = {}
+        self.saved: dict[str, tuple[TrainingSettings, dict[str, Tensor], dict]] = {}
         self.open_adapters = 0
 
-    def create(self, wanted: NewAdapter) -> RemoteAdapter:
-        return _Adapter(self, wanted)
+    def create(self, base_model: str, training: TrainingSettings) -> RemoteAdapter:
+        return _Adapter(self, training)
 
     def open(self, path: str, *, optimizer: bool) -> RemoteAdapter:
         wanted, weights, moments = self.saved[path]
@@ -43,10 +42,10 @@ class TinkerDouble:
 
 
 class _Adapter:
-    def __init__(self, service: TinkerDouble, wanted: NewAdapter) -> None:
+    def __init__(self, service: TinkerDouble, wanted: TrainingSettings) -> None:
         self.service, self.wanted = service, wanted
         self.policy = TrainablePolicy(
-            service.model, TrainingSettings(lora_rank=wanted.rank, seed=wanted.seed, dtype="float32")
+            service.model, TrainingSettings(lora_rank=wanted.lora_rank, seed=wanted.seed, dtype="float32")
         )
         self.optimizer = torch.optim.AdamW(list(self.policy.parameters.values()), lr=0.0)
         self.sequences = 0
@@ -56,26 +55,25 @@ class _Adapter:
         with torch.no_grad():
             return [self._row(row).tolist() for row in rows]
 
-    def forward_backward(self, rows: Sequence[DatumRow], loss: str, config: Mapping[str, float]) -> list[list[float]]:
-        found = []
+    def forward_backward(self, rows: Sequence[DatumRow]) -> None:
         for row in rows:
             inputs = {name: torch.tensor(values) for name, values in row["loss_fn_inputs"].items()}
             logprobs = self._row(row)
             weights = inputs.get("weights", torch.ones(len(logprobs)))
-            total = (weights * _losses(loss, logprobs, inputs, config)).sum()
+            total = -(weights * torch.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]).sum()
             (total / weights.sum() if self.service.reduction == "sequence-mean" else total).backward()
-            found.append(logprobs.tolist())
         self.sequences += len(rows)
-        return found
 
-    def step(self, options: StepOptions) -> float | None:
+    def step(
+        self, learning_rate: float, *, weight_decay: float = 0.0, max_grad_norm: float = 0.0, epsilon: float = 1e-8
+    ) -> float | None:
         parameters = list(self.policy.parameters.values())
         if self.service.reduction == "sequence-mean":
             for parameter in parameters:
                 parameter.grad /= self.sequences
-        norm = torch.nn.utils.clip_grad_norm_(parameters, options.max_grad_norm or float("inf")).item()
-        own = {"lr": options.learning_rate, "eps": options.epsilon, "weight_decay": options.weight_decay}
-        self.optimizer.param_groups[0].update(own, betas=(options.beta1, options.beta2))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf")).item()
+        own = {"lr": learning_rate, "eps": epsilon, "weight_decay": weight_decay}
+        self.optimizer.param_groups[0].update(own, betas=(0.9, 0.999))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.sequences = 0
@@ -101,18 +99,6 @@ class _Adapter:
     def _row(self, row: DatumRow) -> Tensor:
         ids = (*row["model_input"], int(row["loss_fn_inputs"]["target_tokens"][-1]))
         return self.policy.logprobs(lay_out([ids]), [(0, at) for at in range(1, len(ids))])[0]
-
-
-def _losses(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    if name == "cross_entropy":
-        return -logprobs
-    advantages = inputs["advantages"]
-    ratio = torch.exp(logprobs - inputs["logprobs"])
-    if name == "importance_sampling":
-        return -ratio * advantages
-    assert name == "cispo"
-    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    return -clipped.detach() * logprobs * advantages
 
 
 def _copied(state: dict) -> dict:
