@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
+from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.environments.http.calls import CalledAction, ServerTools, arguments_of, replies
@@ -33,7 +34,6 @@ PARAMETERS = "responses_create_params"
 
 _RESERVED = frozenset({"verify", "seed_session", "aggregate_metrics", "reset", "step", "close", "mcp"})
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal"})
-_SYSTEM = frozenset({"system", "developer"})
 # Servers whose verification looks at the call itself, and that have no endpoint for it.
 _CALL_IS_ANSWER = frozenset(
     {
@@ -91,48 +91,27 @@ def _tools(parameters: JsonObject, where: str) -> ServerTools:
 
 
 def _turns(prompt: JsonValue, where: str) -> Iterator[Message]:
-    if isinstance(prompt, str):
-        yield from [Message(role="user", content=prompt)] if prompt else []
-        return
+    if isinstance(prompt, str) and prompt:
+        yield Message(role="user", content=prompt)
     for item in prompt if isinstance(prompt, list) else ():
-        if not isinstance(item, dict):
-            raise BadEnvironmentError(f"{where}: its prompt holds {excerpt(repr(item))}, which is no message")
-        kind = item.get("type", "message")
+        given: JsonObject = item if isinstance(item, dict) else {"type": "no message"}
+        kind, content, call = given.get("type", "message"), given.get("content"), given.get("call_id")
+        wire: JsonObject = {"role": given.get("role"), "content": content}
+        parts = content if isinstance(content, list) else []
         if kind == "reasoning":  # of an earlier turn: chat templates leave it out
             continue
         if kind == "function_call":
-            call = ToolCall(
-                id=str(item.get("call_id")), name=str(item.get("name")), arguments=str(item.get("arguments"))
-            )
-            yield Message(role="assistant", tool_calls=(call,))
+            wire = {"role": "assistant", "tool_calls": [{**given, "id": call}]}
         elif kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-            yield Message(role="tool", content=text, tool_call_id=str(item.get("call_id")))
-        elif kind == "message":
-            yield from _message(item, where)
-        else:
-            raise BadEnvironmentError(f"{where}: its prompt holds a {excerpt(repr(kind))}, which is no text")
-
-
-def _message(item: JsonObject, where: str) -> Iterator[Message]:
-    role, content = item.get("role"), item.get("content")
-    text = content if isinstance(content, str) else "\n".join(_parts(content, where))
-    if text and role in ("user", "assistant"):
-        yield Message(role=role, content=text)
-    elif text and role in _SYSTEM:
-        yield Message(role="system", content=text)
-    elif text:
-        raise BadEnvironmentError(f"{where}: its prompt holds a message of role {excerpt(repr(role))}")
-
-
-def _parts(content: JsonValue, where: str) -> Iterator[str]:
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or kind not in _TEXTS:
-            raise BadEnvironmentError(f"{where}: its prompt holds an {excerpt(str(kind))}, and a prompt here is text")
-        if isinstance(text := part.get("text"), str):
-            yield text
+            wire = {"role": "tool", "tool_call_id": call, "content": given.get("output")}
+        elif kind != "message" or not all(isinstance(each, dict) and each.get("type") in _TEXTS for each in parts):
+            raise BadEnvironmentError(f"{where}: its prompt holds {excerpt(repr(item))}, and a prompt here is text")
+        try:
+            message = to_message(wire)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise BadEnvironmentError(f"{where}: its prompt holds {excerpt(repr(item))}: {describe(error)}") from error
+        if message.content or message.role in ("assistant", "tool"):
+            yield message
 
 
 class NeMoGymOptions(HttpEnvironmentOptions):
@@ -243,9 +222,8 @@ class NeMoGymClient(BaseEnvClient):
         """``POST /step``, or the action's calls, or ``POST /verify``."""
         row = self._known_row()
         called = row.tools.read(action) if row.tools else CalledAction(said=action)
-        for call in called.calls:
-            if call.name not in row.tools:
-                raise row.tools.refused(call.name)
+        if unknown := [call.name for call in called.calls if call.name not in row.tools]:
+            raise row.tools.refused(unknown[0])
         self._acted += 1
         items, self._told = _items(called, self._acted), ()
         if not self._verifies:
@@ -377,13 +355,5 @@ def _items(called: CalledAction, turn: int) -> list[JsonValue]:
 
 
 def _response(output: list[JsonValue], number: int) -> JsonObject:
-    return {
-        "id": f"resp_{number}",
-        "object": "response",
-        "created_at": 0,
-        "model": "policy",
-        "output": output,
-        "parallel_tool_calls": False,
-        "tool_choice": "auto",
-        "tools": [],
-    }
+    fixed: JsonObject = {"object": "response", "created_at": 0, "model": "policy", "tool_choice": "auto", "tools": []}
+    return {"id": f"resp_{number}", "output": output, "parallel_tool_calls": False, **fixed}

@@ -28,8 +28,6 @@ from openhands_rl_plugin.environments.http.client import episode_index
 
 Opponent = Callable[[str], str]
 _MOST_MOVES_OF_OTHERS = 64
-
-
 _GLOBAL_GENERATORS = threading.Lock()
 
 
@@ -115,19 +113,19 @@ class TextArenaEnvironment(GymEpisode):
         with self._random.active():
             try:
                 self._game = textarena.make(name, **self.options.arguments)
-            except (ValueError, ImportError, TypeError) as error:
-                raise BadEnvironmentError(f"{self.name} cannot be made: {describe(error)}") from error
-            except LookupError as error:
-                raise _without_words(self.name, error) from error
-            try:
                 self._game.reset(num_players=options.players, seed=seed)
-            except (AssertionError, ValueError, KeyError) as error:
+            except (AssertionError, ValueError, ImportError, TypeError, KeyError) as error:
+                if self._game is None:
+                    raise BadEnvironmentError(f"{self.name} cannot be made: {describe(error)}") from error
                 raise BadEnvironmentError(
                     f"{self.name} is not a game of {options.players} players ({describe(error)}): set players and "
                     'opponent = "module:function" in [rl.environment], or choose another game'
                 ) from error
             except LookupError as error:
-                raise _without_words(self.name, error) from error
+                raise BadEnvironmentError(
+                    f"{self.name} needs data of NLTK that is not here ({describe(error)}): fetch it with "
+                    "`python -m nltk.downloader words averaged_perceptron_tagger_eng`"
+                ) from error
             done = self._others_move()
         messages = options.opening(task, self._new_text(), "")
         return self._ended(messages) if done else Seen(messages)
@@ -199,10 +197,3 @@ def _text(seen: object) -> str:
     if isinstance(seen, list):
         return "\n".join(str(each[1]) if isinstance(each, tuple) and len(each) > 1 else str(each) for each in seen)
     return str(seen)
-
-
-def _without_words(name: str, error: LookupError) -> BadEnvironmentError:
-    return BadEnvironmentError(
-        f"{name} needs data of NLTK that is not here ({describe(error)}): fetch it with "
-        "`python -m nltk.downloader words averaged_perceptron_tagger_eng`"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import itertools
 import json
 import math
 import os
@@ -14,15 +13,16 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import httpx
 from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError, describe
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.redaction import redact_text
@@ -74,46 +74,42 @@ def environment_for(pass_env: Sequence[str], path: Sequence[str] = ()) -> dict[s
 
 
 class VerifiersProcess:
-    """Starts at once; ``ready`` waits for it. Thread-safe; waiting is by any event loop.
+    """Starts at once; ``ready`` waits for it. Waiting is by any event loop.
 
     Raises ``InfrastructureError`` where the process ends.
     """
 
     def __init__(self, python: str, setup: JsonObject, env: Mapping[str, str]) -> None:
         source = (Path(__file__).parent / "verifiers_bridge.py").read_text(encoding="utf-8")
+        pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
                 [python, "-c", source],
                 env=dict(env),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
                 text=True,
                 encoding="utf-8",
                 start_new_session=True,
             )
         except OSError as error:
             raise InfrastructureError(f"{python} cannot be started: {error}") from error
-        self._started: Future[None] = Future()
+        self._url: Future[str] = Future()
         self._words: deque[str] = deque(maxlen=_LAST_WORDS)
-        self._waiting: dict[int, Future[JsonObject]] = {}
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._ended = self._killed = False
-        threading.Thread(target=self._hear_errors, daemon=True).start()
-        threading.Thread(target=self._hear, daemon=True).start()
-        self._send(setup)
+        for hear in (self._hear_errors, lambda: self._hear(setup)):
+            threading.Thread(target=hear, daemon=True).start()
 
     @property
     def alive(self) -> bool:
         """Whether episodes can be started."""
-        return not self._ended
+        return self._process.poll() is None
 
     async def ready(self, seconds: float) -> None:
-        """Wait until tasks can be played. Raises ``BadEnvironmentError`` for a taskset that cannot be loaded."""
+        """Wait until tasks can be run. Raises ``BadEnvironmentError`` for a taskset that cannot be loaded."""
         try:
             async with asyncio.timeout(seconds):
-                await asyncio.shield(asyncio.wrap_future(self._started))
+                await asyncio.shield(asyncio.wrap_future(self._url))
         except TimeoutError as error:
             self.discard()
             raise InfrastructureError(
@@ -121,37 +117,23 @@ class VerifiersProcess:
                 "start_timeout in [rl.environment]"
             ) from error
 
-    def number(self) -> int:
-        """A new episode's number."""
-        return next(self._numbers)
-
-    async def ask(self, episode: int, line: JsonObject, seconds: float) -> JsonObject:
-        """Send a line of an episode and wait for its next one."""
-        answer: Future[JsonObject] = Future()
-        with self._lock:
-            if self._ended:
-                raise self._gone()
-            self._waiting[episode] = answer
-        self._send({"episode": episode, **line})
+    async def ask(self, path: str, body: JsonObject, seconds: float) -> JsonObject:
+        """What comes next in the episode that ``body`` starts or goes on with."""
         try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.wrap_future(answer)
-        except TimeoutError as error:
+            async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
+                found = await client.post(f"{self._url.result()}/{path}", content=json.dumps(body))
+                return found.raise_for_status().json()
+        except httpx.TimeoutException as error:
             raise InfrastructureError(
                 f"verifiers did not answer within {seconds:g} s: raise timeout in [rl.environment]"
             ) from error
-        finally:
-            self._waiting.pop(episode, None)
-
-    def tell(self, episode: int, line: JsonObject) -> None:
-        """Send a line that nobody waits for."""
-        with suppress(InfrastructureError):
-            self._send({"episode": episode, **line})
+        except httpx.HTTPError as error:
+            raise self._gone() from error
 
     def close(self) -> None:
         """End the process and what it started."""
+        assert self._process.stdin is not None
         with suppress(OSError, ValueError):
-            assert self._process.stdin is not None
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_PATIENCE)
@@ -159,45 +141,24 @@ class VerifiersProcess:
 
     def discard(self) -> None:
         """End the process and what it started, at once; episodes that wait fail."""
-        with self._lock:
-            first, self._ended = not self._killed, True
-            self._killed = True
-        if first:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: its tool servers are in it
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: its tool servers are in it
         self._process.wait()
 
-    def _send(self, line: JsonObject) -> None:
-        assert self._process.stdin is not None
+    def _hear(self, setup: JsonObject) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            with self._lock:
-                self._process.stdin.write(json.dumps(line) + "\n")
-                self._process.stdin.flush()
-        except (OSError, ValueError) as error:
-            raise self._gone() from error
-
-    def _hear(self) -> None:
-        assert self._process.stdout is not None
-        try:
-            for text in self._process.stdout:
-                self._hear_line(json.loads(text))
-        except (ValueError, TypeError, LookupError, InvalidStateError) as error:
-            self._words.append(f"it broke the protocol ({describe(error)})")
-        finally:
-            self.discard()
-            with self._lock:
-                left = [each for each in (self._started, *self._waiting.values()) if not each.done()]
-            for each in left:
-                each.set_exception(self._gone())
-
-    def _hear_line(self, line: dict[str, Any]) -> None:
-        if "ready" in line:
-            self._started.set_result(None)
-        elif "refused" in line:
-            said = redact_text(str(line["refused"]))
-            self._started.set_exception(BadEnvironmentError(f"verifiers cannot play this: {said}"))
-        elif (answer := self._waiting.get(line["episode"])) is not None and not answer.done():
-            answer.set_result(line)
+            self._process.stdin.write(json.dumps(setup) + "\n")
+            self._process.stdin.flush()
+            found = json.loads(self._process.stdout.readline())
+            if "refused" not in found:
+                self._url.set_result(found["url"])
+                return
+            said = redact_text(str(found["refused"]))
+            self._url.set_exception(BadEnvironmentError(f"verifiers cannot run this: {said}"))
+        except (OSError, ValueError, TypeError, LookupError):
+            self._url.set_exception(self._gone())
+        self.discard()
 
     def _hear_errors(self) -> None:
         assert self._process.stderr is not None
@@ -205,6 +166,8 @@ class VerifiersProcess:
             self._words.append(text[:500])
 
     def _gone(self) -> InfrastructureError:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # what it wrote last is read meanwhile
         said = " ".join(redact_text("".join(self._words)).split())[-300:]
         return InfrastructureError(f"the process of verifiers ended: {said or self._process.poll()}")
 
@@ -281,10 +244,10 @@ class VerifiersEnvironment:
         self._dialect: Dialect = TextDialect(template) if template else NativeDialect()
         self._tools: tuple[JsonObject, ...] = ()
         self._process: VerifiersProcess | None = None
-        self._episode = -1
+        self._episode: JsonValue = None
         self._idx: int | None = None
         self._name = "verifiers"
-        self._said: list[JsonObject] = []
+        self._said: list[Message] = []
         self._rewards: list[float] = []
         self._end: JsonObject | None = None
         self._running = False  # it waits for an answer
@@ -317,8 +280,8 @@ class VerifiersEnvironment:
         }
         self._process = process_for(self._python, setup, environment_for(options.pass_env, options.path))
         await self._process.ready(options.start_timeout)
-        self._episode = self._process.number()
-        line = await self._ask({"start": self._idx})
+        line = await self._ask("start", {"index": self._idx})
+        self._episode = line["episode"]
         request = line.get("request")
         if not isinstance(request, dict):
             self._finish(line)
@@ -339,9 +302,9 @@ class VerifiersEnvironment:
         )
         # Around calls in the text stands speech; without calls the text is passed as it was sampled.
         content = (read.speech if calls and not action.tool_calls else action.content) or ""
-        answer = to_wire(Message(role="assistant", content=content, tool_calls=calls))
+        answer = Message(role="assistant", content=content, tool_calls=calls)
         self._said.append(answer)
-        line = await self._ask({"answer": answer})
+        line = await self._ask("answer", {"episode": self._episode, "answer": to_wire(answer)})
         request = line.get("request")
         if isinstance(request, dict):
             self._rewards.append(0.0)
@@ -354,30 +317,24 @@ class VerifiersEnvironment:
         """Have verifiers score the episode as it stands, as it does at a limit of its own."""
         if not self._running or not self._rewards:
             return None
-        reward = self._rewards[-1] = self._finish(await self._ask({"cut": True}))
+        reward = self._rewards[-1] = self._finish(await self._ask("answer", self._cut()))
         return Observation(reward=reward, truncated=True)
 
     async def evidence(self) -> JsonObject:
         """The rewards by function, metrics and why it stopped.
 
-        An episode that was cut is scored now. Raises ``BadEnvironmentError`` where that gives a reward which no step
-        can pay any more: it would count as 0.
+        ``unrewarded`` where the episode was left before verifiers scored it.
         """
-        if self._episode < 0:
+        if self._episode is None:
             return {}
-        paid = self._end is not None
-        if self._running and self._rewards and (reward := self._finish(await self._ask({"cut": True}))):
-            raise BadEnvironmentError(
-                f"{self._name}: the episode was cut before its end, and earns {reward:g}: raise max_turns, "
-                "max_prompt_length or the time limit"
-            )
         end = self._end or {}
         return {
             "idx": self._idx,
             "return": sum(self._rewards),
             "rewards": [*self._rewards],
             "steps": len(self._rewards),
-            "done": paid,
+            "done": self._end is not None,
+            **({} if self._end is not None else {"unrewarded": True}),
             "truncated": bool(end.get("truncated")),
             "verifiers": {key: end.get(key) for key in ("reward", "rewards", "metrics", "stop", "task")},
         }
@@ -386,16 +343,19 @@ class VerifiersEnvironment:
         """Leave the episode; its process goes on for others."""
         if self._open and self._process is not None:
             self._running = self._open = False
-            self._process.tell(self._episode, {"cut": True})
+            with suppress(InfrastructureError):
+                await self._process.ask("answer", {**self._cut(), "left": True}, _END_PATIENCE)
 
-    async def _ask(self, line: JsonObject) -> JsonObject:
+    def _cut(self) -> JsonObject:
+        return {"episode": self._episode, "answer": None}
+
+    async def _ask(self, path: str, body: JsonObject) -> JsonObject:
         assert self._process is not None
-        self._running, self._open = False, True  # until it has answered
-        found = await self._process.ask(self._episode, line, self.options.timeout)
-        self._open = "request" in found
+        self._running, self._open = False, self._episode is not None  # until it has answered
+        found = await self._process.ask(path, body, self.options.timeout)
+        self._open = self._running = "request" in found
         if "failed" in found:
             raise BadEnvironmentError(f"{self._name}: {found['failed']}")
-        self._running = "request" in found
         return found
 
     def _finish(self, line: JsonObject) -> float:
@@ -417,15 +377,12 @@ class VerifiersEnvironment:
 
     def _heard(self, request: JsonObject) -> list[Message]:
         """The messages of a request after those that are known. Raises ``BadEnvironmentError`` for another history."""
-        messages = request.get("messages")
-        found: list[JsonValue] = messages if isinstance(messages, list) else []
-        answers = [each for each in found if isinstance(each, dict) and each.get("role") == "assistant"]
-        known = max((at + 1 for at, each in enumerate(found) if each in answers), default=0) if self._said else 0
-        if self._said and [_words(each) for each in answers[-len(self._said) :]] != [
-            _words(each) for each in self._said
-        ]:
+        given = request.get("messages")
+        found = [to_message(each) for each in (given if isinstance(given, list) else []) if isinstance(each, dict)]
+        answers = [at for at, each in enumerate(found) if each.role == "assistant"]
+        if self._said and [_words(found[at]) for at in answers[-len(self._said) :]] != [*map(_words, self._said)]:
             raise BadEnvironmentError(f"{self._name}: the harness rewrote the conversation, which cannot be recorded")
-        return [to_message(each) for each in found[known:] if isinstance(each, dict)]
+        return found[answers[-1] + 1 :] if self._said else found
 
     def _opening(self, messages: list[Message]) -> tuple[Message, ...]:
         given = "\n\n".join(each.content or "" for each in messages if each.role == "system")
@@ -442,7 +399,6 @@ class VerifiersEnvironment:
         return (*self._dialect.results(results), *others)
 
 
-def _words(message: JsonValue) -> tuple[str, tuple[str, ...]]:
+def _words(message: Message) -> tuple[str, tuple[str, ...]]:
     """What a message says and calls, apart from the form it is written in."""
-    said = to_message(message) if isinstance(message, dict) else Message(role="assistant")
-    return said.content or "", tuple(f"{call.name}({call.arguments})" for call in said.tool_calls)
+    return message.content or "", tuple(f"{call.name}({call.arguments})" for call in message.tool_calls)

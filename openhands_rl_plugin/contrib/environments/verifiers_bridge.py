@@ -1,16 +1,15 @@
-"""The other end: executed by the Python that has verifiers, which plays the episodes while this package answers.
+"""The other end: executed by the Python that has verifiers, which runs the episodes while this package answers.
 
-The text of this file is executed (``python -c``), so it imports the standard library and verifiers only. It speaks JSON
-lines. The first line on stdin is the set-up, ``{"env": {...}, "role", "runtime", "harness", "max_turns"}``,
-answered ``{"ready": true}`` or ``{"refused": why}``. Then, of any number of episodes at once:
+The text of this file is executed (``python -c``), so it imports the standard library and verifiers only. The first line
+on stdin is the set-up as JSON, ``{"env": {...}, "role", "runtime", "harness", "max_turns"}``; the one line on stdout is
+``{"url": ...}`` of its server on loopback, or ``{"refused": why}``. The end of stdin ends everything. Then:
 
-* ``{"episode", "start": index}``, ``{"episode", "answer": message}`` and ``{"episode", "cut": true}`` come in;
-* ``{"episode", "request": {"messages", "tools"}}``, and last ``{"episode", "end": {...}}`` or ``{"episode", "failed":
-  why}``, go out.
+* ``POST URL/start`` with ``{"index"}`` starts an episode, ``POST URL/answer`` with ``{"episode", "answer": message or
+  null}`` gives it a completion, or cuts it. Both are answered with ``{"episode"}`` and the next of it: ``{"request":
+  {"messages", "tools"}}``, and last ``{"end": {...}}`` or ``{"failed": why}``.
 
-A model request of verifiers reaches this process over loopback, by the same client that its own ``eval`` uses, and
-waits for the answer. Rewards are those of verifiers' own scoring of the finished trace. The end of stdin ends
-everything.
+A model request of verifiers reaches the same server, by the same client that its own ``eval`` uses, and waits for the
+answer. Rewards are those of verifiers' own scoring of the finished trace.
 """
 
 # pyright: reportMissingImports=false
@@ -25,21 +24,17 @@ import logging
 import os
 import secrets
 import sys
-import threading
 import time
 import types
 from typing import Any
+
+from aiohttp import web
 
 OUT = os.fdopen(os.dup(1), "w", buffering=1)
 # What tasksets print must not stand between the lines.
 os.dup2(2, 1)
 SECRET = secrets.token_hex(16)
 POLICY = "openhands_rl_policy"
-
-
-def say(line):
-    OUT.write(json.dumps(line) + "\n")
-    OUT.flush()
 
 
 def policy_harness(vf):
@@ -124,9 +119,7 @@ class Bridge:
         seat.setdefault("max_turns", setup["max_turns"] or None)
         self.env = load_environment(resolve_env_config({**raw, self.role: seat}))
         self.tasks, self.stream = [], iter(self.env.taskset)
-        self.waiting, self.slots, self.number_of = {}, {}, itertools.count()
-        self.cut = set()
-        self.url = ""
+        self.episodes, self.numbers, self.url = {}, itertools.count(), ""
 
     def task(self, index):
         missing = index + 1 - len(self.tasks)
@@ -136,53 +129,54 @@ class Bridge:
             raise IndexError(f"the taskset has the tasks 0 to {len(self.tasks) - 1}, and no {index}")
         return self.tasks[index]
 
-    async def serve(self, reader):
-        from aiohttp import web
-
+    async def serve(self):
+        """Until stdin ends."""
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/{secret}/{episode}/v1/chat/completions", self.complete)
-        runner = web.AppRunner(app, access_log=None)
+        app.router.add_post(f"/{SECRET}/start", self.start)
+        app.router.add_post(f"/{SECRET}/answer", self.answer)
+        app.router.add_post(f"/{SECRET}/{{episode}}/v1/chat/completions", self.complete)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/{SECRET}"
-        running = set()
         async with self.env.serving():
-            bounded = getattr(self.env.taskset, "bounded", True)
-            say({"ready": True, "bounded": bool(bounded), "role": self.role})
-            while (line := await reader.get()) is not None:
-                number = line["episode"]
-                if "start" in line:
-                    running.add(task := asyncio.create_task(self.play(number, line["start"])))
-                    task.add_done_callback(running.discard)
-                elif (future := self.waiting.get(number)) is not None and not future.done():
-                    future.set_result(line)
-                elif "cut" in line:
-                    # Between two requests, or after a timeout of the caller: the next request ends the episode.
-                    self.cut.add(number)
+            print(json.dumps({"url": self.url}), file=OUT)
+            await asyncio.to_thread(sys.stdin.read)
+            running = [each.running for each in self.episodes.values()]
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         await runner.cleanup()
 
-    async def complete(self, request):
-        from aiohttp import web
+    async def start(self, request):
+        number, asked = next(self.numbers), await request.json()
+        episode = self.episodes[number] = types.SimpleNamespace(said=asyncio.Queue(), heard=asyncio.Queue())
+        episode.running = asyncio.create_task(self.play(number, asked["index"]))
+        return await self.next(number)
 
-        number, body = int(request.match_info["episode"]), await request.json()
-        if request.match_info["secret"] != SECRET:
-            return web.Response(status=403)
-        future = self.waiting[number] = asyncio.get_running_loop().create_future()
-        if number in self.cut:
-            future.set_result({"cut": True})
-        else:
-            say({"episode": number, "request": {"messages": body["messages"], "tools": body.get("tools") or []}})
-        line = await future
-        if "answer" not in line:
-            for trace in self.slots[number].traces:
+    async def answer(self, request):
+        given = await request.json()
+        self.episodes[given["episode"]].heard.put_nowait(given["answer"])
+        if given.get("left"):  # nobody waits for its end
+            self.episodes[given["episode"]].end = asyncio.create_task(self.next(given["episode"]))
+            return web.json_response({})
+        return await self.next(given["episode"])
+
+    async def next(self, number):
+        found = await self.episodes[number].said.get()
+        if "request" not in found:
+            del self.episodes[number]
+        return web.json_response({"episode": number, **found})
+
+    async def complete(self, request):
+        episode, body = self.episodes[int(request.match_info["episode"])], await request.json()
+        episode.said.put_nowait({"request": {"messages": body["messages"], "tools": body.get("tools") or []}})
+        message = await episode.heard.get()
+        if message is None:
+            for trace in episode.slot.traces:
                 trace.stop("max_total_tokens")
             error = {"error": {"message": "the episode was cut by a limit of the caller", "type": "cut"}}
             return web.json_response(error, status=400)
-        message = line["answer"]
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body["model"]}
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
@@ -197,14 +191,12 @@ class Bridge:
         return web.Response(text=text, content_type="text/event-stream")
 
     async def play(self, number, index):
-        (found,) = await asyncio.gather(self.episode(number, index), return_exceptions=True)
-        self.slots.pop(number, None)
-        self.waiting.pop(number, None)
-        self.cut.discard(number)
-        say({"episode": number, **({"failed": told(found)} if isinstance(found, BaseException) else {"end": found})})
+        (found,) = await asyncio.gather(self.run(number, index), return_exceptions=True)
+        ended = {"failed": told(found)} if isinstance(found, BaseException) else {"end": found}
+        self.episodes[number].said.put_nowait(ended)
 
-    async def episode(self, number, index):
-        self.slots[number] = slot = self.env.slots(self.task(index))[0]
+    async def run(self, number, index):
+        self.episodes[number].slot = slot = self.env.slots(self.task(index))[0]
         client = self.vf.EvalClientConfig(base_url=f"{self.url}/{number}/v1", api_key_var="OPENHANDS_RL_NO_KEY")
         return self.summary(await self.env.run_slot(slot, self.vf.ModelContext(model="policy", client=client)))
 
@@ -240,19 +232,11 @@ async def make(setup):
 
 
 async def main():
-    setup = json.loads(sys.stdin.readline())
-    (bridge,) = await asyncio.gather(make(setup), return_exceptions=True)
+    (bridge,) = await asyncio.gather(make(json.loads(sys.stdin.readline())), return_exceptions=True)
     if isinstance(bridge, BaseException):
-        return say({"refused": told(bridge)})
-    loop, lines = asyncio.get_running_loop(), asyncio.Queue()
-
-    def read():
-        for text in sys.stdin:
-            loop.call_soon_threadsafe(lines.put_nowait, json.loads(text))
-        loop.call_soon_threadsafe(lines.put_nowait, None)
-
-    threading.Thread(target=read, daemon=True).start()
-    await bridge.serve(lines)
+        print(json.dumps({"refused": told(bridge)}), file=OUT)
+    else:
+        await bridge.serve()
 
 
 asyncio.run(main())
