@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from openhands_rl_plugin.cli.options.versions import BASE, find_version
 from openhands_rl_plugin.config.rl import AlgorithmName
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.files import PRIVATE, locked_folder, write_file
@@ -22,7 +23,6 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 JOURNAL, PAUSED = "journal.jsonl", "paused"
 CANARY, HELD_OUT, SAFETY = "canary", "held-out", "safety"
 """The gates."""
-BASE = "base"
 _LAST = 8
 
 
@@ -328,15 +328,8 @@ async def roll_back(
 def _target(
     state: State, adapters: AdapterStore, name: str, current: Adapter | None, wanted: str | None
 ) -> Adapter | None:
-    if wanted == BASE:
-        return None
     if wanted is not None:
-        versions = adapters.versions(name)
-        found = [each for each in versions if wanted in (str(each.version), each.name)]
-        if not found:
-            known = ", ".join(str(each.version) for each in versions) or "none"
-            raise ConfigError(f"--to {wanted}: {name} has no such version in {adapters.root}; available: {known}, base")
-        return found[0]
+        return None if wanted == BASE else find_version(adapters, name, wanted, "--to")
     if current is None:
         raise ConfigError(f"no version of {name} is in use in {adapters.root}: there is nothing to roll back from")
     at = state.admitted.index(current.name) if current.name in state.admitted else len(state.admitted)
