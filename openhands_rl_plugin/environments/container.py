@@ -9,8 +9,7 @@ import os
 import shlex
 import socket
 import threading
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
@@ -25,10 +24,8 @@ _SLACK = 30.0
 """Seconds that the owner has beyond a command's own limit, to say how it ended."""
 
 
-class Executed(BaseModel):
+class Executed(NamedTuple):
     """The result of one command, as its owner reads it."""
-
-    model_config = ConfigDict(frozen=True)
 
     return_code: int
     stdout: str = ""
@@ -54,8 +51,8 @@ def execute(place: ContainerPlace, command: str, *, timeout: float | None) -> Ex
         answer = json.loads(said)
         if "error" in answer:
             raise InfrastructureError(f"the container: {answer['error']}")
-        return Executed.model_validate(answer)
-    except (ValueError, TypeError, ValidationError) as error:
+        return Executed(**answer)
+    except (ValueError, TypeError) as error:
         raise InfrastructureError("the container's owner ended before a command was answered") from error
 
 
@@ -64,6 +61,7 @@ MOST_SHOWN = 64 * 1024
 PIECE = 64 * 1024
 """Bytes that one command carries: programs take 128 KiB of one argument."""
 _MARK = "openhands-rl-answer"
+_NEEDED = "base64 cat head mkdir mv rm sleep tail tee tr wc"
 
 # Job control gives the command a process group of its own, which can be interrupted and killed.
 _RUN = rf"""
@@ -150,58 +148,10 @@ def answer(printed: str) -> tuple[int, list[str]]:
     raise ValueError("no end")
 
 
-def _begin(folder: str) -> str:
-    """Makes the session's folder, for its user alone; fails where a program is missing, naming it."""
-    needed = "base64 cat head mkdir mv rm sleep tail tee tr wc"
-    quoted = shlex.quote(folder)
-    missing = '{ echo "the image has no $each"; exit 1; }'
-    return (
-        f'for each in {needed}; do command -v "$each" >/dev/null || {missing}; done\n'
-        f"umask 077 && mkdir {quoted} && cd {quoted} && : > output && : > groups && echo 0 > seen\n"
-        f"{_piped(SCRIPT)} > script && {_piped(_RUN)} > run && pwd"
-    )
-
-
-def _put(data: bytes, file: str, *, first: bool) -> str:
-    """Writes a ``PIECE`` of a file of the session's folder, after what is there unless it is the ``first``."""
-    return f"{_piped(data)} {'>' if first else '>>'} {shlex.quote(file)}"
-
-
-def _run(folder: str, start: str, limit: float | None) -> str:
-    """Runs what is in ``command``; ``limit`` in seconds."""
-    whole = "" if limit is None else str(max(1, round(limit)))
-    return f"{shlex.join(['bash', f'{folder}/run', whole, start])} 2>/dev/null"
-
-
-def _interrupt(folder: str) -> str:
-    """Sends Ctrl-C to the command that runs."""
-    running = shlex.quote(f"{folder}/running")
-    return f'group=$(cat {running} 2>/dev/null) && kill -INT -- "-$group"'
-
-
-def _restart(folder: str) -> str:
-    """Ends all process groups of the session, and forgets the shell's state."""
-    kill = 'while read -r group; do kill -KILL -- "-$group"; done < groups'
-    return f"cd {shlex.quote(folder)} && {kill}; rm -f state cwd; : > groups"
-
-
 def end(folder: str) -> str:
     """Ends the command that runs, and removes the folder. What runs in the background goes on: it is the work's."""
     running = shlex.quote(f"{folder}/running")
     return f'group=$(cat {running} 2>/dev/null) && kill -KILL -- "-$group"; rm -rf {shlex.quote(folder)}'
-
-
-def _look(path: str, *, most: int, names: int) -> str:
-    """Tells what is at ``path``: a file of at most ``most`` bytes with its content, or the names in a folder and in
-    those below it, ``names`` bytes of them."""
-    return shlex.join(["bash", "-c", _LOOK, "bash", path, str(most), str(names)])
-
-
-def _place_at(folder: str, path: str) -> str:
-    """Writes what is in ``uploaded`` to ``path``, whose mode and owner stay; folders above it are made."""
-    source, target = shlex.quote(f"{folder}/uploaded"), shlex.quote(path)
-    above = shlex.quote(path.rpartition("/")[0] or "/")
-    return f"mkdir -p {above} && cat {source} > {target} && rm -f {source}"
 
 
 def _piped(data: str | bytes) -> str:
@@ -225,7 +175,13 @@ class ContainerShell:
         self.place = place
         self.failure = ""
         self._one_at_a_time = threading.Lock()
-        self._asked(_begin(place.folder))
+        self._folder = folder = shlex.quote(place.folder)
+        missing = '{ echo "the image has no $each"; exit 1; }'
+        self._asked(
+            f'for each in {_NEEDED}; do command -v "$each" >/dev/null || {missing}; done\n'
+            f"umask 077 && mkdir {folder} && cd {folder} && : > output && : > groups && echo 0 > seen\n"
+            f"{_piped(SCRIPT)} > script && {_piped(_RUN)} > run && pwd"
+        )
 
     def run(self, command: str, *, timeout: float | None) -> CommandResult:
         """Run ``command`` for at most ``timeout`` seconds; then its processes are killed.
@@ -234,9 +190,9 @@ class ContainerShell:
         """
         with self._one_at_a_time:
             written = self.put(whole_text(command).encode(errors="surrogateescape"), "command")
-            limit = None if timeout is None else timeout + SECONDS
-            run = _run(self.place.folder, self.place.start, timeout)
-            lines = self._asked(f"{written} && {run}", limit)
+            limit = "" if timeout is None else str(max(1, round(timeout)))
+            run = shlex.join(["bash", f"{self.place.folder}/run", limit, self.place.start])
+            lines = self._asked(f"{written} && {run} 2>/dev/null", None if timeout is None else timeout + SECONDS)
         try:
             ended, cwd, *parts = lines
             code, why = ended.split()
@@ -258,20 +214,20 @@ class ContainerShell:
 
         Raises ``InfrastructureError``.
         """
-        path = f"{self.place.folder}/{name}"
-        pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)] or [b""]
-        *most, last = [_put(piece, path, first=number == 0) for number, piece in enumerate(pieces)]
+        pieces = [_piped(data[at : at + PIECE]) for at in range(0, len(data), PIECE)] or [_piped(b"")]
+        *most, last = [f"{each} {'>>' if at else '>'} {self._folder}/{name}" for at, each in enumerate(pieces)]
         for command in most:
             self._asked(command)
         return last
 
     def interrupt(self) -> None:
         """Send Ctrl-C (SIGINT) to the command that is running. Raises ``InfrastructureError``."""
-        self.ask(_interrupt(self.place.folder))
+        self.ask(f'group=$(cat {self._folder}/running 2>/dev/null) && kill -INT -- "-$group"')
 
     def restart(self) -> None:
         """End all that commands started, but for what left its process group, and forget the shell's state."""
-        self.ask(_restart(self.place.folder))
+        kill = 'while read -r group; do kill -KILL -- "-$group"; done < groups'
+        self.ask(f"cd {self._folder} && {kill}; rm -f state cwd; : > groups")
 
     def close(self) -> None:
         """End the command that is running, and remove what is the session's own. What runs in the background stays."""
@@ -355,14 +311,17 @@ class ContainerFiles:
 
     def write(self, path: str, data: bytes) -> None:
         """Replace the file's content in place, or make the file and the folders above it."""
+        source, target = f"{shlex.quote(self._shell.place.folder)}/uploaded", shlex.quote(path)
+        above = shlex.quote(path.rpartition("/")[0] or "/")
         written = self._shell.put(data, "uploaded")
-        code, lines = self._shell.ask(f"{written} && {_place_at(self._shell.place.folder, path)}")
+        code, lines = self._shell.ask(f"{written} && mkdir -p {above} && cat {source} > {target} && rm -f {source}")
         if code:
             raise _refused(lines, path)
 
     def _look(self, path: str) -> tuple[str, bytes]:
         if path not in self._known:
-            code, lines = self._shell.ask(_look(path, most=MAX_FILE_BYTES, names=_NAMES))
+            look = ["bash", "-c", _LOOK, "bash", path, str(MAX_FILE_BYTES), str(_NAMES)]
+            code, lines = self._shell.ask(shlex.join(look))
             if code:
                 raise _refused(lines, path)
             try:
