@@ -244,20 +244,8 @@ def test_an_imported_file_of_swe_gym_becomes_an_adapter_that_does_what_was_done_
     store, adapters = str(tmp_path / "trajectories"), str(tmp_path / "adapters")
     assert cli.main(["import", str(tmp_path / "train.raw.jsonl"), "--into", store]) == 0
     with served(model) as url:
-        learn = [
-            "train",
-            store,
-            "--model",
-            str(model),
-            "--adapters",
-            adapters,
-            "--algorithm",
-            "sft",
-            *LEARN,
-            "--num-epochs",
-            "12",
-        ]
-        assert cli.main(learn) == 0
+        where = ["--model", str(model), "--adapters", adapters]
+        assert cli.main(["train", store, *where, "--algorithm", "sft", *LEARN, "--num-epochs", "12"]) == 0
         printed = capsys.readouterr().out
         assert "4 episodes came without token ids" in printed and "4 used; left out: none" in printed
         publish = ["adapters", "publish", "--adapters", adapters, "--base-url", f"{url}/v1"]

@@ -33,7 +33,7 @@ from openhands_rl_plugin.testing.samples import (
     unrewarded,
 )
 
-_CONCURRENCY, _MEANWHILE = 16, 8
+_CONCURRENCY, _MEANWHILE = 8, 4
 _DEEPER = 220
 """Levels of nesting that pydantic still writes and no longer reads."""
 
@@ -244,7 +244,7 @@ async def _check_order(storage: TrajectoryStorage) -> None:
         (TrajectoryOrder.REWARD, False, ["c", "a", "d", "b", "unknown"]),
         (TrajectoryOrder.REWARD, True, ["b", "a", "d", "c", "unknown"]),
     ):
-        for offset, limit in ((0, None), (0, 0), (0, 2), (1, 3), (3, None), (4, 9), (5, 1)):
+        for offset, limit in ((0, None), (0, 0), (1, 3), (4, 9), (5, 1)):
             where = TrajectoryFilter(run_id="order", sort=sort, descending=descending, offset=offset, limit=limit)
             names = [trajectory.id.removeprefix("order ") async for trajectory, _ in storage.find(where)]
             if names != (page := expected[offset:][:limit]):
@@ -286,7 +286,7 @@ async def _check_rewardless(storage: TrajectoryStorage) -> None:
 
 
 async def _check_snapshot(storage: TrajectoryStorage) -> None:
-    first = [f"snapshot {at}" for at in range(40)]
+    first = [f"snapshot {at}" for at in range(20)]
     for identity in first:
         await storage.add(sample_episode(identity, run="snapshot"))
     seen = []

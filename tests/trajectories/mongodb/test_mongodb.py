@@ -249,17 +249,6 @@ async def test_the_settings_name_it(mongodb: MongoServer, database: Stored) -> N
     assert [each["_id"] for each in database["episodes"].find()] == ["a"]
 
 
-@pytest.mark.parametrize("damage", [{"seq": 1}, {"seq": 4}])
-async def test_a_missing_part_is_an_error(
-    storage: MongoDBTrajectoryStorage, database: Stored, damage: dict[str, int]
-) -> None:
-    for step in steps_of(sample_episode("a")):
-        await play(storage, step)
-    database["chunks"].delete_one(damage)
-    with pytest.raises(StorageError, match="a part of episode 'a' is missing; restore the database"):
-        await storage.get("a")
-
-
 async def test_one_storage_serves_several_event_loops(mongodb: MongoServer, database: Stored) -> None:
     storage = MongoDBTrajectoryStorage(mongodb.url, database.name)
     await asyncio.to_thread(asyncio.run, storage.add(sample_episode("a")))

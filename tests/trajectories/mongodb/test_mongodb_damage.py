@@ -71,6 +71,8 @@ async def test_damaged_documents_cost_what_they_hit_and_that_is_named(
             labels = await storage.labels(IDS)
     hits = [("episode", IDS[1]), ("episode", IDS[2]), ("label", IDS[4]), ("score", IDS[3])]
     assert sorted((record.what, record.id) for record in lost) == hits, "each once"
+    missing = f"a part of episode {IDS[2]!r} is missing; restore the database"
+    assert any(missing in record.cause for record in lost)
     assert found == {**{each: whole[each] for each in (IDS[0], *IDS[4:])}, IDS[3]: (whole[IDS[3]][0], ())}
     assert [label.trajectory_id for label in labels] == [each for each in IDS if each != IDS[4]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -56,13 +57,27 @@ def varied() -> Iterator[Trajectory]:
         yield unrewarded(sample) if at == 5 else sample
 
 
-async def filled(make: Make) -> Both:
-    storage = make()
-    for each in varied():
-        await storage.add(each)
-    await storage.begin(EpisodeStart.of(sample_episode("open", run="open")))
-    await storage.add_scores([sample_score("a-0", 0.75), sample_score("[a]-4", 1.0)])
-    return storage
+@pytest.fixture(scope="module", params=["sqlite", "mongodb"])
+def varied_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A store for tests that only read."""
+    if request.param == "sqlite":
+        folder = tmp_path_factory.mktemp("varied")
+        return filled(lambda: FileTrajectoryStorage(folder))
+    url = request.getfixturevalue("mongodb").url
+    return filled(lambda: MongoDBTrajectoryStorage(url, "varied"))
+
+
+def filled(make: Make) -> Make:
+    async def fill() -> None:
+        storage = make()
+        for each in varied():
+            await storage.add(each)
+        await storage.begin(EpisodeStart.of(sample_episode("open", run="open")))
+        await storage.add_scores([sample_score("a-0", 0.75), sample_score("[a]-4", 1.0)])
+        await storage.close()
+
+    asyncio.run(fill())
+    return make
 
 
 async def listed(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[TrajectorySummary]:
@@ -71,8 +86,8 @@ async def listed(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[Tr
 
 @pytest.mark.parametrize("order", TrajectoryOrder)
 @pytest.mark.parametrize("descending", [False, True])
-async def test_pages_put_together_are_the_list(make: Make, order: TrajectoryOrder, descending: bool) -> None:
-    storage = await filled(make)
+async def test_pages_put_together_are_the_list(varied_store: Make, order: TrajectoryOrder, descending: bool) -> None:
+    storage = varied_store()
     where = ALL.model_copy(update={"sort": order, "descending": descending})
     everything = [each.id for each in await listed(storage, where)]
     found: list[str] = []
@@ -85,7 +100,8 @@ async def test_pages_put_together_are_the_list(make: Make, order: TrajectoryOrde
 
 
 async def test_what_changed_is_told_once(make: Make) -> None:
-    storage = await filled(make)
+    storage = make()
+    await storage.begin(EpisodeStart.of(sample_episode("open", run="open")))
     before, seen = await storage.revision(), (await storage.changed_since(None)).cursor
     assert not (await storage.changed_since(seen)).any
     played = sample_episode("new")
@@ -113,8 +129,8 @@ async def test_what_changed_is_told_once(make: Make) -> None:
     await storage.close()
 
 
-async def test_a_prefix_finds_an_episode(make: Make) -> None:
-    storage = await filled(make)
+async def test_a_prefix_finds_an_episode(varied_store: Make) -> None:
+    storage = varied_store()
     assert (await find_episode(storage, "[")).id == "[a]-4"
     assert (await find_episode(storage, "ab")).id == "ab-1"
     with pytest.raises(StorageError, match="5 episodes"):
