@@ -47,7 +47,7 @@ INPUTS: dict[str, Callable[[], Any]] = {
     "mongodb_documents": stores.make_mongodb_documents,
 }
 ARTEFACTS = {
-    "gradients": Artefact(lambda: run_script("gradients.py"), tolerance=1e-6),
+    "gradients": Artefact(lambda: run_script("gradients.py"), tolerance=1e-6, slow=True),
     "sqlite": Artefact(stores.read_sqlite),
     "mongodb": Artefact(stores.read_mongodb),
     "v0_sessions": Artefact(lambda: run_script("sessions.py", "v0"), sandboxed=True),

@@ -35,11 +35,13 @@ def write(name: str, value: Any) -> None:
     path_of(name).write_bytes(zstd.compress(json.dumps(value, separators=(",", ":")).encode(), 19))
 
 
-def run_script(script: str, *words: str, python: str = sys.executable) -> Any:
+def run_script(script: str, *words: str) -> Any:
     """The JSON that a script of this folder prints as its last line, in a process of its own."""
     folders = [str(HERE), str(HELPERS), *(str(each) for each in HELPERS.iterdir() if each.is_dir())]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
-    ran = subprocess.run([python, HERE / script, *words], capture_output=True, text=True, env=environ, check=False)
+    ran = subprocess.run(
+        [sys.executable, HERE / script, *words], capture_output=True, text=True, env=environ, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads(ran.stdout.splitlines()[-1])
 

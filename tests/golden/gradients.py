@@ -1,9 +1,9 @@
 """The gradients of ``openhands-rl train`` in float64, by every algorithm and option of the loss, on a tiny Llama.
 
-A script: all of torch's float32 is float64 here, before anything is imported that names it. The weights come from
-numpy's frozen generator; a parameter is found by its first value. The episodes, ``gradients_episodes.json.zst``, were
-drawn: three groups of four with rewards of steps, logprobs near the policy's, rewritten histories, one cut off, a group
-with a temperature and one with branches of a search.
+A script, ``gradients.py CASE ...`` (none: all cases): all of torch's float32 is float64 here, before anything is
+imported that names it. The weights come from numpy's frozen generator; a parameter is found by its first value. The
+episodes, ``gradients_episodes.json.zst``, were drawn: three groups of four with rewards of steps, logprobs near the
+policy's, rewritten histories, one cut off, a group with a temperature and one with branches of a search.
 """
 
 # ruff: noqa: E402
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import io
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -141,10 +142,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, adapter = write_policy(Path(folder))
         made = {}
-        for at, (name, case) in enumerate(CASES.items()):
+        for at, name in enumerate(sys.argv[1:] or CASES):
             own = Path(folder) / str(at)
             own.mkdir()
-            made[name] = gradients_of(case, model, adapter, episodes, own)
+            made[name] = gradients_of(CASES[name], model, adapter, episodes, own)
     print(json.dumps(made))
 
 
