@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-import textarena
 
 from openhands_rl_plugin.contrib.environments.textarena import TextArenaEnvironment, TextArenaOptions
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
@@ -55,6 +54,8 @@ async def test_a_game_is_won_with_the_number_that_textarena_itself_has_for_the_s
         assert "Guess The Number" in seen[0] and "Guess The Number" not in "".join(seen[1:]), (
             "only what is new is shown"
         )
+        import textarena  # takes seconds
+
         game = textarena.make("GuessTheNumber-v0")
         game.reset(num_players=1, seed=idx)
         assert game.state.game_state["game_number"] == guesses[-1]

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openhands.llm.fn_call_converter import convert_tool_call_to_string as write_as_1_6
-from openhands.sdk.llm.mixins.fn_call_converter import convert_tool_call_to_string as write_as_sdk
 
 from openhands_rl_plugin.core.templates.function_text import (
     Newlines,
@@ -102,6 +101,13 @@ def test_several_calls_and_the_text_around_them(arguments: list[dict[str, str]],
     answer = parse_function_text(text)
     assert answer.calls == calls and not answer.problems
     assert answer.before == between and answer.after == between * len(calls)
+
+
+def write_as_sdk(wire: JsonObject) -> str:
+    # Seconds to import, which no test but those that call it needs.
+    from openhands.sdk.llm.mixins.fn_call_converter import convert_tool_call_to_string
+
+    return convert_tool_call_to_string(wire)
 
 
 def test_the_text_is_the_one_that_the_sdk_writes() -> None:
