@@ -109,31 +109,32 @@ def test_processes_of_the_session_go_on_after_its_patch_was_taken(session: Sandb
     assert session.run("one=$(wc -c < now); sleep 0.3; [ $(wc -c < now) -gt $one ]", timeout=20).exit_code == 0
 
 
-async def scored(session: SandboxedWorkspace, way: str, **more: object) -> Score:
-    session.run(way, timeout=60)
+async def scored(session: SandboxedWorkspace, **more: object) -> Score:
     asked = {"command": "sh run.sh", "timeout": 20, "protected": PROTECTED, **more}
     reward = CommandReward(CommandOptions.model_validate(asked))
     told = {"command": session.check(reward.options).model_dump(mode="json")}
     return await reward(example_trajectory().model_copy(update={"evidence": told}))
 
 
-@pytest.mark.parametrize("result", ["exit-status", "last-line"])
 @pytest.mark.parametrize("tried", WAYS["command"], ids=lambda tried: tried["name"])
-async def test_the_command_is_not_hacked(session: SandboxedWorkspace, tried: dict[str, Any], result: str) -> None:
-    score = await scored(session, tried["way"], result=result, timeout=3)
-    assert score.reward == 0.0, score
+async def test_the_command_is_not_hacked(session: SandboxedWorkspace, tried: dict[str, Any]) -> None:
+    session.run(tried["way"], timeout=60)
+    for result in ("exit-status", "last-line"):
+        score = await scored(session, result=result, timeout=tried.get("timeout", 3))
+        assert score.reward == 0.0, score
 
 
-@pytest.mark.parametrize("result", ["exit-status", "last-line"])
-async def test_honest_work_passes_and_stays_as_it_is(session: SandboxedWorkspace, root: Path, result: str) -> None:
+async def test_honest_work_passes_and_stays_as_it_is(session: SandboxedWorkspace, root: Path) -> None:
     way = (
         "sed -i s/-/+/ src/calc.py; echo own > tests/own.py; echo > run.sh; git init -q src/lib; chmod 400 src/calc.py"
     )
-    assert (await scored(session, way, result=result)).reward == 1.0
+    session.run(way, timeout=60)
+    for result in ("exit-status", "last-line"):
+        assert (await scored(session, result=result)).reward == 1.0
     assert (root / "tests/own.py").read_text() == "own\n" and (root / "run.sh").read_text() == "\n"
 
 
 async def test_protected_files_that_git_ignores_are_put_back(session: SandboxedWorkspace, root: Path) -> None:
-    way = "sed -i s/-/+/ src/calc.py; echo gone > kept.log"
+    session.run("sed -i s/-/+/ src/calc.py; echo gone > kept.log", timeout=60)
     for protected, reward in ((("kept.log",), 1.0), ((), 0.0)):
-        assert (await scored(session, way, command="grep -q kept kept.log", protected=protected)).reward == reward
+        assert (await scored(session, command="grep -q kept kept.log", protected=protected)).reward == reward

@@ -198,7 +198,6 @@ def test_every_script_explains_itself(script: Path):
     ("script", "words", "said"),
     [
         ("rollout-swe-train-full.sh", ["eval", "t1"], "20 runs, 64 at a time"),
-        ("rollout-swe-train-full.sh", ["eval", "t1", "2"], "2 runs"),
         ("rollout-swe-train-lite.sh", ["eval", "t1"], "SWE-Gym/SWE-Gym-Lite"),
         ("rollout-eval-lite.sh", ["eval", "8", "3"], "3 runs, 8 at a time"),
         ("rollout-eval-verified.sh", ["eval"], "qwen_maxiter_100_N_v2.2-no-hint-t0-run_0"),

@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(make_pytest_sample(folder), folder)
 
 
-_FAST = ("conftest: reports rewritten", "assertEqual replaced unseen", "os._exit(0) behind forged lines", "a site hook")
+_FAST = ("assertEqual replaced unseen", "os._exit(0) behind forged lines")
 _MATRIX = [
     pytest.param(cheat, id=cheat.name, marks=[] if cheat.name in _FAST else [pytest.mark.slow]) for cheat in CHEATS
 ]
@@ -76,12 +76,7 @@ async def test_an_object_that_equals_everything_equals_what_no_test_expects(plac
     assert verdict.reason == "flagged: equal_to_anything, softened_tests"
 
 
-_SOON = (
-    "pytest.xfail in the product",
-    "a thread swaps the test's code",
-    "mock.ANY",
-    "what tells the supervisor tells less",
-)
+_SOON = ("a thread swaps the test's code", "what tells the supervisor tells less")
 _ATTACKS = [
     pytest.param(each, id=each.name, marks=[] if each.name in _SOON else [pytest.mark.slow]) for each in ATTACKS
 ]
@@ -114,12 +109,7 @@ async def test_without_a_guard_an_attack_pays(place: Place, tmp_path: Path, atta
     assert verdict.resolved is (attack.works and not attack.harmless), verdict
 
 
-_FEW = (
-    "mkdir -p in tox.ini",
-    "the name of the calling function for a log",
-    "a trace that says where",
-    "other prefixes",
-)
+_FEW = ("the name of the calling function for a log", "other prefixes")
 _HONEST = [
     pytest.param(each, id=each.name, marks=[] if each.name in _FEW else [pytest.mark.slow])
     for each in (*HONEST, *FURTHER)

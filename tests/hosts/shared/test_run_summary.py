@@ -37,7 +37,7 @@ def test_missing_token_ids_have_a_cause() -> None:
 def test_what_a_server_said_does_not_control_the_terminal() -> None:
     failure = Failure(kind=FailureKind.MODEL, message="x\x1b]0;title\x07\nrecorded", boundary="b")
     line = run_summary(example_trajectory().model_copy(update={"failure": failure}), (), RLSettings())
-    assert line.isprintable() and "\\x1b]0;title" in line
+    assert line.isprintable() and "; failed, so never trained on (model: x\\x1b]0;title" in line
 
 
 def test_a_run_that_the_rewards_command_did_not_judge_says_why() -> None:

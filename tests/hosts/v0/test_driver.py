@@ -161,11 +161,11 @@ async def test_an_end_is_noticed_at_once(model: str, shop: str):
 
 
 async def test_a_dead_environment_in_mid_episode_is_a_failure():
-    with instant_model(delay=0.3) as model:
+    with instant_model(delay=0.1) as model:
         with running_shop() as url:
             runner = ControllerRunner(settings_for(model, url))
             playing = asyncio.create_task(runner.run(shopping(1, ["search[shoes]"], max_turns=100)))
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(0.8)
         trajectory = await playing
         await runner.close()
     assert trajectory.stop is StopReason.ERROR and trajectory.failure is not None
@@ -181,7 +181,7 @@ async def test_an_absent_environment_is_a_failure(model: str):
 
 
 async def test_an_absent_model_is_a_failure(shop: str):
-    async with controller(settings_for("http://127.0.0.1:1/v1", shop)) as runner:
+    async with controller(settings_for("http://127.0.0.1:1/v1", shop), HostOptions(llm_retries=1)) as runner:
         trajectory = await runner.run(shopping(1, ["search[x]"]))
     assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
     assert trajectory.nodes, "what the environment said is kept"
@@ -200,7 +200,7 @@ async def test_a_slow_model_meets_the_episodes_time_limit(shop: str):
 async def test_a_command_that_outlasts_the_episode_is_ended(model: str):
     marker = f"95{os.getpid()}"
     async with controller(settings_for(model), IN_A_WORKSPACE) as runner:
-        trajectory = await runner.run(working(1, [f"sleep {marker}"], timeout=1.5))
+        trajectory = await runner.run(working(1, [f"sleep {marker}"], timeout=1.0))
     assert trajectory.stop is StopReason.TIMEOUT
     assert not subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout
 
@@ -215,7 +215,8 @@ async def test_giving_up_an_episode_leaves_nothing_running(model: str):
     marker = f"94{os.getpid()}"
     runner = ControllerRunner(settings_for(model), IN_A_WORKSPACE)
     playing = asyncio.create_task(runner.run(working(1, [f"sleep {marker}"])))
-    await asyncio.sleep(1.5)
+    while not subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout:
+        await asyncio.sleep(0.05)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing

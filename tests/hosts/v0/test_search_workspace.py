@@ -127,7 +127,7 @@ async def test_a_command_in_the_forks_says_what_is_right(server: ScriptedModel):
     """The project's tests as the value: each candidate is executed in a fork, and judged by the command there."""
     tests = "test ! -e answer.txt || grep -qx right answer.txt && touch ran"
     value = {"reward": "command", "reward_options": {"command": tests}}
-    for strategy in ({"rollout_strategy": "BestOfN", "strategy": {"n": 6}}, mcts(num_simulations=10)):
+    for strategy in ({"rollout_strategy": "BestOfN", "strategy": {"n": 4}}, mcts(num_simulations=6)):
         strategy["strategy"] |= {"value": "reward", "value_options": value}
         before = leftovers()
         trajectory = await play(server, "tested", writer, **strategy)
@@ -342,13 +342,13 @@ async def test_branches_side_by_side_hear_of_their_own_only(server: ScriptedMode
         seed = body["seed"]
         return bash(f"echo {seed} >> mine; echo {seed} >> /tmp/mine; cat mine /tmp/mine; ls | wc -l", f"id{seed}")
 
-    strategy = {"rollout_strategy": "BestOfN", "strategy": {"n": 32, **BY_PATCH}}
+    strategy = {"rollout_strategy": "BestOfN", "strategy": {"n": 8, **BY_PATCH}}
     async with FileTrajectoryStorage(tmp_path) as storage:
         trajectory = await play(server, "beside", policy, **strategy, max_turns=2, storage_of_episodes=storage)
         assert [stored async for stored, _ in storage.find()] == [trajectory]
     nodes = trajectory.nodes
     tried = [at for at, node in enumerate(nodes) if node.sampled and node.parent == first_prompt(trajectory)]
-    assert len(tried) == 32
+    assert len(tried) == 8
     for at in tried:
         (heard,) = (node.message.content for node in nodes if node.parent == at)
         own = nodes[at].message.tool_calls[0].id.removeprefix("id")

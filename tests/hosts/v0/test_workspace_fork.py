@@ -149,7 +149,8 @@ def test_a_fork_says_what_differs_from_the_start(make: Make, method: ForkMethod,
     assert runtime.changes()["changed_files"] == {"known": "modified"}
 
 
-def test_64_forks_side_by_side_do_not_meet(make: Make, tmp_path: Path):
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_forks_side_by_side_do_not_meet(make: Make, count: int):
     runtime = make()
     run(runtime, "for i in $(seq 200); do echo $i > f$i; done")
     stop = threading.Event()
@@ -164,8 +165,8 @@ def test_64_forks_side_by_side_do_not_meet(make: Make, tmp_path: Path):
             twin.close()
 
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(play, range(64)))
-    assert answers == [[str(n), str(n), str(n), "8", str(n), "201", "1"] for n in range(64)]
+        answers = list(pool.map(play, range(count)))
+    assert answers == [[str(n), str(n), str(n), "8", str(n), "201", "1"] for n in range(count)]
     look = "cat f7; ls | wc -l; (cd /tmp; ls -d home mine 2>/dev/null); pgrep -c sleep"
     assert run(runtime, look).split() == ["7", "200", "home", "0"]
 
