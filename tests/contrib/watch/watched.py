@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -187,8 +187,8 @@ class Dying(Watch):
         super()._note(step, said, **more)  # type: ignore[arg-type]
 
 
-async def killed_all_the_time(config: Path, model: Path, died: Callable[[], None] = lambda: None) -> int:
-    """Look until it is done, however often it dies; how often that was. ``died``: called each time."""
+async def killed_all_the_time(config: Path, model: Path) -> int:
+    """Look until it is done, however often it dies; how often that was."""
     Dying.doomed, deaths = set(), 0
     while True:
         try:
@@ -197,7 +197,6 @@ async def killed_all_the_time(config: Path, model: Path, died: Callable[[], None
                 return deaths
         except Killed:
             deaths += 1
-            died()
             journal = watching_folder(load_settings(config)) / "journal.jsonl"
             if journal.exists():
                 with journal.open("ab") as file:
