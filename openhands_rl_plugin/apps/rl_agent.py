@@ -30,11 +30,11 @@ from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
     ConfigError,
-    MissingExtraError,
     PublishError,
     StorageError,
     boundary,
     describe,
+    from_extra,
     problems,
 )
 from openhands_rl_plugin.core.files import draft_folder
@@ -200,10 +200,8 @@ class InProcessPolicy(Policy):
 
     def __init__(self, model: str, tokenizer: Any, settings: RLSettings) -> None:
         super().__init__(model, settings)
-        try:
+        with from_extra("train"):
             from openhands_rl_plugin.models.generator.generator import Generator
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or "torch", "train") from error
         self._tokenizer = tokenizer
         config = {
             "model": model,
@@ -739,8 +737,6 @@ def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> Train
 
 
 def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
-    try:
+    with from_extra("train"):
         from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "torch", "train") from error
     return LoraTrainer(weights, settings, adapter=adapter)

@@ -36,6 +36,7 @@ from openhands_rl_plugin.core.errors import (
     RLError,
     boundary,
     describe,
+    from_extra,
 )
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -522,10 +523,8 @@ async def _drift(args: argparse.Namespace) -> int:
 
 
 def _decoder(folder: Path) -> Decode:
-    try:
+    with from_extra("train", "tokenizers"):
         from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("tokenizers", "train") from error
     try:
         with boundary(FailureKind.MODEL, "tokenizer"):
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

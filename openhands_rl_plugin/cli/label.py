@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Trajectory
 
 
-RESUME = "what you said is kept; the same command goes on with the next"
+RESUME = "what you said is kept, and shown with --again; the same command goes on with the next"
 _MOST_LINES, _MOST_CHARACTERS, _WIDTH = 60, 6000, 160
 _WHOLE_WORDS = {
     "yes": "y", "no": "n", "skip": "s", "quit": "q", "undo": "u", "comment": "m", "alike": "=", "first": "1",
@@ -205,7 +205,7 @@ async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
             await give_verdict(storage, identity, value, note=note, author=args.author)
             judged += 1
         at, again = at + 1, args.again
-    print(f"{judged} labelled; {RESUME}" if ids else "no episodes match")
+    print(f"{judged} labelled of {len(ids)} that match; {RESUME}" if ids else "no episodes match")
     return 0
 
 
@@ -298,7 +298,7 @@ async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
             await prefer(storage, better, other, alike=word == "=", note=note, author=args.author)
             compared += 1
         at, again = at + 1, args.again
-    print(f"{compared} compared; {RESUME}" if pairs else "no two attempts at one task match")
+    print(f"{compared} compared of {len(pairs)} that match; {RESUME}" if pairs else "no two attempts at one task match")
     return 0
 
 

@@ -22,7 +22,7 @@ from openhands_rl_plugin.cli.options.weights import given_weights
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
@@ -91,11 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
     check_alone()
     settings = _settings(args)
-    try:
+    with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.checks import check_trainable
         from openhands_rl_plugin.apps.loop.tasks import loop_tasks
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "openhands", "openhands") from error
     check_trainable(settings)
     if not settings.serving.base_url:
         given_weights(args.model)

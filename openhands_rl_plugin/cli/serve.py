@@ -7,7 +7,7 @@ import argparse
 from openhands_rl_plugin.apps.demo_model import SHORT_NAME, named_model
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
-from openhands_rl_plugin.core.errors import MissingExtraError
+from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.weights import check_model
 
@@ -35,10 +35,8 @@ def run(args: argparse.Namespace) -> int:
         config = config.model_copy(update={"model": str(named_model(SHORT_NAME)), "served_model_name": served})
     check_model(config.model)
     log_accesses_if_asked(args)
-    try:
+    with from_extra("train"):
         from openhands_rl_plugin.models.server.app import open_server
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "torch", "train") from error
     print(f"loading {config.model}", flush=True)
     with open_server(config) as (url, generator):
         print(f"{config.base_name} at {url}/v1; Ctrl-C stops it", flush=True)

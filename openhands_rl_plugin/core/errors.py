@@ -42,6 +42,15 @@ class MissingExtraError(RLError):
         )
 
 
+@contextmanager
+def from_extra(extra: str, package: str = "") -> Iterator[None]:
+    """Around imports of what an extra brings. Raises ``MissingExtraError`` that names the package, or the module."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(package or error.name or extra, extra) from error
+
+
 class StorageError(RLError):
     """A record could not be written or read. Stops a run: nothing may be lost silently."""
 

@@ -126,8 +126,6 @@ def steps_of(sample: Trajectory) -> tuple[Step, ...]:
     return (EpisodeStart.of(sample), *growths, EpisodeEnd.of(sample))
 
 
-_NOT_TERMINATED = {"filter stop", "filter infrastructure", "filter grader"}
-
 FILTERS: tuple[tuple[dict[str, object], set[str]], ...] = (
     ({"run_id": "filter other"}, {"filter run"}),
     ({"run_id": "no such run"}, set()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from scripted_model import says as answer
 from scripted_model import serve
 from shopping_loop import MODEL, write_talker
 from small_shop import running_shop
+from train_store import stored
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.loop.checks import held
@@ -29,7 +29,7 @@ from openhands_rl_plugin.apps.loop.run import LoopJob, loop_plan
 from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Message, Observation, StopReason, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.evals.runs.suites import local_rows
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
@@ -37,7 +37,6 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.batch import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
 
@@ -113,14 +112,6 @@ def words(config: Path, *more: str) -> list[str]:
     return ["loop", "environment", "--config", str(config), "--tasks", "6", *run, *more]
 
 
-def stored(folder: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
-    async def read() -> list[tuple[Trajectory, tuple[Score, ...]]]:
-        async with FileTrajectoryStorage(folder / "trajectories") as storage:
-            return [found async for found in storage.find()]
-
-    return asyncio.run(read())
-
-
 def interrupt_after(stage: str, state_file: Path) -> threading.Thread:
     """Presses Ctrl-C when the stage is finished."""
 
@@ -165,7 +156,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     adapters = AdapterStore(tmp_path / "adapters")
     assert state.adapter is not None and adapters.get(state.adapter).base_model == MODEL
     assert state.adapter in httpx.get(f"{served[1]}/v1/models").text
-    played = stored(tmp_path)
+    played = stored(tmp_path / "trajectories")
     assert len({trajectory.id for trajectory, _ in played}) == len(played) >= 2 + 2 * 6 + 2
     assert {trajectory.policy.base_model for trajectory, _ in played} == {MODEL}
     assert not any(off_policy_sampling(trajectory) for trajectory, _ in played), "`train` may learn from them, too"
@@ -220,7 +211,7 @@ def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[st
     record = LoopState.load(tmp_path / "run" / "state.json").record("iteration-000")
     assert record is not None and record.metrics["episodes_used"] == 2 and record.adapter is not None
     played: dict[str, list[Trajectory]] = {}
-    for trajectory, _ in stored(tmp_path):
+    for trajectory, _ in stored(tmp_path / "trajectories"):
         played.setdefault(trajectory.run_id.rpartition("/")[2], []).append(trajectory)
     found = {stage: {(t.strategy.name, len([*t.sampled()]), t.stop) for t in each} for stage, each in played.items()}
     assert found == {
@@ -253,7 +244,7 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
     assert state.adapter is not None and AdapterStore(tmp_path / "adapters").get(state.adapter).parent == first
     assert f"After RL against {first}: " in capsys.readouterr().out
     run_id = (tmp_path / "next" / "run_id").read_text()
-    measured = [t for t, _ in stored(tmp_path) if t.run_id == f"{run_id}/evaluate-base"]
+    measured = [t for t, _ in stored(tmp_path / "trajectories") if t.run_id == f"{run_id}/evaluate-base"]
     assert measured and {trajectory.policy.served_name for trajectory in measured} == {first}
 
     # A run that goes on has its own beginning, whatever is the latest by now.
@@ -382,7 +373,7 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_episode
         config.write_text(config.read_text().replace("max_workers = 6", "max_workers = 1"))
         command = words(config, "--model", str(talker), "--held-out", "4", "--iterations", "0")
         assert cli.main(command) == 1
-        assert len(stored(tmp_path)) == 1, "what comes after it would be wasted, too"
+        assert len(stored(tmp_path / "trajectories")) == 1, "what comes after it would be wasted, too"
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         what = "token ids" if field == "return_token_ids" else "logprobs"
         assert f"{deaf.url} answers: no {what}: the model server ignores {field}; serve the model with" in line
@@ -393,7 +384,7 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_episode
     # With a server that sends them the same command goes on, and keeps what was played.
     config.write_text(config.read_text().replace(deaf.url, f"{served[1]}/v1").replace('server = "vllm"', ""))
     assert cli.main(command) == 0
-    assert len([each for each, _ in stored(tmp_path) if each.run_id.endswith("/evaluate-base")]) == 4
+    assert len([each for each, _ in stored(tmp_path / "trajectories") if each.run_id.endswith("/evaluate-base")]) == 4
 
 
 def test_servers_that_are_not_there_end_it_before_it_begins(
@@ -404,7 +395,7 @@ def test_servers_that_are_not_there_end_it_before_it_begins(
     assert "no model server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err
     assert cli.main(words(write_config(tmp_path, shop=nobody, server=served[1]), "--fresh")) == 1
     assert "127.0.0.1:9" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "state.json").exists() and stored(tmp_path) == []
+    assert not (tmp_path / "run" / "state.json").exists() and stored(tmp_path / "trajectories") == []
 
 
 def test_a_correction_by_logprobs_that_were_not_sampled_from_is_refused_before_any_episode(
@@ -416,7 +407,7 @@ def test_a_correction_by_logprobs_that_were_not_sampled_from_is_refused_before_a
     config.write_text(config.read_text().replace("[rl.training]", '[rl.training]\ncorrection = "truncate"'))
     assert cli.main(words(config)) == 1
     assert f"{server} reports logprobs of temperature 1, which were not sampled from" in capsys.readouterr().err
-    assert stored(tmp_path) == []
+    assert stored(tmp_path / "trajectories") == []
 
 
 @needs_contrib

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import subprocess
@@ -13,8 +12,8 @@ from pathlib import Path
 import pytest
 from broken_repository import units_repository
 from page_session import DOCS, NEEDS, ROOT, Session, blocks, language_of, missing
+from train_store import store_of
 
-from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 from openhands_rl_plugin.testing import example_trajectory
@@ -48,12 +47,7 @@ def fixer(folder: Path) -> None:
 def store(folder: Path) -> None:
     """``./trajectories``: two episodes."""
 
-    async def fill() -> None:
-        async with FileTrajectoryStorage(folder / "trajectories") as opened:
-            await opened.add(example_trajectory(0))
-            await opened.add(example_trajectory(1))
-
-    asyncio.run(fill())
+    store_of(folder / "trajectories", example_trajectory(0), example_trajectory(1))
 
 
 def foreign(folder: Path) -> None:

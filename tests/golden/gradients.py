@@ -9,7 +9,6 @@ policy's, rewritten histories, one cut off, a group with a temperature and one w
 # ruff: noqa: E402
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import json
@@ -29,8 +28,9 @@ torch.set_num_threads(1)
 import numpy as np
 from golden import read
 from tiny_model import write_adapter, write_model
+from train_store import store_of
 
-from openhands_rl_plugin import FileTrajectoryStorage, Trajectory, cli
+from openhands_rl_plugin import Trajectory, cli
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 SHAPE = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -89,12 +89,7 @@ def write_policy(folder: Path) -> tuple[Path, Path]:
 def gradients_of(case: dict[str, Any], model: Path, adapter: Path, episodes: list[Trajectory], folder: Path) -> Any:
     """Of the last optimiser step, by name, and the first step's line of ``metrics.jsonl``."""
 
-    async def fill() -> None:
-        async with FileTrajectoryStorage(folder / "store") as storage:
-            for each in episodes:
-                await storage.add(each)
-
-    asyncio.run(fill())
+    store_of(folder / "store", *episodes)
     full = case.get("method") == "full"
     rslora = case.get("lora_variant") == "rslora"
     if not full:

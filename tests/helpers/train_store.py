@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
-from openhands_rl_plugin.core.types import Message, Node, PolicyRef, StopReason, Task, Tokens, Trajectory
+from openhands_rl_plugin.core.types import Message, Node, PolicyRef, Score, StopReason, Task, Tokens, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -43,11 +44,20 @@ def episode(number: int, reward: float, *, base_model: str = "tiny", **changes: 
     return example_trajectory(number).model_copy(update=update)
 
 
-def store_of(path: Path, *episodes: Trajectory) -> Path:
+def store_of(path: Path, *episodes: Trajectory, scores: Sequence[Score] = ()) -> Path:
     async def fill() -> None:
         async with FileTrajectoryStorage(path) as storage:
             for each in episodes:
                 await storage.add(each)
+            await storage.add_scores(scores)
 
     asyncio.run(fill())
     return path
+
+
+def stored(path: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
+    async def read() -> list[tuple[Trajectory, tuple[Score, ...]]]:
+        async with FileTrajectoryStorage(path) as storage:
+            return [found async for found in storage.find()]
+
+    return asyncio.run(read())

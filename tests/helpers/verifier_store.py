@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import torch
 from tiny_model import CHAT_TEMPLATE, write_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from train_store import store_of, stored
 from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.exchange.verifier import question
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 WORDS = ("fox", "dog", "brown", "lazy", "click", "search", "seven", "eight")
 LONG = "System Message that describes the behavior Turn USER ASSISTANT the log is longer than context what stood"
@@ -90,22 +89,8 @@ def toy_episodes(tasks: int = 12, attempts: int = 4) -> list[Trajectory]:
     return [episode(task, attempt, success=attempt % 2 == 0) for task in range(tasks) for attempt in range(attempts)]
 
 
-def store_of(path: Path, *episodes: Trajectory) -> Path:
-    async def fill() -> None:
-        async with FileTrajectoryStorage(path) as storage:
-            for each in episodes:
-                await storage.add(each)
-
-    asyncio.run(fill())
-    return path
-
-
 def scores_in(path: Path) -> dict[str, list[Score]]:
-    async def read() -> dict[str, list[Score]]:
-        async with FileTrajectoryStorage(path) as storage:
-            return {trajectory.id: list(scores) async for trajectory, scores in storage.find()}
-
-    return asyncio.run(read())
+    return {trajectory.id: list(scores) for trajectory, scores in stored(path)}
 
 
 def trained_by_command(model: Path, folder: Path, *more: str) -> Path:

@@ -21,7 +21,7 @@ from openhands_rl_plugin.cli.options.weights import given_weights
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import MissingExtraError
+from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
@@ -105,11 +105,9 @@ def run(args: argparse.Namespace) -> int:
     """Make tasks, say the price, train. Raises ``RLError`` when the repository, the model or the disk is unusable."""
     silence_libraries()
     prepare_threads()
-    try:
+    with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.checks import check_alone, held
         from openhands_rl_plugin.apps.loop.run import check_trainable
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "openhands", "openhands") from error
     from openhands_rl_plugin.evals.tasks.packages import find_repository
 
     check_alone()

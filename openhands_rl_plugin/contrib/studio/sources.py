@@ -20,7 +20,14 @@ from starlette.requests import Request
 
 from openhands_rl_plugin.apps.demo_model import NAME, default_model_directory
 from openhands_rl_plugin.apps.loop.run import STATE
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, MissingExtraError, boundary, unknown_name
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    ConfigError,
+    MissingExtraError,
+    boundary,
+    from_extra,
+    unknown_name,
+)
 from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
@@ -286,10 +293,8 @@ def _places(model: str, adapters: Mapping[str, Path]) -> Iterator[Path]:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Of a folder's ``tokenizer.json``, or of that file. Raises ``ConfigError`` and ``MissingExtraError``."""
-    try:
+    with from_extra("train", "tokenizers"):
         from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("tokenizers", "train") from error
     file = folder / TOKENIZER if folder.is_dir() else folder
     if not file.is_file():
         raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a {TOKENIZER}")

@@ -19,7 +19,7 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.watch.settings import watch_settings
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
+from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -110,13 +110,11 @@ def _publisher(settings: RLSettings, adapters: AdapterStore) -> AdapterPublisher
 def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStore, folder: Path) -> int:
     silence_libraries()
     prepare_threads()
-    try:
+    with from_extra("openhands,train"):
         from openhands_rl_plugin.apps.loop.checks import check_alone
         from openhands_rl_plugin.contrib.watch.gates import suite_tasks
         from openhands_rl_plugin.contrib.watch.gathering import check_calibrated
         from openhands_rl_plugin.contrib.watch.service import Watch
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "torch", "openhands,train") from error
     check_alone()
     settings.training.check_servable()
     check_calibrated(settings)

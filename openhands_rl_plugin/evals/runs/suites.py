@@ -8,7 +8,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RewardSettings
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe, unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra, unknown_name
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.evals.report.run_records import ENVIRONMENT as ENVIRONMENT
 from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks, row_tasks
@@ -186,11 +186,9 @@ def _of_split(instances: tuple[Instance, ...], split: str, name: str) -> tuple[I
 
 
 def _from_hub(suite: Suite) -> tuple[Instance, ...]:
-    try:
+    with from_extra("exchange", "datasets"):
         import datasets
         from datasets.exceptions import DatasetsError
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("datasets", "exchange") from error
     try:
         rows = datasets.load_dataset(suite.dataset, split=suite.split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, MissingExtraError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, boundary, from_extra
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import FailureKind, Frozen
 from openhands_rl_plugin.hosts.pool.connection import WorkerChannel, to_line
@@ -118,10 +118,8 @@ def join_cluster() -> None:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
+    with from_extra("ray", "ray"):
         import ray  # pyright: ignore[reportMissingImports]  # an extra
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("ray", "ray") from error
     if ray.is_initialized():
         return
     address = os.environ.get(ADDRESS)

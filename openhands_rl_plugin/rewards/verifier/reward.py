@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from pydantic import Field
 
-from openhands_rl_plugin.core.errors import GraderError, MissingExtraError, TrainingError
+from openhands_rl_plugin.core.errors import GraderError, TrainingError, from_extra
 from openhands_rl_plugin.core.types import Failure, Frozen, Score, Trajectory
 from openhands_rl_plugin.rewards.verifier.served import ServedVerifier
 from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput
@@ -107,12 +107,10 @@ class VerifierReward:
 
     @cached_property
     def _prompts(self) -> VerifierPrompts:
-        try:
+        with from_extra("train"):
             from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_tokenizer
 
             prompts = VerifierPrompts(load_tokenizer(self._base), self._card.max_length)
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or "transformers", "train") from error
         if (prompts.yes, prompts.no) != (self._card.yes, self._card.no):
             raise TrainingError(f"{self._base} has another tokenizer than the model of the verifier {self._directory}")
         return prompts
@@ -205,10 +203,8 @@ class _Here:
 
     @cached_property
     def _model(self) -> VerifierModel:
-        try:
+        with from_extra("train"):
             from openhands_rl_plugin.training.verifier.train import VerifierModel
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or "torch", "train") from error
         return VerifierModel(self._directory, model=self._base, tokens_per_pass=self._tokens_per_pass)
 
 

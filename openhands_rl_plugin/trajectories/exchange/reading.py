@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.errors import MissingExtraError
+from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported
 from openhands_rl_plugin.trajectories.exchange.foreign import BYTE_ORDER_MARK, ExchangeError, from_text
@@ -226,10 +226,8 @@ def _decoder(pyarrow: Any, kind: Any) -> Callable[[JsonValue], JsonValue]:
 
 def optional(module: str) -> Any:
     """A module that comes with ``datasets``. Raises ``MissingExtraError`` without that library."""
-    try:
+    with from_extra(EXTRA, "datasets"):
         return import_module(module)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("datasets", EXTRA) from error
 
 
 def _object(value: JsonValue) -> JsonObject:

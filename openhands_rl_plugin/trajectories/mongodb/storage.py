@@ -8,7 +8,7 @@ from itertools import batched
 from types import TracebackType
 from typing import Self
 
-from openhands_rl_plugin.core.errors import DamagedError, MissingExtraError
+from openhands_rl_plugin.core.errors import DamagedError, from_extra
 from openhands_rl_plugin.core.records import (
     DamagedRecord,
     EpisodeEnd,
@@ -49,13 +49,11 @@ class MongoDBTrajectoryStorage:
         database_name: str = "openhands_rl",
         durable: bool = True,
     ) -> None:
-        try:
+        with from_extra("mongodb", "pymongo"):
             from openhands_rl_plugin.trajectories.mongodb import reading as mongodb_reading
             from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
             from openhands_rl_plugin.trajectories.mongodb.scores import ScoreBook
             from openhands_rl_plugin.trajectories.mongodb.writing import MongoEpisodeWriter
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("pymongo", "mongodb") from error
         self._guard = SecretGuard()
         self._lost: list[DamagedRecord] | None = None
         self._database = MongoDatabase(connection_string, database_name, durable=durable)

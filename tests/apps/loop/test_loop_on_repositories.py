@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import pytest
 from fixing_model import write_chooser
 from git_backend import make_instances
 from needs import needs_bubblewrap
+from train_store import stored
 
-from openhands_rl_plugin import FileTrajectoryStorage, cli
+from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.training.loop.plan import LoopState
 
@@ -66,14 +65,6 @@ def write_rows(folder: Path, count: int) -> Path:
     return file
 
 
-def stored(folder: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
-    async def read() -> list[tuple[Trajectory, tuple[Score, ...]]]:
-        async with FileTrajectoryStorage(folder / "trajectories") as storage:
-            return [found async for found in storage.find()]
-
-    return asyncio.run(read())
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @needs_bubblewrap
@@ -94,7 +85,7 @@ def test_what_passes_the_tests_is_learnt(tmp_path: Path, capsys: pytest.CaptureF
         "iteration-001",
         "evaluate-final",
     ]
-    found = stored(tmp_path)
+    found = stored(tmp_path / "trajectories")
     assert len(found) == 2 + 2 * 12 + 2 and not [each for each, _ in found if each.failure]
     for trajectory, scores in found:
         (first,) = next(trajectory.sampled()).message.tool_calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from browser import needs_browser
 from studio_client import Client
 from studio_pages import pages_of
+from train_store import store_of
 
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
@@ -21,12 +21,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 def store(tmp_path: Path) -> Path:
     """Three episodes of a group; the nodes of the second are no nodes."""
 
-    async def fill() -> None:
-        async with FileTrajectoryStorage(tmp_path) as storage:
-            for name in ("before", "broken", "after"):
-                await storage.add(sample_episode(name))
-
-    asyncio.run(fill())
+    store_of(tmp_path, *map(sample_episode, ("before", "broken", "after")))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
         connection.execute(
             "UPDATE chunks SET nodes = x'00ff00ff' WHERE episode = (SELECT row FROM episodes WHERE id = 'broken')"

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
+from train_store import store_of
 
 from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin import cli
@@ -67,15 +68,8 @@ def searched() -> Trajectory:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    async def fill() -> None:
-        async with FileTrajectoryStorage(tmp_path) as storage:
-            for at in range(EPISODES):
-                await storage.add(example_trajectory(at))
-            await storage.add(searched())
-            await storage.add_scores([Score(trajectory_id="searched-episode", reward=0.75, reward_version="v1")])
-
-    asyncio.run(fill())
-    return tmp_path
+    score = Score(trajectory_id="searched-episode", reward=0.75, reward_version="v1")
+    return store_of(tmp_path, *map(example_trajectory, range(EPISODES)), searched(), scores=[score])
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -161,12 +155,7 @@ def test_the_instructions_of_an_episode_are_named(tmp_path: Path, capsys: pytest
     first = standard.nodes[0].model_copy(update={"metadata": {"prompt": "compact"}})
     compact = standard.model_copy(update={"id": "compact-one", "nodes": (first, *standard.nodes[1:])})
 
-    async def fill() -> None:
-        async with FileTrajectoryStorage(tmp_path) as storage:
-            await storage.add(standard)
-            await storage.add(compact)
-
-    asyncio.run(fill())
+    store_of(tmp_path, standard, compact)
     assert "prompt compact" in shown(capsys, "show", tmp_path, "compact-one")
     assert "prompt compact" not in shown(capsys, "show", tmp_path, standard.id)
     assert json.loads(shown(capsys, "show", tmp_path, standard.id, "--json"))["prompt"] == "standard"

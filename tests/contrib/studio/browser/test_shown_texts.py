@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from browser import needs_browser
 from studio_pages import pages_of
+from train_store import store_of
 
 from openhands_rl_plugin.core.types import Message, Node
 from openhands_rl_plugin.testing.samples import sample_episode
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
@@ -22,13 +21,8 @@ OUTPUT = (
 
 
 def test_colours_of_tools_are_shown_and_other_codes_are_written_out(tmp_path: Path) -> None:
-    async def fill() -> None:
-        sample = sample_episode("one")
-        said = Node(parent=5, message=Message(role="user", content=OUTPUT))
-        async with FileTrajectoryStorage(tmp_path) as storage:
-            await storage.add(sample.model_copy(update={"nodes": (*sample.nodes, said), "head": 6}))
-
-    asyncio.run(fill())
+    sample, said = sample_episode("one"), Node(parent=5, message=Message(role="user", content=OUTPUT))
+    store_of(tmp_path, sample.model_copy(update={"nodes": (*sample.nodes, said), "head": 6}))
     with pages_of(tmp_path) as pages:
         page = pages.open("/e/one", wait="#node-6 pre.text:not(.waits)")
         place = page.locator("#node-6 pre.text")
