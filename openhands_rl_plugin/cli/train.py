@@ -28,16 +28,16 @@ from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, TrainingError, UsageError
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, UsageError, from_extra
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import Estimate
+from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY as IMPORTED
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
-    from openhands_rl_plugin.core.types import Adapter, Probe, Sample
     from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
     from openhands_rl_plugin.training.trainer.memory_estimate import MemoryEstimate
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.training.verifier.data import VerifierDataset, VerifierExample
     from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
     from openhands_rl_plugin.training.verifier.report import VerifierReport
-    from openhands_rl_plugin.training.verifier.train import TrainedVerifier
 
 
 def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
@@ -192,9 +191,24 @@ class TrainingRun:
             return make()
         return kind.validate_json(self._ranks.broadcast_text(kind.dump_json(make()).decode() if self._leads else ""))
 
-    def _publish(self, adapter: Adapter, probe: Probe) -> None:
+    def _written(self, samples: Sequence[Sample]) -> Adapter | None:
+        """The version that the same command wrote before it was killed, which it then says."""
+        from openhands_rl_plugin.training.learn import call_of, version_written
+
+        call = call_of(samples, self._training)
+        found = (self._run_directory, call, self._adapters, self._name, self._parent)
+        made = self._from_rank_0(TypeAdapter(Adapter | None), lambda: version_written(*found))
+        if made is not None:
+            print_note(f"{made.name} is what this command wrote before it was ended: it is not trained on that again")
+        return made
+
+    def _publish(self, adapter: Adapter) -> None:
+        """Bring the version into use where that is asked for; then the command is done, and may be repeated."""
+        from openhands_rl_plugin.training.learn import CALL_FILE
+
         if self._args.publish:
-            ENDING.run(publish(self._args.publish, self._adapters, adapter, probe))
+            ENDING.run(publish(self._args.publish, self._adapters, adapter))
+        (self._run_directory / CALL_FILE).unlink(missing_ok=True)
 
 
 def config_of(args: argparse.Namespace) -> RLSettings:
@@ -210,13 +224,11 @@ def join_processes() -> Iterator[Ranks | None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
-    try:
+    with from_extra("train"):
         from openhands_rl_plugin.models.generator.threads import prepare_threads
 
         prepare_threads()
         from openhands_rl_plugin.training.distributed.ranks import join_ranks
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "torch", "train") from error
     with join_ranks() as ranks:
         if ranks.rank == 0:
             yield ranks
@@ -368,10 +380,10 @@ class PolicyTraining(TrainingRun):
         if self._whole:
             self._train_whole(dataset, base_model)
             return 0
-        adapter, probe = self._train(dataset, base_model)
-        if adapter is not None:
+        adapter = self._written(dataset.samples) or self._train(dataset, base_model)
+        if adapter is not None and self._leads:
             print(f"{adapter.name}: {_listed(adapter.metrics)}")
-            self._publish(adapter, probe)
+            self._publish(adapter)
         return 0
 
     async def _read(self) -> tuple[str, TrainingDataset]:
@@ -448,29 +460,19 @@ class PolicyTraining(TrainingRun):
             trainer.hand_over()
             trainer.finish()
 
-    def _train(self, dataset: TrainingDataset, base_model: str) -> tuple[Adapter | None, Probe]:
-        """The new version, which rank 0 alone has, and the logprobs to check a server against."""
-        from openhands_rl_plugin.training.learn import CALL_FILE, PROBE_TOKENS, learn, tell_notes, version_written
+    def _train(self, dataset: TrainingDataset, base_model: str) -> Adapter | None:
+        """The new version, which rank 0 alone has."""
+        from openhands_rl_plugin.training.learn import learn, tell_notes
 
-        try:
+        with from_extra("train"):
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
             from openhands_rl_plugin.training.engines import make_trainer
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or "torch", "train") from error
-        made = version_written(dataset, self._training, self._adapters, self._name, self._run_directory)
-        trainer = make_trainer(self._args.model, self._training, self._config, base_model, made or self._parent)
-        if made is not None:
-            print_note(f"{made.name} is what this command wrote before it was ended: it is not trained on that again")
-            probe = trainer.probe(dataset.samples[0].input_ids[-PROBE_TOKENS:])
-            if self._leads:
-                self._adapters.keep_probe(made, probe)
-                (self._run_directory / CALL_FILE).unlink()
-            return made if self._leads else None, probe
+        trainer = make_trainer(self._args.model, self._training, self._config, base_model, self._parent)
         tell_notes(trainer, print_note)
         with training_progress() as advanced:
-            _, adapter, probe = learn(
+            _, adapter, _ = learn(
                 trainer,
                 dataset,
                 self._training,
@@ -481,7 +483,7 @@ class PolicyTraining(TrainingRun):
                 on_progress=advanced,
                 run=self._run_directory,
             )
-        return adapter, probe
+        return adapter
 
 
 async def _only_base_model(
@@ -559,26 +561,24 @@ class VerifierTraining(TrainingRun):
 
     def run(self) -> int:
         """Train, or print the plan with ``--dry-run``; then print the results on held-out tasks."""
-        try:
+        with from_extra("train"):
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
             from openhands_rl_plugin.training.verifier.data import VerifierDataset
             from openhands_rl_plugin.training.verifier.prompt import prompts_for
-            from openhands_rl_plugin.training.verifier.report import REPORT_FILE
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or "transformers", "train") from error
+            from openhands_rl_plugin.training.verifier.report import REPORT_FILE, VerifierReport
         prompts = prompts_for(str(self._args.model), self._settings.max_length)
         dataset = self._from_rank_0(TypeAdapter(VerifierDataset), lambda: ENDING.run(self._read(prompts)))
         self._print_plan(dataset)
         if self._args.dry_run:
             return 0
-        adapter, trained = self._train(dataset, prompts)
-        if adapter is None:
-            return 0
-        print("\n".join([f"{adapter.name}:", *report_lines(trained.report)]))
-        print(f"  {adapter.path}/{REPORT_FILE}")
-        self._publish(adapter, trained.probe)
+        adapter = self._written(_sequences(dataset)) or self._train(dataset, prompts)
+        if adapter is not None and self._leads:
+            report = VerifierReport.model_validate_json((Path(adapter.path) / REPORT_FILE).read_bytes())
+            print("\n".join([f"{adapter.name}:", *report_lines(report)]))
+            print(f"  {adapter.path}/{REPORT_FILE}")
+            self._publish(adapter)
         return 0
 
     async def _read(self, prompts: VerifierPrompts) -> VerifierDataset:
@@ -614,12 +614,12 @@ class VerifierTraining(TrainingRun):
         print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
         print(memory_line(self._args.model, self._training, longest), flush=True)
 
-    def _train(self, dataset: VerifierDataset, prompts: VerifierPrompts) -> tuple[Adapter | None, TrainedVerifier]:
-        """The new version, which rank 0 alone has, and the trained verifier."""
-        try:
+    def _train(self, dataset: VerifierDataset, prompts: VerifierPrompts) -> Adapter | None:
+        """The new version, which rank 0 alone has."""
+        from openhands_rl_plugin.training.learn import call_of, note_call
+
+        with from_extra("train"):
             from openhands_rl_plugin.training.verifier.train import train_verifier
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or "torch", "train") from error
         with self._scratch() as scratch:
             with training_progress() as advanced:
                 trained = train_verifier(
@@ -637,7 +637,8 @@ class VerifierTraining(TrainingRun):
                 )
             if not self._leads:
                 trained.pending.delete()
-                return None, trained
+                return None
+            note_call(self._run_directory, call_of(_sequences(dataset), self._training), self._adapters, self._name)
             adapter = self._adapters.create(
                 self._name,
                 lambda directory: _copy(scratch, directory),
@@ -645,10 +646,10 @@ class VerifierTraining(TrainingRun):
                 parent=self._parent.name if self._parent else None,
                 step=trained.metrics.steps + (self._parent.step if self._parent else 0),
                 metrics=trained.metrics.as_floats() | trained.report.as_floats(),
+                probe=trained.probe,
             )
-        self._adapters.keep_probe(adapter, trained.probe)  # for a later ``adapters publish``
         trained.pending.delete()
-        return adapter, trained
+        return adapter
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
@@ -688,6 +689,10 @@ def report_lines(report: VerifierReport) -> list[str]:
 
 def _interval(estimate: Estimate) -> str:
     return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _sequences(dataset: VerifierDataset) -> list[Sample]:
+    return [example.sample() for example in dataset.training]
 
 
 def _counts(examples: tuple[VerifierExample, ...]) -> str:

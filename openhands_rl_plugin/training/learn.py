@@ -120,7 +120,7 @@ def create_version(
     Returns the new version, which only rank 0 has, and the trainer's logprobs to check a server against. Raises
     ``StorageError`` when the version cannot be written; then nothing of it remains.
     """
-    adapter = None
+    probe, adapter = trainer.probe(probe_ids[-PROBE_TOKENS:]), None
     if trainer.is_main_process:
         adapter = store.create(
             name,
@@ -129,43 +129,49 @@ def create_version(
             parent=parent.name if parent is not None else None,
             step=steps + (parent.step if parent is not None else 0),
             metrics=metrics,
+            probe=probe,
         )
     trainer.became(adapter)
-    probe = trainer.probe(probe_ids[-PROBE_TOKENS:])
-    if adapter is not None:
-        store.keep_probe(adapter, probe)
     return adapter, probe
 
 
 CALL_FILE = "call.json"
-"""In a call's directory from when its version is written until its checkpoints are deleted."""
+"""In a command's directory from when its version is written until that is in use, where it is published."""
+
+WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding", "nproc_per_node"}
+"""Settings that the result of a call does not depend on."""
 
 
-class _Call(Frozen):
-    """A call that writes a version: a digest of what it trains on, and the newest version before."""
+class Call(Frozen):
+    """A command that writes a version: a digest of what it trains on, and the newest version before."""
 
     digest: str
-    latest: int
+    latest: int = 0
 
 
-def _call(dataset: TrainingDataset, settings: TrainingSettings, latest: Adapter | None) -> _Call:
-    digest = hashlib.sha256(f"{settings.model_dump_json()}\n{dataset.algorithm}\n".encode())
-    for sample in dataset.samples:
+def call_of(samples: Sequence[Sample], settings: TrainingSettings) -> Call:
+    """The command that trains on these sequences with these settings."""
+    digest = hashlib.sha256(settings.model_dump_json(exclude=WITHOUT_EFFECT).encode())
+    for sample in samples:
         digest.update(sample.model_dump_json(exclude={"logprobs", "policy"}).encode())
-    return _Call(digest=digest.hexdigest(), latest=latest.version if latest is not None else 0)
+    return Call(digest=digest.hexdigest())
 
 
-def version_written(
-    dataset: TrainingDataset, settings: TrainingSettings, store: AdapterStore, name: str, run: Path
-) -> Adapter | None:
-    """The version that a killed ``learn`` of the same dataset, settings and ``run`` wrote before it ended, if any."""
-    file = run / CALL_FILE
-    if not file.exists():
+def note_call(run: Path, call: Call, store: AdapterStore, name: str) -> None:
+    """Note in ``run`` that ``call`` writes the next version of ``name``. Raises ``StorageError``."""
+    latest = store.latest(name)
+    noted = call.model_copy(update={"latest": latest.version if latest is not None else 0})
+    write_file(run / CALL_FILE, noted.model_dump_json(), parents=True)
+
+
+def version_written(run: Path, call: Call, store: AdapterStore, name: str, parent: Adapter | None) -> Adapter | None:
+    """The version that the same command, from the same ``parent``, wrote before it was killed, if any."""
+    if not (file := run / CALL_FILE).exists():
         return None
-    noted = _Call.model_validate_json(file.read_bytes())
-    if noted.digest != _call(dataset, settings, None).digest:
-        return None
-    return next((each for each in store.versions(name) if each.version > noted.latest), None)
+    noted = Call.model_validate_json(file.read_bytes())
+    made = next((each for each in store.versions(name) if each.version > noted.latest), None)
+    start = parent.name if parent is not None else None
+    return made if made is not None and noted.digest == call.digest and start in (made.parent, made.name) else None
 
 
 def learn(
@@ -186,9 +192,8 @@ def learn(
     in ``run`` what a killed call has written.
     """
     metrics = fit(trainer, dataset, on_progress, run=run)
-    note = run / CALL_FILE if run is not None and trainer.is_main_process else None
-    if note is not None:
-        write_file(note, _call(dataset, settings, store.latest(name)).model_dump_json(), parents=True)
+    if run is not None and trainer.is_main_process:
+        note_call(run, call_of(dataset.samples, settings), store, name)
     adapter, probe = create_version(
         trainer,
         store,
@@ -200,6 +205,4 @@ def learn(
         probe_ids=dataset.samples[0].input_ids,
     )
     trainer.finish()
-    if note is not None:
-        note.unlink(missing_ok=True)
     return metrics, adapter, probe

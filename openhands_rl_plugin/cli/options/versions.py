@@ -12,7 +12,7 @@ from openhands_rl_plugin.models.adapters.publisher import publisher_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from openhands_rl_plugin.core.types import Adapter, Probe
+    from openhands_rl_plugin.core.types import Adapter
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 LATEST, BASE = "latest", "base"
@@ -46,8 +46,8 @@ def publish_servers(serving: ServingSettings, urls: Sequence[str]) -> ServingSet
     return checked(ServingSettings, {**serving.model_dump(), "base_urls": given}, names)
 
 
-async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Adapter, probe: Probe) -> None:
+async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Adapter) -> None:
     """Bring a version into use on every server, or on none, and print that. Raises ``PublishError``."""
     async with publisher_for(serving, adapters) as publisher:
-        report = await publisher.publish(adapter, probe)
+        report = await publisher.publish(adapter)
     print(f"{adapter.name} is in use at {', '.join(serving.publish_urls)} after {report.seconds:.1f} s")

@@ -32,12 +32,13 @@ from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.layout import Layout
+from openhands_rl_plugin.training.learn import WITHOUT_EFFECT
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss, TrainingSample
 from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE
 from openhands_rl_plugin.training.trainer.metrics import RunningMetrics
 from openhands_rl_plugin.training.trainer.resume import RunCheckpoint, fingerprint
-from openhands_rl_plugin.training.trainer.trainer import WITHOUT_EFFECT, Trainer
+from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 ORIGIN = "tinker.json"
 """Beside the files of a version: where the service keeps its weights and its optimiser."""

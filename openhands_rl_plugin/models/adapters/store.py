@@ -2,8 +2,8 @@
 
 ``<root>/webshop-v000007/`` holds PEFT's files, or a whole model, and ``manifest.json`` (an ``Adapter``);
 ``<root>/webshop.current.json`` points at the version in use. Both appear by a rename, so a reader sees the whole of a
-version or nothing of it. ``probe.json`` (a ``Probe``) joins a version when it is published: the trainer's logprobs, to
-check any server against.
+version or nothing of it. ``probe.json`` (a ``Probe``) comes with a version, or joins it when it is published: the
+trainer's logprobs, to check any server against.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ class AdapterStore:
         parent: str | None = None,
         step: int = 0,
         metrics: dict[str, float] | None = None,
+        probe: Probe | None = None,
     ) -> Adapter:
-        """Let ``write`` fill a directory with PEFT's files and make it the next version of ``name``.
+        """Let ``write`` fill a directory with PEFT's files and make it, with its ``probe``, the next version of
+        ``name``.
 
         Raises ``ConfigError`` for a name that is no plain file name, ``StorageError`` when nothing could be written
         (then nothing of it stays).
@@ -82,6 +84,8 @@ class AdapterStore:
             sweep(self.root)
             with draft_folder(self.root, ".new-") as fresh:
                 write(fresh)
+                if probe is not None:
+                    write_file(fresh / PROBE, probe.model_dump_json())
                 return self._commit(name, fresh, base_model, parent, step, metrics or {})
         except OSError as error:
             raise StorageError(

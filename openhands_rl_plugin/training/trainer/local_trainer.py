@@ -22,6 +22,7 @@ from openhands_rl_plugin.training.distributed.ranks import (
     shard_like,
     shard_micro_batches,
 )
+from openhands_rl_plugin.training.learn import WITHOUT_EFFECT
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss, TrainingSample
 from openhands_rl_plugin.training.policies.adapter_shape import check_start
@@ -30,7 +31,7 @@ from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.old_logprobs import micro_batch_logprobs
 from openhands_rl_plugin.training.trainer.resume import fingerprint
-from openhands_rl_plugin.training.trainer.trainer import WITHOUT_EFFECT, Trainer
+from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 

@@ -67,9 +67,6 @@ OnProgress = Callable[[TrainProgress], None]
 OnStep = Callable[[int, Sequence[TrainingSample], Diagnostics], None]
 """Called after each step of a call: its number, its batch, its diagnostics, which have no tokens if it was skipped."""
 
-WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding", "nproc_per_node"}
-"""Settings that the result of a call does not depend on."""
-
 
 class Trainer(ABC):
     """A policy and its optimiser. The same settings, calls and samples give the same weights.

@@ -13,7 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from train_store import TINY, episode, store_of
+from train_store import TINY, episode, store_of, stored
+from verifier_store import store_of as judged_store
+from verifier_store import tiny_judge, toy_episodes
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.registry import build
@@ -47,11 +49,7 @@ def one_thread() -> None:
 
 
 def scores_in(store: Path) -> list[str]:
-    async def read() -> list[str]:
-        async with FileTrajectoryStorage(store) as storage:
-            return [score.reward_version async for _, scores in storage.find() for score in scores]
-
-    return asyncio.run(read())
+    return [score.reward_version for _, scores in stored(store) for score in scores]
 
 
 def test_versions_follow_each_other(
@@ -91,29 +89,49 @@ def test_equal_rewards_make_no_version(
     assert AdapterStore(tmp_path / "adapters").versions("policy") == ()
 
 
-_ENDS_WITHOUT_A_PROBE = """
-import os, signal, sys
+_ENDS_AT = """
+import os, pydoc, signal, sys
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.models.adapters.store import AdapterStore
-AdapterStore.keep_probe = lambda self, adapter, probe: os.kill(os.getpid(), signal.SIGKILL)
-cli.main(sys.argv[1:])
+place, _, name = sys.argv[1].rpartition(".")
+setattr(pydoc.locate(place), name, lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL))
+cli.main(sys.argv[2:])
 """
+_KILLS = {
+    "before it is written": ("models.adapters.store.AdapterStore._commit", 0, ()),
+    "when it is written": ("training.trainer.trainer.Trainer.became", 1, ()),
+    "published": ("models.adapters.store.AdapterStore.point", 1, ()),
+    "verifier": ("training.trainer.resume.PendingCheckpoint.delete", 1, ("--verifier", "--held-out", "0.5")),
+}
 
 
+@pytest.mark.parametrize(("place", "written", "more"), _KILLS.values(), ids=_KILLS)
 def test_what_a_killed_command_wrote_is_not_trained_on_the_same_episodes_again(
-    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str,
+    written: int,
+    more: tuple[str, ...],
+    store: Path,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if more:
+        store, model = judged_store(tmp_path / "judged", *toy_episodes(4, 2)), tiny_judge(tmp_path / "model")
     adapters = AdapterStore(tmp_path / "adapters")
     words = ["train", str(store), "--model", str(model), "--adapters", str(adapters.root), "--adapter", "shop", *TINY]
-    killed = subprocess.run([sys.executable, "-c", _ENDS_WITHOUT_A_PROBE, *words], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    (made,) = adapters.versions("shop")
-    assert adapters.probe(made) is None
-    assert cli.main(words) == 0
-    assert "shop-v000001 is what this command wrote before it was ended" in capsys.readouterr().out
-    assert adapters.versions("shop") == (made,) and adapters.probe(made) is not None
-    assert cli.main(words) == 0
-    assert [each.parent for each in adapters.versions("shop")] == [None, "shop-v000001"], "asked for once more"
+    words += more
+    with running_server(ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32")) as url:
+        publish = ["--publish", f"{url}/v1"]
+        command = [sys.executable, "-c", _ENDS_AT, f"openhands_rl_plugin.{place}", *words, *publish]
+        killed = subprocess.run(command, capture_output=True, check=False)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        made = adapters.versions("shop")
+        assert len(made) == written and adapters.current("shop") is None
+        assert cli.main([*words, *publish, "--checkpoint-steps", "7"]) == 0
+    said = "shop-v000001 is what this command wrote before it was ended" in capsys.readouterr().out
+    (one,) = adapters.versions("shop")
+    assert said == bool(made) and one in (made or (one,)) and adapters.current("shop") == one
+    assert cli.main([*words, "--from", "base"]) == 0
+    assert [each.parent for each in adapters.versions("shop")] == [None, None], "asked for once more"
 
 
 def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
