@@ -112,7 +112,7 @@ _COUNTS_END = 2**63
 _LONGEST_ERROR = 300
 _BUSY = re.compile("rate_?limit|overload|exhaust|unavailable|time_?out|quota|too_?many")
 _REFUSED = re.compile(
-    "invalid|bad_?request|not_?found|context_?(?:length|window)|auth|permission|forbidden|content_?(?:filter|policy)"
+    "invalid|validation|bad_?request|not_?found|context_?(?:length|window)|auth|permission|forbidden|content_?(?:filter|policy)"
     "|unsupported|unprocessable"
 )
 
@@ -211,7 +211,11 @@ def calls_in(wire: WireMessage) -> tuple[ToolCall, ...]:
     """
     calls = [(call, call.get("function") or call) for call in listed(wire)]
     return tuple(
-        ToolCall(id=_identity(call.get("id")) or "", name=function["name"], arguments=function.get("arguments"))
+        ToolCall(
+            id=_identity(call.get("id")) or "",
+            name=function["name"],
+            arguments=function.get("arguments", function.get("parameters")),
+        )
         for call, function in calls
         if function.get("name") or function.get("arguments")
     )
@@ -260,10 +264,10 @@ def error_in(document: object) -> tuple[int, str] | None:
     flat = held if not choices and isinstance(held.get("message"), str) else None
     places = (held.get("error"), *(choice.get("error") for choice in choices), flat)
     found = next((each for each in places if each and (not isinstance(each, Mapping) or any(each.values()))), None)
-    if found is None:
+    if found is None and not any(choice.get("finish_reason") == "error" for choice in choices):
         return None
-    error = found if isinstance(found, Mapping) else {"message": found}
-    codes = [str(error.get(name) or "") for name in ("code", "status", "type")]
+    error = found if isinstance(found, Mapping) else {**held, "message": found or "the answer ended with an error"}
+    codes = [str(error.get(name) or "") for name in ("code", "status", "type", "error_type")]
     status = next((int(code[:3]) for code in codes if code[:3].isdecimal() and 400 <= int(code[:3]) < 600), 0)
     if not status:
         words = " ".join(codes).lower()

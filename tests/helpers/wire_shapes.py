@@ -105,11 +105,13 @@ AGAIN: tuple[Json, ...] = (
     {"object": "error", **WORDS, "type": "InternalServerError", "code": 50002},
     {"error": WORDS["message"]},
     {"code": 50301, **WORDS, "data": None},
+    {"error": WORDS["message"], "error_type": "overloaded"},
 )
 REFUSED: tuple[Json, ...] = (
     error(code=400),
     error(type="invalid_request_error", code="context_length_exceeded"),
     error(type="None", param="None", code="404"),
     in_choice("403"),
+    {"error": WORDS["message"], "error_type": "validation"},
 )
 """Bodies of responses with status 200: of errors to ask again after, and of others."""

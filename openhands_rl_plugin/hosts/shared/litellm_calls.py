@@ -8,6 +8,8 @@ response that they would get without a request for ids.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -33,7 +35,6 @@ from openhands_rl_plugin.models.engines.extensions import (
     ExtensionTable,
     extension_values,
 )
-from openhands_rl_plugin.models.engines.server_models import WholeBody
 from openhands_rl_plugin.models.gateway.requests import Unrecordable
 from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache, parse_object
@@ -109,29 +110,38 @@ def _connections() -> httpx.Client:
 
 
 def _intercept(response: httpx.Response) -> None:
-    interceptor = _INTERCEPTOR.get()
-    is_json = response.headers.get("content-type", "").startswith("application/json")
-    if (
-        interceptor is not None
-        and response.status_code == 200
-        and is_json
-        and "content-encoding" not in response.headers
-    ):
-        response.stream = _InterceptedStream(response, interceptor)
+    response.stream = _WholeBody(response)
 
 
-class _InterceptedStream(WholeBody):
-    """The whole body for litellm, with the status that an error in it stands for."""
+class _WholeBody(httpx.SyncByteStream):
+    """The whole body for litellm, with the status that an error in it stands for, through the interceptor.
 
-    def __init__(self, response: httpx.Response, interceptor: TokenInterceptor) -> None:
-        super().__init__(response)
-        self._interceptor = interceptor
+    Raises ``httpx.ReadTimeout`` when all of it takes longer than one read may take.
+    """
+
+    def __init__(self, response: httpx.Response) -> None:
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        self._response, self._stream, self._interceptor = response, response.stream, _INTERCEPTOR.get()
 
     def __iter__(self) -> Iterator[bytes]:
-        body = b"".join(super().__iter__())
-        if b'"error"' in body and (error := error_in(parse_object(body))) is not None:
-            self._response.status_code = error[0]
-        yield self._interceptor.take(body)
+        answer, parts = self._response, list[bytes]()
+        seconds = answer.request.extensions.get("timeout", {}).get("read") or math.inf
+        deadline = time.monotonic() + seconds
+        for part in self._stream:
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(f"the answer is not whole after {seconds:g} s", request=answer.request)
+            parts.append(part)
+        body, headers = b"".join(parts), answer.headers
+        is_json = headers.get("content-type", "").startswith("application/json")
+        if is_json and answer.status_code == 200 and "content-encoding" not in headers:
+            if b'"error"' in body and (error := error_in(parse_object(body))) is not None:
+                answer.status_code = error[0]
+            body = body if self._interceptor is None else self._interceptor.take(body)
+        yield body
+
+    def close(self) -> None:
+        """Close the connection, or give it back."""
+        self._stream.close()
 
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import ssl
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from threading import Timer
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -193,36 +192,23 @@ def prompt_tokens(base_url: str, api_key: str | None, timeout: float, prompt: Ma
     return count if isinstance(count, int) else None
 
 
-class WholeBody(httpx.SyncByteStream):
-    """The body of a response. Raises ``httpx.ReadTimeout`` when all of it takes longer than one read may take."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        assert isinstance(response.stream, httpx.SyncByteStream)
-        self._response, self._stream = response, response.stream
-
-    def __iter__(self) -> Iterator[bytes]:
-        request = self._response.request
-        seconds = request.extensions.get("timeout", {}).get("read") or math.inf
-        deadline = time.monotonic() + seconds
-        for part in self._stream:
-            if time.monotonic() > deadline:
-                raise httpx.ReadTimeout(f"the answer is not whole after {seconds:g} s", request=request)
-            yield part
-
-    def close(self) -> None:
-        """Close the connection, or give it back."""
-        self._stream.close()
-
-
-def _bound(response: httpx.Response) -> None:
-    response.stream = WholeBody(response)
-
-
-def _client(base_url: str, api_key: str | None, timeout: float) -> httpx.Client:
+@contextmanager
+def _client(base_url: str, api_key: str | None, timeout: float) -> Iterator[httpx.Client]:
+    """A client whose one request takes ``timeout`` seconds at most. Raises ``httpx.ReadTimeout``."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     secure = base_url.startswith("https:")
-    hooks = {"response": [_bound]}
-    return httpx.Client(headers=headers, timeout=timeout, verify=secure, trust_env=secure, event_hooks=hooks)
+    with httpx.Client(headers=headers, timeout=timeout, verify=secure, trust_env=secure) as client:
+        limit = Timer(timeout, client.close)
+        limit.daemon = True
+        limit.start()
+        try:
+            yield client
+        except httpx.TransportError as error:
+            if limit.finished.is_set():
+                raise httpx.ReadTimeout(f"the answer is not whole after {timeout:g} s") from error
+            raise
+        finally:
+            limit.cancel()
 
 
 _SECONDS = 10.0

@@ -72,10 +72,11 @@ async def _exchange(reader: asyncio.StreamReader, handler: Handler, seen: RawSer
 
 @asynccontextmanager
 async def dripping_server(content_type: str = "application/json", piece: bytes = b" ") -> AsyncIterator[str]:
-    """Begins an answer and never ends it, a piece every 20 ms: no single read is slow."""
+    """Begins an answer and never ends it, a piece every 20 ms: no single read is slow. Without a type, its head."""
+    head = f"content-type: {content_type}\r\n\r\n" if content_type else "x: "
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\n\r\n".encode())
+        writer.write(f"HTTP/1.1 200 OK\r\n{head}".encode())
         while not writer.is_closing():
             writer.write(piece)
             await asyncio.sleep(0.02)

@@ -16,6 +16,7 @@ from openhands_rl_plugin.core.types import Completion, Message
 from openhands_rl_plugin.hosts.shared.litellm_calls import intercepting, intercepting_client
 from openhands_rl_plugin.models.adapters.servers import Connection
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.server_models import listed_models
 from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
 
 ASK = (Message(role="user", content="hi"),)
@@ -112,7 +113,7 @@ async def test_a_host_gives_up_what_drips_and_reads_the_status_of_an_error() -> 
         with intercepting(ContextCache()):
             client.with_options(max_retries=0, timeout=0.5).chat.completions.create(model="m", messages=[])
 
-    async with dripping_server() as url, asyncio.timeout(5):
+    async with dripping_server("text/html") as url, asyncio.timeout(5):
         with pytest.raises(openai.APITimeoutError):
             await asyncio.to_thread(ask_as_host, url)
     async with raw_server(lambda path, body: respond(AGAIN[1])) as server:
@@ -120,8 +121,11 @@ async def test_a_host_gives_up_what_drips_and_reads_the_status_of_an_error() -> 
             await asyncio.to_thread(ask_as_host, server.url)
 
 
-async def test_publishing_gives_up_a_server_that_drips() -> None:
-    async with dripping_server() as url, asyncio.timeout(5):
+@pytest.mark.parametrize("kind", ["", "text/html"])
+async def test_a_list_of_models_and_publishing_give_up_a_server_that_drips(kind: str) -> None:
+    async with dripping_server(kind) as url, asyncio.timeout(5):
+        with pytest.raises(InfrastructureError, match="is not whole after"):
+            await asyncio.to_thread(listed_models, url, None, 0.3)
         connection = Connection(url, timeout=0.3)
         with pytest.raises(PublishError, match="nothing answers"):
             await connection.get("/v1/models")
