@@ -90,6 +90,7 @@ def read_sharegpt(row: JsonObject) -> Imported:
             call = pending.pop(0)
             messages.append(turn.model_copy(update={"tool_call_id": call.id, "name": call.name}))
         else:
+            pending = []
             messages.append(turn)
     if not messages:
         raise ExchangeError("conversations: is empty")
@@ -143,17 +144,25 @@ def read_trl(row: JsonObject) -> list[Imported]:
         prompt = _messages(record.prompt, "prompt", "user")
         task = task_of(prompt or answer, _ENVIRONMENT, record.instance_id, row=record.id, given=len(prompt))
         return [_episode(record, task, prompt, answer, record.label)]
-    chosen = _messages(record.chosen, "chosen", "assistant")
-    rejected = _messages(record.rejected, "rejected", "assistant")
-    prompt = _messages(record.prompt, "prompt", "user")
-    if not prompt:
+    asked, better, worse = record.prompt, record.chosen, record.rejected
+    if not asked and isinstance(better, str) and isinstance(worse, str):
         # An implicit prompt is what both begin with.
-        same = zip(chosen, rejected, strict=False)
-        prompt = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], same)]
+        asked = "".join(_shared(better, worse)).rpartition(" ")[0]
+        better, worse = better.removeprefix(asked), worse.removeprefix(asked)
+    prompt = _messages(asked, "prompt", "user")
+    chosen, rejected = _messages(better, "chosen", "assistant"), _messages(worse, "rejected", "assistant")
+    if not prompt or (isinstance(asked, str) and chosen and chosen[0].role != "assistant"):
+        prompt = _shared(chosen, rejected)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    given = prompt or [*chosen, *rejected]
-    task = task_of(given, _ENVIRONMENT, record.instance_id, row=record.id, given=len(given))
+    if not prompt or chosen == rejected:
+        raise ExchangeError("chosen and rejected: must be two answers to one prompt, or begin with it")
+    task = task_of(prompt, _ENVIRONMENT, record.instance_id, row=record.id, given=len(prompt))
     return [_episode(record, task, prompt, chosen, True), _episode(record, task, prompt, rejected, False)]
+
+
+def _shared[Each](one: Sequence[Each], other: Sequence[Each]) -> list[Each]:
+    """What both begin with."""
+    return [each for each, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
 def _episode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
@@ -139,9 +140,12 @@ def _calling(event: ProtocolEvent, call: ToolCall) -> Message:
 
 
 def _result_of(before: Sequence[Message], linked: str | None) -> ToolCall | None:
-    """The call that an observation answers: the one that it names, else the last message's."""
-    calls = [call for message in before for call in message.tool_calls if call.id == linked]
-    return calls[-1] if calls else before[-1].tool_calls[0] if before and before[-1].tool_calls else None
+    """The call that an observation answers: the one that it names, else the first open one of those made last."""
+    named = [call for message in before for call in message.tool_calls if call.id == linked]
+    told = {message.tool_call_id for message in before if message.role == "tool"}
+    recent = takewhile(lambda message: message.tool_calls or message.role == "tool", reversed(before))
+    waiting = [call for message in recent for call in message.tool_calls if call.id not in told]
+    return next(iter(named[-1:] or waiting[-1:]), None)
 
 
 FORMAT = Format(NAME, "standard form of the agent-data-protocol", lambda row, file: read(row), recognises=recognises)

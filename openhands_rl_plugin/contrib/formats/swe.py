@@ -47,6 +47,7 @@ _STOPS = {
     "exit_cost": StopReason.TRUNCATED,
     "exit_context": StopReason.MAX_TOKENS,
     "exit_format": StopReason.NO_ACTION,
+    "repeatedformaterror": StopReason.NO_ACTION,
     "exit_forfeit": StopReason.TERMINATED,
     "exit_command_timeout": StopReason.TIMEOUT,
     "exit_total_execution_time": StopReason.TIMEOUT,

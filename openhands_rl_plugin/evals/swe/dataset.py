@@ -10,17 +10,19 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
+from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.core.files import is_contained
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, from_text
 
 GOLD = "gold"
 """Instead of a file of predictions: the gold patch of every row."""
@@ -211,7 +213,7 @@ def _rows(file: Path) -> Iterator[tuple[str, object]]:
             with open(file, encoding="utf-8-sig", newline="\n") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield f"{file}:{number}", _later(line)
+                        yield f"{file}:{number}", partial(_loads, line)
     except ConfigError as error:
         raise ConfigError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
     except OSError as error:
@@ -222,15 +224,11 @@ def _rows(file: Path) -> Iterator[tuple[str, object]]:
         raise ConfigError(f"{file}: is not UTF-8 text") from error
 
 
-def _later(line: str) -> Callable[[], JsonValue]:
-    return lambda: _loads(line)
-
-
 def _loads(text: str) -> JsonValue:
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"not JSON: {error}") from error
+        return from_text(text)
+    except ExchangeError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _members(file: Path, document: JsonValue) -> Iterator[tuple[str, object]]:
@@ -243,11 +241,9 @@ def _members(file: Path, document: JsonValue) -> Iterator[tuple[str, object]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, object]]:
-    try:
+    with from_extra("exchange", "pyarrow"):
         pyarrow: Any = import_module("pyarrow")
         parquet: Any = import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("pyarrow", "exchange") from error
     try:
         with parquet.ParquetFile(file) as table:
             number = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import FINISH, SpokenMessage, reasoning_with
@@ -68,7 +69,7 @@ _NAMELESS = "function"
 class SftRow(Foreign):
     """A row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has ``test_result`` and null-filled tools)."""
 
-    messages: Conversation
+    messages: Annotated[Conversation, Field(min_length=1)]
     tools: JsonValue = None
     instance_id: str | None = None
     id: str | None = None

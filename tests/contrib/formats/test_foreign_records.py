@@ -104,17 +104,11 @@ def test_ends(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         assert imported(RECORDS[name][number], folder)[0][0].stop is stop
-    broken = {**RECORDS["mini-swe-agent"][1], "info": {"exit_status": "RateLimitError"}}
-    (tmp_path / "broken").mkdir()
-    ((failed, _),) = imported(broken, tmp_path / "broken")
-    assert failed.failure is not None and failed.failure.message == "RateLimitError"
-
-
-def test_preferences_are_two_episodes_of_one_task(tmp_path: Path) -> None:
-    found = imported(RECORDS["trl"][2], tmp_path)
-    assert {scores[0].reward for _, scores in found} == {0.0, 1.0}
-    assert len({trajectory.task.id for trajectory, _ in found}) == 1
-    assert all(sum(node.sampled for node in trajectory.nodes) == 1 for trajectory, _ in found)
+    for status, failed in (("RateLimitError", True), ("RepeatedFormatError", False)):
+        (tmp_path / status).mkdir()
+        record = {**RECORDS["mini-swe-agent"][1], "info": {"exit_status": status}}
+        ((found, _),) = imported(record, tmp_path / status)
+        assert (found.failure is not None and found.failure.message == status) is failed
 
 
 def test_atif_brings_ids_and_logprobs(tmp_path: Path) -> None:

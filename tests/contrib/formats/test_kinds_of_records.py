@@ -129,6 +129,13 @@ def results(*links: dict[str, Any]) -> list[dict[str, Any]]:
         {**MINI, "messages": [USER, {"object": "response", "output": ASKED}, *TOLD, ANSWER]},
         swe_agent(USER, BOTH, *results({"tool_call_ids": ["b"]}, {"tool_call_ids": ["a"]}), ANSWER),
         adp(*ACTIONS, *SEEN),
+        adp(*({**each, "tool_call_id": None} for each in (*ACTIONS, *SEEN[::-1]))),
+        {"conversations": [
+            {"from": "human", "value": "Fix f."},
+            {"from": "function_call", "value": json.dumps([{"name": "read", "parameters": {"path": p}} for p in "ab"])},
+            *({"from": "observation", "value": each} for each in "AB"),
+            {"from": "gpt", "value": "Done."},
+        ]},
     ],
 )  # fmt: skip
 def test_every_result_belongs_to_its_call(row: Any, tmp_path: Path) -> None:
@@ -147,6 +154,22 @@ def test_a_result_of_two_calls_is_refused(tmp_path: Path, capsys: pytest.Capture
     row = {"messages": [USER, BOTH, {"role": "tool", "content": "AB", "tool_call_ids": ["a", "b"]}, ANSWER]}
     assert read([row], tmp_path, rc=1) == []
     assert "messages: a result belongs to one call, and this one names ['a', 'b']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Fix f.", "chosen": [USER, ANSWER], "rejected": [USER, HELD], "score_chosen": 9.0},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [HELD]},
+        {"chosen": "Fix f. Done.", "rejected": "Fix f. Not me."},
+    ],
+)
+def test_two_answers_to_one_prompt(row: Any, tmp_path: Path) -> None:
+    found = read([row], tmp_path)
+    said = [[str(message.content).strip() for message in each.messages()] for each in found]
+    assert said == [["Fix f.", "Done."], ["Fix f.", "Not me."]] and len({each.task.id for each in found}) == 1
+    assert [scores[0].reward for _, scores in stored(tmp_path / "store")] == [1.0, 0.0]
+    assert all([node.sampled for node in each.nodes] == [False, True] for each in found)
 
 
 def test_two_rows_are_two_tasks(tmp_path: Path) -> None:
@@ -268,12 +291,14 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
         json.dumps({"id": "y", "messages": [USER, ANSWER], "score": math.nan}).encode(),
         json.dumps({"id": "z", "messages": [USER, calling({**call(), "function": {"arguments": "{}"}})]}).encode(),
         json.dumps({"id": "y", "messages": [USER, ANSWER], "score": 1e300}).encode(),
+        b'{"messages": []}',
+        b'{"prompt": "Q", "chosen": "yes", "rejected": "yes"}',
         json.dumps(good[2]).encode(),
     ]
     found = read(b"\n".join(lines), tmp_path, rc=1)
     assert [each.task.id for each in found] == ["\ufffd", "b", "c"] and found[1].messages()[1].content == "byte \ufffd"
     told = capsys.readouterr()
     assert "rows.jsonl:1: not valid JSON" in told.err and "--skip-bad leaves such records out" in told.err
-    assert "3 new trajectories of 3 records, 0 scores; 7 bad records skipped" in told.out
+    assert "3 new trajectories of 3 records, 0 scores; 9 bad records skipped" in told.out
     assert "rows.jsonl:7: score: must be a finite number" in told.err
     assert "rows.jsonl:9: score: must be less than or equal to 1000000000" in told.err

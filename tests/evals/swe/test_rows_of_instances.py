@@ -94,7 +94,8 @@ def test_files(tmp_path: Path, form: str) -> None:
     ("text", "said"),
     [
         ("", "no instance in it"),
-        ("{", "rows.jsonl:1: not JSON"),
+        ("{", "rows.jsonl:1: not valid JSON"),
+        ("[" * 9999, "rows.jsonl:1: not valid JSON"),
         ("[1]", "rows.jsonl:1: must be a JSON object, not list"),
         ('{"instance_id": "x"}', "column repo, base_commit is missing"),
         (json.dumps({**ROW, "FAIL_TO_PASS": "{"}), "column FAIL_TO_PASS is neither a list nor its text"),
@@ -155,7 +156,7 @@ def test_bad_predictions_are_left_out_and_the_others_are_there(tmp_path: Path) -
         "must be text",
         "a second",
         "'..'",
-        "not JSON",
+        "not valid JSON",
     ]
     assert len(found.problems) == len(said)
     assert all(words in line and "\n" not in line for words, line in zip(said, found.problems, strict=True))
