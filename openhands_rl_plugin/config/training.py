@@ -247,7 +247,7 @@ class TrainingSettings(Settings):
     nproc_per_node: int = Field(
         default=1, ge=1, le=64, description="processes that train together on this machine, each on a GPU of its own"
     )
-    seed: int = Field(default=0, ge=0, description="seed of the order of samples and of new weights")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the order of samples and of new weights")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="floating-point type of the base model; auto: bfloat16 where the processor has it"
     )

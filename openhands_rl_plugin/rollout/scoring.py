@@ -89,7 +89,10 @@ async def judge(reward: Reward, trajectory: Trajectory) -> Score | Failure:
     try:
         with boundary(FailureKind.GRADER, f"reward {reward.version}"):
             try:
-                return Score.model_validate(vars(await reward(trajectory)))
+                answer = await reward(trajectory)
+                if not isinstance(answer, Score) or answer.trajectory_id != trajectory.id:
+                    raise GraderError(f"episode {trajectory.id}: reward {reward.version} gave {answer!r:.80}")
+                return Score.model_validate(vars(answer))
             except ValidationError as error:
                 raise GraderError(f"episode {trajectory.id}: reward {reward.version}: {describe(error)}") from error
     except CaughtFailure as caught:

@@ -13,6 +13,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED, WorkspaceCommand
 from openhands_rl_plugin.core.types import (
+    LARGEST,
     Completion,
     Failure,
     FailureKind,
@@ -62,12 +63,12 @@ def least_of(value: ValueFunction) -> Least:
 async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
     """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
 
-    ``None`` where there is no estimate, or one that is not finite; the log says why.
+    ``None`` where there is no estimate, or one out of the range of rewards; the log says why.
     """
     estimate = await _estimated(value, search, action, state)
-    if estimate is None or math.isfinite(estimate.value):
+    if estimate is None or abs(estimate.value) <= LARGEST:
         return estimate
-    what = f"value {value.name} is {estimate.value}, which is not a finite number"
+    what = f"value {value.name} is {estimate.value}, which is no number within 1e9"
     search.log.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
     return None
 
@@ -89,7 +90,7 @@ async def _value_of_end(value: ValueFunction, search: Search, action: int, state
         return ValueEstimate(known)
     estimate = await _estimated_end(value, search, state)
     await search.give_up(state)
-    if estimate is not None and math.isfinite(estimate.value) and hasattr(value, "estimate_end"):
+    if estimate is not None and abs(estimate.value) <= LARGEST and hasattr(value, "estimate_end"):
         note(node)["worth_of_end"] = estimate.value
     return estimate
 

@@ -156,14 +156,14 @@ LEAST_CALIBRATED = 50
 """Held-out episodes below which two parameters are noise."""
 
 
-def fitted(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> Calibration:
+def fitted(judged: Sequence[ScoredEpisode], settings: VerifierSettings, least: int = LEAST_CALIBRATED) -> Calibration:
     """The maximum-likelihood calibration: of the slope ("temperature"), or of slope and offset ("platt").
 
     Temperature scaling is by Guo et al. 2017 (arXiv 1706.04599), Platt scaling by Platt 1999. Without both classes, and
-    with fewer than ``LEAST_CALIBRATED`` episodes, it is the identity: nothing is calibrated. A small ridge penalty
+    with fewer than ``least`` episodes, it is the identity: nothing is calibrated. A small ridge penalty
     keeps the parameters finite where the classes are separable.
     """
-    few = len(judged) < LEAST_CALIBRATED or len({each.success for each in judged}) < 2
+    few = len(judged) < least or len({each.success for each in judged}) < 2
     if settings.calibration == "none" or few:
         return Calibration()
     # The slope is exp(s), which is positive, so the order of the scores does not change.
@@ -192,7 +192,8 @@ def _out_of_fold(judged: Sequence[ScoredEpisode], settings: VerifierSettings) ->
     random.Random(0).shuffle(tasks)
     first = set(tasks[: len(tasks) // 2])
     folds = [[each for each in judged if (each.task in first) == side] for side in (False, True)]
-    for_first, for_second = fitted(folds[False], settings), fitted(folds[True], settings)
+    least = 2 if len(judged) >= LEAST_CALIBRATED else LEAST_CALIBRATED
+    for_first, for_second = (fitted(folds[side], settings, least) for side in (False, True))
     return [(for_first if each.task in first else for_second).probability(each.margin) for each in judged]
 
 

@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.distributed.ranks import Ranks, SingleProcess
-from openhands_rl_plugin.training.learn import tell_notes
+from openhands_rl_plugin.training.learn import PROBE_TOKENS, tell_notes
 from openhands_rl_plugin.training.policies.adapter_shape import read_shape
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
@@ -121,7 +121,6 @@ def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
 OnJudged = Callable[[int, int], None]
 """Called with the number of scored held-out episodes and their total."""
 
-PROBE_TOKENS = 128
 _AT_ONCE = 32
 
 

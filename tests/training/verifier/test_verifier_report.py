@@ -63,6 +63,7 @@ def test_the_calibration_that_was_drawn_from_is_found(method: str, slope: float,
     assert report.ece < report.raw_ece and report.brier < report.raw_brier
     assert report.calibration == found
     assert fitted(judged[:49], settings) == Calibration() != fitted(judged[:50], settings), "two parameters of so few"
+    assert (few := report_of(judged[:60], settings)).brier != few.raw_brier, "by the other half, however few"
 
 
 def test_selection_lies_between_chance_and_the_best_possible() -> None:
