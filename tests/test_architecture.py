@@ -102,7 +102,8 @@ def _asked_for(file: Path, node: ast.AST) -> Iterator[Import]:
 
 def _typing_blocks(file: Path) -> Iterator[ast.If]:
     for node in nodes(file):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        plain = isinstance(node, ast.If) and isinstance(node.test, ast.Name | ast.Attribute)
+        if plain and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
             yield node
 
 

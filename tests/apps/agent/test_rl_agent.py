@@ -307,7 +307,7 @@ async def test_it_works_inside_a_running_loop(model: Path, config: RLAgentConfig
 
 
 def test_a_dead_environment_is_a_failure_and_no_zero(model: Path, config: RLAgentConfig) -> None:
-    dead = changed(config, env_server_base="http://127.0.0.1:9")
+    dead = changed(config, env_server_base="http://127.0.0.1:9", environment={"backoff": 0.01})
     with RLAgent(model, config=dead) as agent:
         (episode,) = agent.run(INSTRUCTION)
         assert episode["reward"] is None and episode["stop"] == "error"
@@ -469,7 +469,7 @@ class TestEveryKeyHasAnEffect:
     def test_env_server_base_and_env_port(self, model: Path, config: RLAgentConfig, shop: str) -> None:
         port = urlsplit(shop).port
         assert self.play(model, config, env_server_base="http://127.0.0.1", env_port=port)["failure"] is None
-        dead = changed(config, env_server_base="http://localhost", env_port=9)
+        dead = changed(config, env_server_base="http://localhost", env_port=9, environment={"backoff": 0.01})
         with (
             RLAgent(model, config=dead) as agent,
             pytest.raises(RLError, match="nothing answers at http://localhost:9"),

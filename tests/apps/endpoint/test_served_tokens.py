@@ -71,7 +71,7 @@ async def runtime(url: str, options: ToolOptions, **more: Any) -> AsyncIterator[
     await engine.aclose()
 
 
-@pytest.mark.parametrize(("seed", "template"), [(0, ""), (1, ""), (2, ""), (0, "qwen3")])
+@pytest.mark.parametrize(("seed", "template"), [(0, ""), (2, ""), (0, "qwen3")])
 async def test_run_and_stream_sample_what_a_rollout_samples(model_url: str, seed: int, template: str) -> None:
     options = ToolOptions(template=template)
     expected = tokens_of(await rolled_out(model_url, seed, options))

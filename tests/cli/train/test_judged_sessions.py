@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,21 +24,25 @@ ASKED = {"role": "user", "content": "one two"}
 Outcomes = dict[str, dict[str, object]]
 
 
-async def recorded(model: Path, store: Path, outcomes: Outcomes) -> None:
-    """A session for each outcome, sampled from the embedded server through the gateway and ended with it."""
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[str]:
     served = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32", threads=1)
-    with running_server(served) as server:
-        config = GatewayConfig(upstream=f"{server}/v1", port=0)
-        async with (
-            FileTrajectoryStorage(store) as storage,
-            running_gateway(config, storage) as gateway,
-            httpx.AsyncClient(base_url=gateway, timeout=60, trust_env=False) as http,
-        ):
-            for seed, (name, outcome) in enumerate(outcomes.items()):
-                body = {"model": "tiny", "messages": [ASKED], "max_tokens": 6, "seed": seed}
-                said = await http.post("/v1/chat/completions", json=body, headers={"x-litellm-session-id": name})
-                assert said.status_code == 200, said.text
-                assert (await http.post(f"/session/{name}/end", json=outcome)).status_code == 200
+    with running_server(served) as url:
+        yield url
+
+
+async def recorded(server: str, store: Path, outcomes: Outcomes) -> None:
+    """A session for each outcome, sampled from the embedded server through the gateway and ended with it."""
+    async with (
+        FileTrajectoryStorage(store) as storage,
+        running_gateway(GatewayConfig(upstream=f"{server}/v1", port=0), storage) as gateway,
+        httpx.AsyncClient(base_url=gateway, timeout=60, trust_env=False) as http,
+    ):
+        for seed, (name, outcome) in enumerate(outcomes.items()):
+            body = {"model": "tiny", "messages": [ASKED], "max_tokens": 6, "seed": seed}
+            said = await http.post("/v1/chat/completions", json=body, headers={"x-litellm-session-id": name})
+            assert said.status_code == 200, said.text
+            assert (await http.post(f"/session/{name}/end", json=outcome)).status_code == 200
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +51,10 @@ def one_thread() -> None:
 
 
 def test_four_sessions_with_told_successes_train(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "store"
-    asyncio.run(recorded(model, store, {f"s{at}": {"success": at % 2 == 0} for at in range(4)}))
+    asyncio.run(recorded(server, store, {f"s{at}": {"success": at % 2 == 0} for at in range(4)}))
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
     assert cli.main([*words, "--dry-run"]) == 0
     assert "episodes: 4 used; left out: none" in capsys.readouterr().out, "the same question is the same task"
@@ -60,10 +65,10 @@ def test_four_sessions_with_told_successes_train(
 
 
 def test_a_later_verdict_counts_and_an_opinion_does_not(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "store"
-    asyncio.run(recorded(model, store, {"good": {"reward": 0.25}, "bad": {"success": False}}))
+    asyncio.run(recorded(server, store, {"good": {"reward": 0.25}, "bad": {"success": False}}))
 
     async def judge(reward: float | None, version: str) -> None:
         async with FileTrajectoryStorage(store) as storage:
@@ -111,10 +116,10 @@ def test_labels_are_trained_on_where_they_are_asked_for_only(
 
 
 def test_sessions_that_nobody_judged_are_named_with_the_remedy(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "store"
-    asyncio.run(recorded(model, store, {f"s{at}": {} for at in range(3)}))
+    asyncio.run(recorded(server, store, {f"s{at}": {} for at in range(3)}))
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
     for more in ([], ["--dry-run"]):
         assert cli.main([*words, *more]) == 1, "nothing to train on is no success"

@@ -64,7 +64,7 @@ def repaired(spec: RepairSpec, script: str, file: Path) -> str:
 
 def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...], tmp_path: Path):
     exactly = 0
-    for at, each in enumerate(instances[:12]):
+    for at, each in enumerate(instances[:6]):
         spec = spec_of(each)
         folder = tmp_path / str(at)
         checkout = asyncio.run(RepairBackend().checkout(each, folder))
@@ -82,7 +82,7 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
                 assert done.stdout.endswith(again) != passed and "FAILED" not in done.stdout
                 assert ((folder / spec.path).read_text() == spec.files[spec.path]) != passed, done.stdout
         exactly += (folder / spec.path).read_text().rstrip("\n") == fixed_text(each).rstrip("\n")
-    assert exactly >= 10  # another edit may repair, too
+    assert exactly >= 5  # another edit may repair, too
 
 
 def test_what_does_not_end_or_fills_the_memory_fails(instances: tuple[Instance, ...], tmp_path: Path):

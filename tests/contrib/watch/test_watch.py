@@ -155,7 +155,7 @@ def test_trouble_is_one_line_and_the_next_look_goes_on(
     settings = load_settings(config)
     words = ["watch", "--config", str(config), "--model", str(shopper), "--once", "--processes", "0"]
     assert cli.main(["watch", "pause", "--config", str(config)]) == 0
-    asyncio.run(play(settings, "users", 16))
+    asyncio.run(play(settings, "users", 8))
     assert cli.main(words) == 0
     assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN], "a pause: nothing begins"
     assert cli.main(["watch", "resume", "--config", str(config)]) == 0
@@ -219,7 +219,7 @@ def test_what_cannot_be_judged_or_written_is_one_line_and_trains_nothing(
     assert not adapters.versions(settings.serving.adapter) and current(settings) is None
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("sft", marks=pytest.mark.slow)])
 def test_episodes_without_token_ids_are_one_line_and_train_nothing(
     served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
 ) -> None:

@@ -6,6 +6,8 @@ import torch
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, RandomNumbers, sample, score_tokens
 
 DRAWS = 4000
+OF_MANY = 1500
+"""Draws from thousands of tokens, which take longer."""
 
 
 def frequencies(logits: torch.Tensor, params: DecodingParams) -> torch.Tensor:
@@ -47,7 +49,7 @@ def test_min_p_top_k_and_top_p(params: DecodingParams, kept: int) -> None:
 def test_a_flat_nucleus_wider_than_the_first_candidates() -> None:
     logits = torch.linspace(0, -1e-3, 6000)
     random, params = RandomNumbers(0), DecodingParams(top_p=0.5)
-    drawn = {row.token for row in sample(logits.expand(DRAWS, -1), [params] * DRAWS, [random] * DRAWS)}
+    drawn = {row.token for row in sample(logits.expand(OF_MANY, -1), [params] * OF_MANY, [random] * OF_MANY)}
     assert len(drawn) > 1000 and max(drawn) < 3010
 
 
@@ -55,15 +57,15 @@ def test_top_p_is_a_share_of_what_a_wide_top_k_leaves() -> None:
     """64 tokens have 0.6; with 336 of 0.4 / 5936 each they have 0.62, of which 0.59 are 40 of those."""
     probabilities = torch.tensor([0.6 / 64] * 64 + [0.4 / 5936] * 5936)
     random, params = RandomNumbers(0), DecodingParams(top_k=400, top_p=0.59)
-    logits = probabilities.log().expand(DRAWS, -1)
-    drawn = {row.token for row in sample(logits, [params] * DRAWS, [random] * DRAWS)}
+    logits = probabilities.log().expand(OF_MANY, -1)
+    drawn = {row.token for row in sample(logits, [params] * OF_MANY, [random] * OF_MANY)}
     assert len(drawn) == 40
 
 
 def test_a_flat_distribution_that_min_p_leaves_whole() -> None:
     logits = torch.linspace(0, -0.1, 6000)
     random, params = RandomNumbers(0), DecodingParams(min_p=0.95, top_p=0.5)
-    drawn = {row.token for row in sample(logits.expand(DRAWS, -1), [params] * DRAWS, [random] * DRAWS)}
+    drawn = {row.token for row in sample(logits.expand(OF_MANY, -1), [params] * OF_MANY, [random] * OF_MANY)}
     left = int((logits.softmax(-1) >= 0.95 * logits.softmax(-1)[0]).sum())
     assert len(drawn) > 700 and left * 0.48 < max(drawn) < left * 0.5
 

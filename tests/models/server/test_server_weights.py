@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -58,12 +59,14 @@ def listed(http: httpx.Client) -> list[tuple[str, str]]:
     return [(card["id"], card["root"]) for card in http.get("/v1/models").json()["data"]]
 
 
+@cache
 def greedy(model: Path, count: int = 12) -> list[int]:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     made = loaded.generate(torch.tensor([IDS]), max_new_tokens=count, do_sample=False, pad_token_id=1)
     return made[0, len(IDS) :].tolist()
 
 
+@cache
 def logprobs(model: Path) -> tuple[float, ...]:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

@@ -100,15 +100,22 @@ def test_a_course_of_calls_ends_where_one_process_ends(model: Path, tmp_path: Pa
     assert two[2].logprobs == pytest.approx(one[2].logprobs, abs=1e-3)
     weights = [load_file(tmp_path / name / "adapter" / WEIGHTS_FILE) for name in ("LoraTrainer", "LaunchedTrainer")]
     assert_same(*weights, tolerance=2e-3)
-    resumed = launched(model, GRPO)
-    resumed.load_state(tmp_path / "LaunchedTrainer" / "state")
-    again = resumed.reinforce(samples[:4])
-    assert again.loss == pytest.approx(two[1].loss, abs=1e-6) and resumed.step == step
-    assert resumed.notes[0].startswith("trained in 2 processes of this machine (1 threads; 1 threads)")
+    assert trainer.notes[0].startswith("trained in 2 processes of this machine (1 threads; 1 threads)")
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
-        resumed.save_state(tmp_path / "file" / "state")
-    assert gone(ids_of(resumed))
+        trainer.save_state(tmp_path / "file" / "state")
+    assert gone(ids_of(trainer))
+
+
+@pytest.mark.slow
+def test_a_saved_state_is_gone_on_from(model: Path, tmp_path: Path) -> None:
+    samples, first = make_samples(7), launched(model, GRPO)
+    first.reinforce(samples)
+    first.save_state(tmp_path / "state")
+    expected = first.reinforce(samples[:4])
+    resumed = launched(model, GRPO)
+    resumed.load_state(tmp_path / "state")
+    assert resumed.reinforce(samples[:4]).loss == pytest.approx(expected.loss, abs=1e-6) and resumed.step == first.step
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def test_parameters_are_counted_exactly(model: Path) -> None:
     ("dtype", "checkpointing"),
     [
         ("float32", False),
-        ("bfloat16", True),
+        pytest.param("bfloat16", True, marks=pytest.mark.slow),
         pytest.param("float32", True, marks=pytest.mark.slow),
         pytest.param("bfloat16", False, marks=pytest.mark.slow),
     ],

@@ -69,14 +69,13 @@ def served(
     return made
 
 
-@pytest.mark.parametrize("mismatch", [0.003, MISMATCH, 0.1])
-def test_the_first_step_of_gspo_clips_nothing(model: Path, tmp_path: Path, mismatch: float) -> None:
-    samples = served(trainer_of(model), model, tmp_path, noise=mismatch)
+def test_the_first_step_of_gspo_clips_nothing(model: Path, tmp_path: Path) -> None:
+    samples = served(trainer_of(model), model, tmp_path)
     recorded = trainer_of(model, algorithm="gspo", old_logprobs="recorded").reinforce(samples)
     assert recorded.clip_share > 0.2, "the bounds of the paper are far below what two engines differ by"
     metrics = trainer_of(model, algorithm="gspo").reinforce(samples)
     assert metrics.clip_share == 0.0 and metrics.ratio == pytest.approx(1.0, abs=1e-5)
-    assert metrics.drift == pytest.approx(recorded.drift, rel=1e-3) == pytest.approx(0.8 * mismatch, rel=0.4)
+    assert metrics.drift == pytest.approx(recorded.drift, rel=1e-3) == pytest.approx(0.8 * MISMATCH, rel=0.4)
 
 
 @pytest.mark.parametrize(
@@ -178,12 +177,9 @@ def test_recorded_ones_leave_nothing_to_correct_by() -> None:
         TrainingSettings(algorithm="sft", old_logprobs="recorded")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_killed_call_goes_on_with_the_old_logprobs_of_its_beginning(
-    model: Path, tmp_path: Path, temperature: float
-) -> None:
+def test_a_killed_call_goes_on_with_the_old_logprobs_of_its_beginning(model: Path, tmp_path: Path) -> None:
     changes = {"algorithm": "gspo", "batch_size": 2, "num_epochs": 2, "checkpoint_steps": 1}
-    samples = served(trainer_of(model), model, tmp_path, temperature=temperature, reported=1.0)
+    samples = served(trainer_of(model), model, tmp_path, temperature=0.7, reported=1.0)
     whole = trainer_of(model, **changes)
     expected = whole.reinforce(samples, run=tmp_path / "whole")
 
@@ -227,7 +223,7 @@ def plain_gradients(
     return {name: p.grad for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is not None}
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_the_gradient_at_a_temperature_is_that_of_the_divided_logits(
     model: Path, tmp_path: Path, temperature: float
 ) -> None:

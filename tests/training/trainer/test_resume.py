@@ -14,8 +14,9 @@ from keep_training import train
 from made_samples import EXACT, adapter_of, assert_same, make_samples
 
 from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.models.adapters.store import METRICS_FILE
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.resume import METRICS_FILE, STATE_FILE
+from openhands_rl_plugin.training.trainer.resume import STATE_FILE
 
 pytestmark = pytest.mark.contract
 

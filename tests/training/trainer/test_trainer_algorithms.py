@@ -95,8 +95,9 @@ def loss_by_hand(trainer: LoraTrainer, samples: list[Sample], base: LoraTrainer 
     return total
 
 
-@pytest.mark.parametrize("algorithm", REINFORCING)
-@pytest.mark.parametrize("kl", ["none", "k3"])
+@pytest.mark.parametrize(
+    ("algorithm", "kl"), [*((name, "none") for name in REINFORCING), ("grpo", "k3"), ("gspo", "k3"), ("cispo", "k3")]
+)
 def test_the_loss_is_the_papers_and_passes_do_not_change_it(model: Path, algorithm: str, kl: str) -> None:
     results = []
     for tokens_per_pass in (1, 100_000):
