@@ -88,11 +88,12 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
         raise ConfigError(f"--method {settings.method} trains no verifier; use lora")
     longest = settings_from(args, config.verifier).max_length if args.verifier else 0
     size = model_size(args.model, settings)
-    shape = size.shape
+    shape, width = size.shape, size.shape["head_dim"]
     print(f"{args.model.name}: {size.parameters:,} parameters, {_trained(settings)}: {size.trained:,}")
     print(
-        f"  {shape.num_hidden_layers} layers of {shape.hidden_size:,}, gated {shape.intermediate_size:,}; "
-        f"{shape.num_attention_heads} heads of {shape.width}, keys {shape.keys:,}; {shape.vocab_size:,} tokens"
+        f"  {shape['num_hidden_layers']} layers of {shape['hidden_size']:,}, gated {shape['intermediate_size']:,}; "
+        f"{shape['num_attention_heads']} heads of {width}, keys {shape['num_key_value_heads'] * width:,}; "
+        f"{shape['vocab_size']:,} tokens"
     )
     rows = max(settings.max_tokens_per_micro_batch, longest)
     print(f"  a micro-batch: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
@@ -135,11 +136,8 @@ def _check_targets(model: Path, settings: TrainingSettings) -> None:
     """Raise ``UsageError`` where the model in a folder has no such layers."""
     from openhands_rl_plugin.training.trainer.memory_estimate import model_size
 
-    try:
-        if (model / "config.json").is_file():
-            model_size(model, settings)
-    except TrainingError as error:
-        raise UsageError(f"--target-modules: {error}") from error
+    if (model / "config.json").is_file() and not model_size(model, settings).trained:
+        raise UsageError(f"--target-modules: {model} has no layers {', '.join(settings.target_modules)}")
 
 
 class TrainingRun:
@@ -414,7 +412,8 @@ class PolicyTraining(TrainingRun):
             return base_model, build_dataset(episodes, self._training)
 
     def _print_plan(self, dataset: TrainingDataset) -> None:
-        from openhands_rl_plugin.training.trainer.memory_estimate import check_fits, estimate_memory
+        from openhands_rl_plugin.training.learn import check_fits
+        from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
         print(f"{self._name} from {self._start}, by {dataset.algorithm}")
         causes = dataset.excluded.causes()

@@ -13,6 +13,7 @@ from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
+from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 128
 """Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""
+
+
+def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int | None) -> None:
+    """Raise ``TrainingError`` if the weights and the optimiser's state alone are more than the ``free`` bytes."""
+    need = estimate_memory(model, settings, longest)
+    if free is not None and need.weights > free:
+        raise TrainingError(
+            f'{model} does not fit: method = "{settings.method}" needs {need.weights / 1e9:.2f} GB for weights, '
+            f"gradients and optimiser (about {need.total / 1e9:.2f} GB in all), and {free / 1e9:.2f} GB are free: "
+            'train an adapter, method = "lora", or split it among processes with sharding = "layers"'
+        )
 
 
 class PolicyTrainer(Protocol):

@@ -18,8 +18,9 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, Tr
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.types import Frozen, Message, SamplingParams
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.training.learn import check_fits
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.trainer.memory_estimate import ModelSize, check_fits, estimate_memory, model_size
+from openhands_rl_plugin.training.trainer.memory_estimate import ModelSize, estimate_memory, model_size
 
 STANDARD_NEEDS = 16_384
 """Tokens of context from which on OpenHands' own prompt (4,700 to 8,500 tokens, with its tools) leaves room to work."""
@@ -341,7 +342,8 @@ def _serving(size: ModelSize, settings: RLSettings, lengths: Lengths) -> int:
     """Weights, and keys and values of all that is played at once."""
     shape = size.shape
     width = 4 if settings.training.dtype == "float32" else 2
-    return size.parameters * width + _KV * shape.num_hidden_layers * shape.keys * lengths.episode * settings.max_workers
+    keys = shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return size.parameters * width + _KV * keys * lengths.episode * settings.max_workers
 
 
 def _disk(settings: RLSettings, gym: Gym, size: ModelSize | None, tokens: int) -> int:

@@ -1,108 +1,72 @@
-"""Estimates the memory of a training run from ``config.json``: no weights are read."""
+"""Estimates the memory of training from a model's ``config.json`` and the headers of its weights, without torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-from pydantic import BaseModel, ConfigDict
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors import SafetensorError, safe_open
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
-from openhands_rl_plugin.training.policies.adapter_targets import prepare_targets
-
-_BYTES = {"auto": 4, "bfloat16": 2, "float32": 4}  # "auto" is one of the others, at most the larger
-_OPTIMISED = 16
-"""Bytes of a trained parameter in float32: weight, gradient and the two moments of AdamW."""
-_QUANTISED_BITS = 4.127
-"""Bits per weight in NF4 with double quantisation (arXiv 2305.14314, section 3)."""
-_LOGITS = 3 * 128 * 4
-"""Bytes for each token of the vocabulary: three copies of the float32 logits of 128 rows."""
-_BLOCK = 128
-"""Queries whose attention scores exist at a time."""
 
 
-class ModelShape(BaseModel):
-    """The shape of a Llama-like model, from ``config.json``."""
+class ModelSize(NamedTuple):
+    """A model's ``config.json`` with the widths that it leaves out, and numbers of parameters: all, those outside of
+    its layers, and those that are trained."""
 
-    model_config = ConfigDict(extra="ignore")
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    vocab_size: int
-
-    @property
-    def width(self) -> int:
-        """Width of an attention head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def keys(self) -> int:
-        """Width of the keys of a token, over all key-value heads."""
-        return (self.num_key_value_heads or self.num_attention_heads) * self.width
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """A model's shape and its numbers of parameters: all, outside of its layers, and those that are trained."""
-
-    shape: ModelShape
+    shape: dict[str, Any]
     parameters: int
     outside: int
     trained: int
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """In bytes, without the memory of Python and torch. ``weights``: with gradients and the optimiser's state."""
 
     weights: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return self.weights + self.activations
+    total: int
 
 
 def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
-    """The size of the model in a directory, and of its trained part. Raises ``TrainingError``."""
-    path = model / "config.json"
+    """The size of the model in a directory, and of its trained part. Raises ``TrainingError``.
+
+    A ``config.json`` without weights beside it is taken for that of a model like Llama.
+    """
     try:
-        config = path.read_text(encoding="utf-8")
-        shape = ModelShape.model_validate_json(config)
-        parameters, outside, inputs, outputs = _counts(config, settings.target_modules, settings.adapt_experts)
-    except (OSError, ValueError, KeyError) as error:
-        raise TrainingError(f"cannot read {path}: {describe(error)} (give a directory of a model)") from error
+        read = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = {name: each for name, each in (read.get("text_config") or read).items() if each is not None}
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        shape = {"head_dim": hidden // heads, "num_key_value_heads": heads, "intermediate_size": 4 * hidden, **config}
+        tensors: dict[str, list[int]] = {}
+        for file in model.glob("model*.safetensors"):
+            with safe_open(file, "np") as weights:
+                tensors |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        tensors = tensors or _like_llama(shape)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError, SafetensorError) as error:
+        raise TrainingError(f"cannot read {model}/config.json: {describe(error)} (no folder of a model?)") from error
+    endings = tuple(f".{each}.weight" for each in settings.target_modules)
+    adapted = [tensors[n] for n in tensors if n.endswith(endings) and (settings.adapt_experts or ".experts." not in n)]
     # A low-rank term has two matrices, and DoRA's a magnitude for each output.
-    adapter = settings.lora_rank * (inputs + outputs) + (outputs if settings.lora_variant == "dora" else 0)
-    return ModelSize(shape, parameters, outside, parameters if settings.method == "full" else adapter)
+    trained = sum(settings.lora_rank * sum(dims) + dims[0] * (settings.lora_variant == "dora") for dims in adapted)
+    every = sum(map(prod, tensors.values()))
+    outside = sum(prod(dims) for name, dims in tensors.items() if "layers." not in name)
+    return ModelSize(shape, every, outside, every if settings.method == "full" else trained)
 
 
-@lru_cache(maxsize=16)
-def _counts(config: str, targets: Sequence[str], experts: bool) -> tuple[int, int, int, int]:
-    """Parameters of a model, and those outside of its layers; inputs and outputs of all layers with an adapter."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    outside = sum(size for name, size in sizes.items() if "layers." not in name)
-    prepare_targets(model, targets, adapt_experts=experts)
-    adapted = [
-        layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in targets
-    ]
-    inputs, outputs = sum(layer.in_features for layer in adapted), sum(layer.out_features for layer in adapted)
-    return sum(sizes.values()), outside, inputs, outputs
+def _like_llama(shape: dict[str, Any]) -> dict[str, list[int]]:
+    """The shapes of a model's tensors; those of its norms and biases, and those outside of its layers, are together."""
+    hidden, wide, width, kind = (shape[name] for name in ("hidden_size", "intermediate_size", "head_dim", "model_type"))
+    heads, keys = width * shape["num_attention_heads"], width * shape["num_key_value_heads"]
+    layer = {"q_proj": [heads, hidden], "k_proj": [keys, hidden], "v_proj": [keys, hidden], "o_proj": [hidden, heads]}
+    layer |= {"gate_proj": [wide, hidden], "up_proj": [wide, hidden], "down_proj": [hidden, wide]}
+    biased = [*layer][: 3 if kind == "qwen2" else 4 * shape.get("attention_bias", 0)]
+    biased += [*layer][4:] if shape.get("mlp_bias") else []
+    layer["rest"] = [sum(layer[name][0] for name in biased) + 2 * hidden + 2 * width * kind.startswith("qwen3")]
+    layers = {f"layers.{at}.{n}.weight": dims for at in range(shape["num_hidden_layers"]) for n, dims in layer.items()}
+    return {"ends": [shape["vocab_size"] * (1 if shape.get("tie_word_embeddings") else 2) + 1, hidden], **layers}
 
 
 def estimate_memory(model: Path, settings: TrainingSettings, longest: int, processes: int = 1) -> MemoryEstimate:
@@ -112,33 +76,21 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int, proce
     Llama-like model; other architectures need about as much. Raises ``TrainingError`` when the model's files cannot be
     read.
     """
-    size, width = model_size(model, settings), _BYTES[settings.dtype]
-    shape, layers = size.shape, size.parameters - size.outside
-    gathered = 2 * layers // shape.num_hidden_layers * width if processes > 1 else 0
-    if settings.method == "full":  # and rounded copies of bfloat16 weights, or of the gathered ones
-        each = _OPTIMISED + (width if width == 2 and processes == 1 else 0)
-        weights = size.parameters * each // processes + 2 * gathered
-    else:
-        base = layers * (_QUANTISED_BITS / 8 if settings.method == "qlora" else width)
-        weights = int(base) // processes + size.outside * width + gathered + size.trained * _OPTIMISED
-    rows, hidden, wide = max(settings.max_tokens_per_micro_batch, longest), shape.hidden_size, shape.intermediate_size
+    shape, parameters, outside, trained = model_size(model, settings)
+    hidden, wide, count = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    width = 2 if settings.dtype == "bfloat16" else 4  # of "auto" at most
+    gathered = 2 * (parameters - outside) // count * width if processes > 1 else 0
+    # A trained parameter has weight, gradient and two moments of AdamW in float32; where all are trained, there are
+    # rounded copies of bfloat16 weights, or of the gathered ones. NF4 has 4.127 bits a weight (arXiv 2305.14314).
+    whole = parameters * (16 + (2 if width == 2 and processes == 1 else 0)) // processes + 2 * gathered
+    base = (parameters - outside) * (4.127 / 8 if settings.method == "qlora" else width)
+    weights = whole if settings.method == "full" else int(base) // processes + outside * width + gathered + 16 * trained
+    rows = max(settings.max_tokens_per_micro_batch, longest)
     # Inputs and outputs of two normalisations; queries, keys, values and the attention's output; the gated layer.
-    saved = 4 * hidden + 2 * shape.num_attention_heads * shape.width + 2 * shape.keys + 3 * wide
-    saved += settings.lora_rank * len(settings.target_modules) if settings.method != "full" else 0
-    kept = (
-        saved + shape.num_hidden_layers * hidden if settings.gradient_checkpointing else saved * shape.num_hidden_layers
-    )
-    scores = (longest or rows) * shape.num_attention_heads * _BLOCK * (8 + width)
-    activations = rows * width * kept + shape.vocab_size * _LOGITS + max(scores, rows * width * 2 * wide)
-    return MemoryEstimate(weights, activations)
-
-
-def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int | None) -> None:
-    """Raise ``TrainingError`` if the weights and the optimiser's state alone are more than the ``free`` bytes."""
-    need = estimate_memory(model, settings, longest)
-    if free is not None and need.weights > free:
-        raise TrainingError(
-            f'{model} does not fit: method = "{settings.method}" needs {need.weights / 1e9:.2f} GB for weights, '
-            f"gradients and optimiser (about {need.total / 1e9:.2f} GB in all), and {free / 1e9:.2f} GB are free: "
-            'train an adapter, method = "lora", or split it among processes with sharding = "layers"'
-        )
+    attention = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"]) * shape["head_dim"]
+    ranks = settings.lora_rank * len(settings.target_modules) if trained < parameters else 0
+    saved = 4 * hidden + attention + 3 * wide + ranks
+    kept = saved + count * hidden if settings.gradient_checkpointing else saved * count
+    # Attention scores of 128 queries exist at a time, and three copies of the float32 logits of 128 rows.
+    scratch = max((longest or rows) * shape["num_attention_heads"] * 128 * (8 + width), rows * width * 2 * wide)
+    return MemoryEstimate(weights, weights + rows * width * kept + shape["vocab_size"] * 3 * 128 * 4 + scratch)
