@@ -157,12 +157,10 @@ def test_grade_by_the_command_line(place: Place, tmp_path: Path, capsys) -> None
     assert capsys.readouterr().out.startswith("1 resolved")
 
 
-async def test_an_image_that_is_not_there_and_a_row_without_one(place: Place, tmp_path: Path) -> None:
+async def test_an_image_that_is_not_there_is_infrastructure(place: Place, tmp_path: Path) -> None:
     backend = place.backend()
     missing = await backend.grade(with_extra(place.row, image="a/b"), FIX, logs=tmp_path, timeout=60.0)
     assert missing.kind is VerdictKind.INFRASTRUCTURE and missing.reason.startswith("get a/b: ")
-    none = await backend.grade(with_extra(place.row, image=""), FIX, logs=tmp_path, timeout=60.0)
-    assert none.reason.endswith("its row names no image; use --backend local")
 
 
 async def test_what_is_not_installed_is_one_line(place: Place, monkeypatch) -> None:

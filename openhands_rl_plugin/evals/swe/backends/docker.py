@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, find_repository
 from openhands_rl_plugin.evals.swe.backends.sandbox import GUARD, GUARD_OUT
-from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
+from openhands_rl_plugin.evals.swe.grading import Box, Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
@@ -38,11 +38,43 @@ _SHUTTING_DOWN = 2.0
 _PULL_TIME, _START_TIME, _COPY_TIME = 3600.0, 120.0, 600.0
 
 
-class DockerBackend:
-    """Grades each patch in a new container, which is always removed.
+class ImageGrader:
+    """Grades each patch in a box of its own, made of the instance's image; ``box`` makes it.
 
     ``mirror``: a folder of git directories for requirement files that rows do not contain; without it they come from
-    GitHub. ``program``: one with docker's arguments; left out, ``docker``, or ``podman`` where only that is installed.
+    GitHub. ``network`` is for the tests.
+    """
+
+    def __init__(self, mirror: Path | None, guard: Guard | None, *, network: bool) -> None:
+        self._sources = [] if mirror is None else [MirrorSource(mirror)]
+        self._guard = guard or NoGuard()
+        self._network = network
+
+    def box(self, image: str, equipment: GuardEquipment) -> AbstractAsyncContextManager[Box]:
+        """A box with the files of ``image``, which is fetched if missing; it is removed at the block's end."""
+        raise NotImplementedError
+
+    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
+        """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
+        written = InstanceLogs(logs)
+
+        async def grade() -> PatchVerdict:
+            recipe = await read_recipe(instance, self._sources)
+            written.write_script(recipe.evaluation_script)
+            async with self.box(image_of(instance, recipe), self._guard.equipment(instance)) as box:
+                verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
+            return with_services(verdict, recipe, network=self._network)
+
+        return await grade_and_log(instance, patch, written, grade)
+
+    async def close(self) -> None:
+        """Nothing to release; images stay."""
+
+
+class DockerBackend(ImageGrader):
+    """Grades each patch in a new container, which is always removed.
+
+    ``program``: one with docker's arguments; left out, ``docker``, or ``podman`` where only that is installed.
     """
 
     name = "docker"
@@ -57,9 +89,7 @@ class DockerBackend:
         memory: str = "16g",
     ) -> None:
         self._program = program or ("podman" if shutil.which("podman") and not shutil.which("docker") else "docker")
-        self._sources = [] if mirror is None else [MirrorSource(mirror)]
-        self._guard = guard or NoGuard()
-        self._network = network
+        super().__init__(mirror, guard, network=network)
         self._memory = memory
 
     async def check(self) -> None:
@@ -82,24 +112,11 @@ class DockerBackend:
                 await checked(copy, f"copy {mount.inside} out of {image}", timeout=_COPY_TIME)
         return checkout
 
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
-        """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
-        written = InstanceLogs(logs)
-
-        async def grade() -> PatchVerdict:
-            recipe = await read_recipe(instance, self._sources)
-            written.write_script(recipe.evaluation_script)
-            image = await self._image(image_of(instance, recipe))
-            equipment = self._guard.equipment(instance)
-            async with self._container(image, equipment) as container:
-                box = DockerBox(self._program, container, equipment)
-                verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
-            return with_services(verdict, recipe, network=self._network)
-
-        return await grade_and_log(instance, patch, written, grade)
-
-    async def close(self) -> None:
-        """Nothing to release; images stay."""
+    @asynccontextmanager
+    async def box(self, image: str, equipment: GuardEquipment) -> AsyncIterator[DockerBox]:
+        """A container of ``image``, which is pulled if missing."""
+        async with self._container(await self._image(image), equipment) as container:
+            yield DockerBox(self._program, container, equipment)
 
     async def _remove_left(self) -> None:
         listing = [self._program, "ps", "--all", "--filter", f"name={_PREFIX}", "--format", "{{.Names}}"]

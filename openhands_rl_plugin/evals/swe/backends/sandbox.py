@@ -51,7 +51,7 @@ _GIBIBYTE = 1024**3
 _ROOT_SIZE = 256 * 1024**2
 _MOST_LEFT = 64 * 1024**2
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
 """What root in a container may do, without anything that reaches mounts, devices or other processes' memory.
 
 SETPCAP is what a guard takes from the tests, so that they may not look into the shell, which has it.
@@ -59,7 +59,7 @@ SETPCAP is what a guard takes from the tests, so that they may not look into the
 _NETWORK_VARIABLES = re.compile(
     r"(?:(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE)", re.IGNORECASE
 )
-AS_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
+_AS_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
 
 
 class InstanceLimits(Frozen):
@@ -119,22 +119,12 @@ class InstanceSandbox:
         parts = [(room.layer / name, inside) for name, inside in PARTS.items()]
         parts = [(host, inside) for host, inside in parts if room.overlay or host.exists()]
         has_testbed = any(inside == "/testbed" for _, inside in parts)
-        limits = [f"--data={self._limits.memory}", f"--fsize={self._limits.file}", "--core=0"]
         settings = {**self._variables(network=network, setup=setup, logins=setup and logins), **(variables or {})}
-        allowed = [word for name in (*CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
-        # ``localhost`` is a name that resolves without a network.
-        options = [*AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
+        root = [*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()]
+        mounts = [word for host, inside in parts for word in ("--bind", str(host), inside)]
+        mounts += [*self._tools(setup=setup, logins=logins), *(word for each in shown for word in bind(each))]
         return [
-            *mount_overlays([room.overlay] if room.overlay else []),
-            *("prlimit", *limits, "--"),
-            *isolate(
-                [*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()], network=network, options=options
-            ),
-            *("--bind", str(room.tmp), "/tmp"),
-            *(word for host, inside in parts for word in ("--bind", str(host), inside)),
-            *self._tools(setup=setup, logins=logins),
-            *(word for each in shown for word in bind(each)),
-            *("--clearenv", *(word for pair in settings.items() for word in ("--setenv", *pair))),
+            *as_root(room, self._limits, root, mounts, settings, network=network, capabilities=capabilities),
             *("--chdir", "/testbed" if has_testbed else "/", "--"),
             *bounded(self._bound(has_testbed), f"{CONDA}/host-python", program),
         ]
@@ -191,6 +181,31 @@ class InstanceSandbox:
         }
 
 
+def as_root(
+    room: Room,
+    limits: InstanceLimits,
+    root: Sequence[str],
+    mounts: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    network: bool,
+    capabilities: Sequence[str] = (),
+) -> list[str]:
+    """The beginning of a command line that runs a program in ``room`` as root in a container. ``root``: the mounts of
+    ``/``, below the others. ``capabilities``: more than root has there.
+    """
+    allowed = [word for name in (*_CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
+    # ``localhost`` is a name that resolves without a network.
+    options = [*_AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
+    return [
+        *mount_overlays([room.overlay] if room.overlay else []),
+        *("prlimit", f"--data={limits.memory}", f"--fsize={limits.file}", "--core=0", "--"),
+        *isolate(root, network=network, options=options),
+        *("--bind", str(room.tmp), "/tmp", *mounts),
+        *("--clearenv", *(word for pair in variables.items() for word in ("--setenv", *pair))),
+    ]
+
+
 def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
     """Settings of git as environment variables."""
     numbered = list(enumerate(settings.items()))
@@ -201,7 +216,7 @@ def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
 
 def check_bubblewrap() -> None:
     """Raise ``ConfigError`` unless bubblewrap can make a sandbox with a root user here."""
-    find_bubblewrap(*AS_ROOT, otherwise=", or use --backend docker")
+    find_bubblewrap(*_AS_ROOT, otherwise=", or use --backend docker")
 
 
 def bind(shown: Shown) -> tuple[str, str, str]:
