@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
-from openhands.sdk import LLM, AgentBase
+from openhands.sdk import AgentBase
 from openhands.sdk.subagent import get_agent_factory
 
 from openhands_rl_plugin.core.concurrency import bound
@@ -22,26 +22,20 @@ from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajecto
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.standalone_run import workspace_task
 
-Adopt = Callable[[AgentBase, str], AgentBase]
-"""Makes the agent of a registered kind one whose completions are recorded, where it can."""
-_adopting: ContextVar[Adopt | None] = ContextVar("rl_sub_agents", default=None)
+_adopting: ContextVar[Callable[[AgentBase, str], AgentBase] | None] = ContextVar("rl_sub_agents", default=None)
 
 
-def adopting(adopt: Adopt) -> AbstractContextManager[object]:
-    """Sub-agents that are made in this context are adopted."""
+def adopting(adopt: Callable[[AgentBase, str], AgentBase]) -> AbstractContextManager[object]:
+    """Sub-agents that are made in this context are adopted: ``adopt`` makes the agent of a registered kind one whose
+    completions are recorded, where it can."""
     return bound(_adopting, adopt)
 
 
 def _factory_of(name: str | None = None) -> Any:
     """As ``get_agent_factory``."""
-    factory, adopt = get_agent_factory(name), _adopting.get()
-    if adopt is None:
-        return factory
-
-    def make(llm: LLM) -> AgentBase:
-        return adopt(factory.factory_func(llm), factory.definition.name)
-
-    return factory._replace(factory_func=make)
+    found, adopt = get_agent_factory(name), _adopting.get()
+    make, kind = found.factory_func, found.definition.name
+    return found if adopt is None else found._replace(factory_func=lambda llm: adopt(make(llm), kind))
 
 
 for _name in ("openhands.tools.delegate.impl", "openhands.tools.task.manager"):  # not every release has both
@@ -58,23 +52,11 @@ def sub_agent_episode(
     Its run and its group are its own, because it is no sample of the parent's task. Its split is the parent's.
     """
     asked, data = parent.request, {SUB_AGENT: {"parent": trajectory_id(parent.request), "kind": kind}}
-    named = {"id": workspace_task(instruction, asked.task.id).id, "instruction": instruction, "data": data}
-    changes = {
-        "task": asked.task.model_copy(update=named),
-        "run_id": sub_agents_run(asked.run_id),
-        "group_id": session,
-        "sample": 0,
-        "attempt": 0,
-        "seed": zlib.crc32("\0".join((str(asked.seed), kind, instruction)).encode()),
-        "served_model": asked.served_model if model is None else None,
-    }
-    return HostEpisode(
-        asked.model_copy(update=changes),
-        parent.settings,
-        strategy=strategy,
-        strategy_spec=parent.strategy_spec,
-        base_model=model or parent.base_model,
-        environment_mode=parent.environment_mode,
-        workspace=parent.workspace,
-        token_ids=parent.token_ids,
-    )
+    identity = workspace_task(instruction, asked.task.id).id
+    task = asked.task.model_copy(update={"id": identity, "instruction": instruction, "data": data})
+    seed = zlib.crc32("\0".join((str(asked.seed), kind, instruction)).encode())
+    own = {"task": task, "run_id": sub_agents_run(asked.run_id), "group_id": session, "seed": seed}
+    served = asked.served_model if model is None else None
+    request = asked.model_copy(update={"sample": 0, "attempt": 0, "served_model": served, **own})
+    same = {name: getattr(parent, name) for name in ("strategy_spec", "environment_mode", "workspace", "token_ids")}
+    return HostEpisode(request, parent.settings, strategy=strategy, base_model=model or parent.base_model, **same)
