@@ -19,9 +19,9 @@ examples:
   openhands-rl import jobs/ --into ./trajectories             (Harbor's trials, or any folder: file by file)
   openhands-rl import llm_completions/ --format llm-completions --into ./trajectories
   openhands-rl import train.raw.parquet --format sft-native --into ./trajectories --skip-bad
-  openhands-rl import all.jsonl.gz --format trajectories --into mongodb://127.0.0.1/rl
+  openhands-rl import all.jsonl.gz --format store --into mongodb://127.0.0.1/rl       (moves a store of your own)
 
-The same record is stored once, however often it is imported. Only the formats "trajectories" and "atif" carry
+The same record is stored once, however often it is imported. Only the formats "trajectories", "store" and "atif" carry
 tokens; of the others `train` makes them with the chat template of its --model, to imitate or to prefer.
 """
 RESUME = "the same command continues where it stopped"

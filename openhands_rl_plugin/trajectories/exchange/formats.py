@@ -125,6 +125,8 @@ def _by_row(convert: Callable[[JsonObject], Imported | list[Imported]]) -> Conve
     return lambda row, file: convert(row)
 
 
+OWN = "store"
+"""The format whose files the user trusts as what happened here."""
 GROUP = "openhands_rl_plugin.formats"
 """Entry points, each a ``Format``."""
 
@@ -133,11 +135,17 @@ FORMATS: Mapping[str, Format] = {
     for each in (
         Format(
             "trajectories",
-            "everything, one trajectory with its scores a line: moves stores",
+            "everything, one trajectory with its scores a line",
             _by_row(trajectories.read),
             _each(trajectories.rows),
             _EVERYTHING,
             exact=True,
+            recognises=trajectories.recognises,
+        ),
+        Format(
+            OWN,
+            "such lines of a store of your own, which move it: rewards read their evidence, scores and labels stay",
+            _by_row(trajectories.read_own),
             recognises=trajectories.recognises,
         ),
         Format(

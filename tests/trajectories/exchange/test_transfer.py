@@ -82,7 +82,7 @@ def test_stores_move_without_loss(store: Path, tmp_path: Path, capsys: pytest.Ca
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
     for _ in range(2):
-        assert run("import", out, "--format", "trajectories", "--into", tmp_path / "other") == 0
+        assert run("import", out, "--format", "store", "--into", tmp_path / "other") == 0
     # When an episode that has not ended grew last is known to its own store only.
     *ended, (unfinished, _) = stored(store)
     *again, (other, _) = stored(tmp_path / "other")
@@ -95,11 +95,11 @@ def test_stores_move_without_loss(store: Path, tmp_path: Path, capsys: pytest.Ca
 def test_an_episode_that_ended_meanwhile_takes_its_place(store: Path, tmp_path: Path) -> None:
     out, ended = tmp_path / "all.jsonl", tmp_path / "ended.jsonl"
     run("export", store, "--format", "trajectories", "--out", out)
-    run("import", out, "--format", "trajectories", "--into", tmp_path / "other")
+    run("import", out, "--format", "store", "--into", tmp_path / "other")
     (line,) = [row for row in rows(out) if row["trajectory"]["stop"] == "unfinished"]  # pyright: ignore
     line["trajectory"]["stop"] = "terminated"  # pyright: ignore
     ended.write_text(json.dumps(line))
-    run("import", ended, "--format", "trajectories", "--into", tmp_path / "other")
+    run("import", ended, "--format", "store", "--into", tmp_path / "other")
     assert [each.stop for each, _ in stored(tmp_path / "other") if each.id == UNFINISHED.id] == [StopReason.TERMINATED]
 
 
@@ -289,7 +289,7 @@ def test_help_has_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_episode_that_goes_on_is_followed(store: Path, tmp_path: Path) -> None:
     out, other = tmp_path / "all.jsonl", tmp_path / "other"
     run("export", store, "--format", "trajectories", "--out", out, "--unfinished")
-    run("import", out, "--format", "trajectories", "--into", other)
+    run("import", out, "--format", "store", "--into", other)
 
     async def go_on() -> None:
         known = len(UNFINISHED.nodes)
@@ -305,7 +305,7 @@ def test_an_episode_that_goes_on_is_followed(store: Path, tmp_path: Path) -> Non
     run("export", store, "--format", "trajectories", "--out", later, "--unfinished")
     # What is older than what is known changes nothing.
     for file in (later, out):
-        run("import", file, "--format", "trajectories", "--into", other)
+        run("import", file, "--format", "store", "--into", other)
     (expected,) = [each for each, _ in stored(store) if each.stop is StopReason.UNFINISHED]
     ((found, _),) = stored(other)
     assert (found.nodes, found.head) == (expected.nodes, expected.head)
@@ -320,14 +320,14 @@ def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.
     text = [trajectories.Line(trajectory=SOLVED, scores=scores).model_dump_json() for scores in lines]
     file.write_text("\n".join(text))
     for expected in ("4 scores", "0 scores"):
-        run("import", file, "--format", "trajectories", "--into", tmp_path / "store")
+        run("import", file, "--format", "store", "--into", tmp_path / "store")
         assert capsys.readouterr().out.endswith(f"{expected}\n")
     ((_, scores),) = stored(tmp_path / "store")
     assert [each.reward for each in scores[1:]] == [1.0, 1.0, 0.5]
     assert run("export", tmp_path / "store", "--format", "trajectories", "--out", tmp_path / "x.jsonl") == 0
     held = json.loads((tmp_path / "x.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert held["scores"][0]["reward"] == 0.25
-    run("import", tmp_path / "x.jsonl", "--format", "trajectories", "--into", tmp_path / "again")
+    run("import", tmp_path / "x.jsonl", "--format", "store", "--into", tmp_path / "again")
     assert stored(tmp_path / "again")[0][1][0].reward == 0.25
 
 
