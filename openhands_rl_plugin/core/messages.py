@@ -1,7 +1,7 @@
 """Reads chat messages of OpenAI-like servers, clients and files, and compares them with those of a tree.
 
-Absent, null, empty and ``"null"`` are one thing for arguments and lists of calls, and absent, null and empty for
-contents and usage.
+Absent, null, empty and ``"null"`` are one thing for arguments and lists of calls, for the content beside calls, and for
+usage. Any other content that is the text ``null`` stays: a tool may print it.
 """
 
 from __future__ import annotations
@@ -185,12 +185,18 @@ def to_message(wire: WireMessage) -> Message:
     calls = calls_in(wire)
     said = Message(
         role=_ROLES.get(wire["role"], wire["role"]),
-        content=text_of(wire.get("content")) or (None if calls else ""),
+        content=text_in(wire, calls) or (None if calls else ""),
         tool_calls=calls,
         tool_call_id=_identity(wire.get("tool_call_id")),
         name=wire.get("name"),
     )
     return whole_message(said)
+
+
+def text_in(wire: WireMessage, calls: object) -> str | None:
+    """The content of a chat message as text; ``None`` for the text ``null`` of one that has ``calls``."""
+    text = text_of(wire.get("content"))
+    return None if calls and text == "null" else text
 
 
 def listed(wire: WireMessage) -> list[Any]:
@@ -338,7 +344,7 @@ def says(wire: WireMessage, message: Message) -> bool:
     """Whether both say the same. Hot: called for every message of every prompt, so it builds nothing."""
     if wire["role"] != message.role or wire.get("tool_call_id") != message.tool_call_id:
         return False
-    said, kept = text_of(wire.get("content")), message.content
+    said, kept = text_in(wire, message.tool_calls), message.content
     if said != kept and not _same(said or "", kept or ""):
         return False
     if not wire.get("tool_calls") and not wire.get("function_call"):

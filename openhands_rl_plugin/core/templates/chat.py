@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import CaughtFailure, boundary
-from openhands_rl_plugin.core.messages import WireMessage, calls_in, reasoning_in, text_of
+from openhands_rl_plugin.core.messages import WireMessage, calls_in, reasoning_in, text_in, text_of
 from openhands_rl_plugin.core.templates.json_calls import render_tool_call
 from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
@@ -83,7 +83,8 @@ def _offered(tool: JsonObject) -> JsonObject:
 
 def _shown(wire: WireMessage, template: str, *, objects: bool) -> dict[str, Any]:
     """A message as templates take it."""
-    calls, content = calls_in(wire), text_of(wire.get("content")) or ""
+    calls, given = calls_in(wire), wire.get("content")
+    content = text_in(wire, calls) or ""
     shown: dict[str, Any] = {"role": wire["role"], "content": content}
     if calls and "tool_calls" not in template:
         written = [render_tool_call(call) for call in calls]
@@ -98,7 +99,7 @@ def _shown(wire: WireMessage, template: str, *, objects: bool) -> dict[str, Any]
             for call in calls
         ]
     if wire["role"] != "tool" and _TAKES_PARTS.search(template):
-        given = wire.get("content") if shown["content"] == content else shown["content"]
+        given = given if shown["content"] == (text_of(given) or "") else shown["content"] or None
         parts = given if isinstance(given, list | tuple) else [given] if given is not None else []
         shown["content"] = [{"type": "text", "text": text} for part in parts if (text := text_of([part])) is not None]
     if wire["role"] == "assistant" and (reasoning := reasoning_in(wire)) is not None:

@@ -24,7 +24,7 @@ from openai import OpenAI
 
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError, describe
-from openhands_rl_plugin.core.messages import error_in, text_of, usage_in, whole_message
+from openhands_rl_plugin.core.messages import error_in, text_in, usage_in, whole_message
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, Tokens, ToolCall, Usage
 from openhands_rl_plugin.hosts.shared.episode import HostEpisode
@@ -209,14 +209,14 @@ def take_message(choice: Choices) -> Message:
     calls = message.tool_calls or ()
     said = Message(
         role="assistant",
-        content=text_of(message.content),
+        content=text_in({"content": message.content}, calls),
         tool_calls=tuple(
             ToolCall(id=call.id or "", name=call.function.name or "", arguments=call.function.arguments)
             for call in calls
         ),
     )
     whole = whole_message(said)
-    if whole is not said:
+    if whole is not said or whole.content is None:
         message.content = whole.content
     for call, own in zip(calls, whole.tool_calls, strict=True):
         if (call.id, call.function.name, call.function.arguments) != (own.id, own.name, own.arguments):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from openhands_rl_plugin.core.messages import REASONING_NAMES, finish_in, is_json_object, listed, reasoning_in, text_of
+from openhands_rl_plugin.core.messages import REASONING_NAMES, finish_in, is_json_object, listed, reasoning_in, text_in
 
 
 class ServerEvent(NamedTuple):
@@ -143,9 +143,10 @@ class _ChoiceParts:
         delta = choice.get("delta") or {}
         if not isinstance(delta, dict):
             raise ValueError("a delta is no object")
-        for call in listed(delta):
+        calls = listed(delta)
+        for call in calls:
             self._add_call(call)
-        for name, text in (("content", text_of(delta.get("content"))), ("reasoning_content", reasoning_in(delta))):
+        for name, text in (("content", text_in(delta, calls)), ("reasoning_content", reasoning_in(delta))):
             if text:
                 self._texts.setdefault(name, []).append(text)
         for name, value in delta.items():

@@ -244,7 +244,7 @@ class _Reader:
             for call in step.tool_calls
         )
         own = parse(OwnStep, step.extra.get(OWN) or {})
-        empty = own.no_text if own.no_text is not None else text == "" and bool(calls)
+        empty = own.no_text if own.no_text is not None else text in ("", "null") and bool(calls)
         spoken = SpokenMessage(
             role="assistant", content=None if empty else text, tool_calls=calls, reasoning=step.reasoning_content
         )

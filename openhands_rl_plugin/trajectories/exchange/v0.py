@@ -178,7 +178,8 @@ class EventReader:
             arguments = {"command": "view", **arguments}
         name = f"call_{len(self.tree.nodes)}"
         call = ToolCall(id=name, name=function, arguments=to_json(arguments).decode())
-        thought = None if action == "think" else _text(event.args.get("thought")) or None
+        thought = None if action == "think" else _text(event.args.get("thought"))
+        thought = None if thought in ("", "null") else thought
         metadata: JsonObject = {"calls": "made from the action; the response is not in the record"}
         say(self.tree, Message(role="assistant", content=thought, tool_calls=(call,)), self._policy, metadata)
         self._pending = call

@@ -228,6 +228,9 @@ def test_objects_are_written_out(tmp_path: Path) -> None:
     told = {"role": "tool", "tool_call_id": "c1", "content": {"type": "error", "message": "gone"}}
     (found,) = read([{"messages": [USER, calling(call()), told, ANSWER]}], tmp_path / "chat")
     assert found.messages()[2].content == '{"type": "error", "message": "gone"}'
+    asked, told = {**calling(call()), "content": "null"}, {**told, "content": "null"}
+    (found,) = read([{"messages": [USER, asked, told, ANSWER]}], tmp_path / "null")
+    assert [message.content for message in found.messages()[1:3]] == [None, "null"], "a tool may print it"
 
 
 def test_null_filled_structs_are_calls_with_their_own_arguments(tmp_path: Path) -> None:
