@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -112,6 +113,10 @@ def copy_tree(
     if not parts:
         return
     keep = "mode,timestamps,links,xattr" if live else "all"
+    if shutil.which("cp", path=search_path()) is None:
+        raise InfrastructureError(
+            "copying the workspace failed: the program cp is not on PATH, nor in the system's folders"
+        )
     command = ["cp", "-dR", f"--preserve={keep}", "--reflink=auto", f"--target-directory={target}", "--"]
     if live:
         inside = [INSIDE + part.removeprefix(str(source)) for part in parts]
@@ -135,7 +140,9 @@ def copy_tree(
             words = said.read(4096).decode("utf-8", "replace").strip().splitlines()
             reason = f"it took longer than {limits.seconds:g} s" if time.monotonic() > deadline else "it was cancelled"
             full = words and words[-1].endswith(os.strerror(errno.ENOSPC))
-            kind = BadEnvironmentError if words and not full else InfrastructureError
+            # Others than cp speak where the sandbox, or cp in it, does not start.
+            by_session = words and words[0].startswith("cp: ") and not full
+            kind = BadEnvironmentError if by_session else InfrastructureError
             raise kind(f"copying the workspace failed: {words[-1] if words else reason}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree
+from openhands_rl_plugin.environments.workspace import copies
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree
 from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.files import Workspace
@@ -119,6 +121,18 @@ def test_a_very_deep_tree_is_removed_and_cannot_be_copied(root: Path):
         remove_tree(root)
     finally:
         subprocess.run(["rm", "-rf", root], check=True)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("live, there, said", [(0, 0, "the program"), (1, 0, "the program"), (1, 1, "bwrap: execvp")])
+def test_a_program_that_is_missing_is_not_the_session_s_doing(
+    root: Path, tmp_path: Path, live: bool, there: bool, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(copies, "search_path", lambda: str(tmp_path))
+    if there:  # where no sandbox shows it
+        shutil.copy("/bin/cp", tmp_path)
+    with pytest.raises(InfrastructureError, match=f"^copying the workspace failed: {said} cp"):
+        copy_tree(root, tmp_path / "copy", limits=ForkLimits(), stop=threading.Event(), live=live)
 
 
 def secrets(tmp_path: Path) -> Path:
