@@ -81,7 +81,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(model: Path, tmp_path: Path) -> Iterator[RLSettings]:
-    server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8)
+    server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, adapters="/")
     with running_shop() as shop, running_server(server) as url:
         yield RLSettings(
             max_turns=4,

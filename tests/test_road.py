@@ -49,7 +49,7 @@ DONE = _CALL.format("finish", "message", "Done.", "")
 @contextmanager
 def served(model: Path) -> Iterator[str]:
     """What ``openhands-rl serve --model model --served-model-name model`` runs."""
-    config = ServerConfig(model=str(model), served_model_name="model", port=0, dtype="float32", threads=1)
+    config = ServerConfig(model=str(model), served_model_name="model", port=0, dtype="float32", threads=1, adapters="/")
     with running_server(config) as url:
         yield url
 

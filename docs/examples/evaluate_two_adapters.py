@@ -40,7 +40,8 @@ def main(model: str, adapters: str, *versions: str) -> None:
     """Serve the model with both versions, play, compare."""
     names = ["model" if version == "base" else f"policy-v{int(version):06d}" for version in versions]
     Path("two.toml").write_text(SETTINGS)
-    with running_server(ServerConfig(model=model, served_model_name="model", port=0)) as url:
+    config = ServerConfig(model=model, served_model_name="model", port=0, adapters=adapters, preload=False)
+    with running_server(config) as url:
         for version in AdapterStore(adapters).versions("policy"):
             if version.name in names:
                 body = {"lora_name": version.name, "lora_path": version.path}

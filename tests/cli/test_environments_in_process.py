@@ -98,7 +98,7 @@ def test_a_loop_trains_on_gymnasium(tmp_path: Path, capsys: pytest.CaptureFixtur
     torch.set_num_threads(1)
     talker = write_talker(tmp_path / MODEL)
     served = ServerConfig(
-        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, threads=1
+        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, adapters="/"
     )
     with running_server(served) as server:
         config = write_config(

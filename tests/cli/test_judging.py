@@ -290,11 +290,9 @@ def test_where_a_comment_stands_is_shown(store: Path, capsys: pytest.CaptureFixt
 def test_what_was_said_moves_with_the_episodes(store: Path, tmp_path: Path) -> None:
     assert cli.main(["label", str(store), "--id", "run-0", "--better-than", "run-1"]) == 0
     assert cli.main(["export", str(store), "--format", "trajectories", "--out", str(tmp_path / "all.jsonl")]) == 0
-    words = ["import", str(tmp_path / "all.jsonl"), "--into"]
-    for _ in range(2):
-        assert cli.main([*words, str(tmp_path / "moved"), "--format", "store"]) == 0
+    for into, *more in (("moved", "--format", "store"), ("moved", "--format", "store"), ("of-others",)):
+        assert cli.main(["import", str(tmp_path / "all.jsonl"), "--into", str(tmp_path / into), *more]) == 0
     assert read(tmp_path / "moved")[1] == read(store)[1] != ()
-    assert cli.main([*words, str(tmp_path / "of-others")]) == 0
     assert read(tmp_path / "of-others")[1] == ()
 
 

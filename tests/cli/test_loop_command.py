@@ -63,7 +63,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(talker: Path) -> Iterator[tuple[str, str]]:
     """The URLs of a small shop and of a model server."""
     config = ServerConfig(
-        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, threads=1
+        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, adapters="/"
     )
     with running_shop() as shop, running_server(config) as server:
         yield shop, server

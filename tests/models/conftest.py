@@ -37,6 +37,6 @@ def generator(tiny_model: Path, adapter_a: Path, adapter_b: Path) -> Iterator[Ge
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, generator: Generator) -> Iterator[str]:
     """Base URL of a server over `generator`; the base model is called `tiny`."""
-    config = ServerConfig(model=str(tiny_model), served_model_name="tiny", port=0, max_body_bytes=200_000)
+    config = ServerConfig(model=str(tiny_model), served_model_name="tiny", port=0, max_body_bytes=200_000, adapters="/")
     with running_server(config, generator) as url:
         yield url

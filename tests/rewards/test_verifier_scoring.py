@@ -41,7 +41,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def served(judge_model: Path, verifier: Path) -> Iterator[str]:
     """A server of the verifier, up to /v1."""
-    config = ServerConfig(model=str(judge_model), served_model_name="tiny", port=0, dtype="float32", threads=1)
+    config = ServerConfig(model=str(judge_model), served_model_name="tiny", port=0, dtype="float32", adapters="/")
     with running_server(config) as url:
         body = {"lora_name": verifier.name, "lora_path": str(verifier)}
         assert httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).is_success

@@ -228,7 +228,7 @@ def servers(options: argparse.Namespace, model: Path, scratch: Path) -> Iterator
         at_shop = stack.enter_context(running_command(shop, free_port(), scratch / "shop.log"))
         at = {
             kind: stack.enter_context(
-                running_command([*serve, "--threads", str(threads)], free_port(), scratch / f"{kind}.log")
+                running_command([*serve, "--adapters=/", f"--threads={threads}"], free_port(), scratch / f"{kind}.log")
             )
             for kind, threads in (("sync", options.sync_threads[0]), ("async", options.async_threads[0]))
         }

@@ -188,6 +188,7 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     shop += ["--separator", "newline"]
     policy = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]
     policy += [f"--max-batch={args.concurrency}", f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}"]
+    policy += [f"--adapters={args.run_dir / 'adapters'}"] if args.run_dir else []
     with (
         running_command(shop, free_port(), args.out / "webshop.log") as shop_url,
         running_command(policy, free_port(), args.out / "serve.log") as model_url,

@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace) -> list[Played]:
     if adapter is None:
         raise SystemExit(f"{args.run_dir} has no adapter: give a run of openhands-rl demo --task repair")
     serve = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]
-    serve += [f"--max-batch={4 * args.workers}", f"--max-model-len={CONTEXT}"]
+    serve += [f"--max-batch={4 * args.workers}", f"--max-model-len={CONTEXT}", f"--adapters={store.root}"]
     played: list[Played] = []
     with running_command(serve, free_port(), args.out / "serve.log") as url:
         asyncio.run(AdapterPublisher(f"{url}/v1", store).publish(adapter))

@@ -135,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="reload-benchmark-") as scratch:
         model = options.model or tiny_model(Path(scratch) / "model")
         writer = AdapterWriter(model, Path(scratch))
-        with suppress(KeyboardInterrupt), server(model) as url:
+        with suppress(KeyboardInterrupt), server(model, "--adapters", scratch) as url:
             figures = asyncio.run(measure(url, writer, clients=options.clients, reloads=options.reloads))
             report(model, figures)
             if figures["requests failed"]:

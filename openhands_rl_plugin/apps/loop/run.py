@@ -336,8 +336,6 @@ async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
             refuse_unscaled(job.settings, url, "start vLLM with --logprobs-mode processed_logprobs, or ")
     if job.settings.training.method != "full":
         return
-    from openhands_rl_plugin.training.trainer.memory_estimate import check_fits
-
     check_fits(job.model, job.settings.training, 0, free_memory())
     fresh = LoopState.load(parts.state_file).adapter is None
     base = (job.settings.serving.model, str(job.model.resolve()))

@@ -45,6 +45,8 @@ def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
         # "auto": a processor without bfloat16 does not emulate it token by token.
         "dtype": "float32" if settings.training.dtype == "float32" else "auto",
         "api-key-env": "",
+        "adapters": settings.serving.adapters_directory.resolve(),
+        "preload": "false",
     }
     words = ["serve", "--model", str(model), "--served-model-name", name]
     return [*words, *(f"--{option}={size}" for option, size in sizes.items())]

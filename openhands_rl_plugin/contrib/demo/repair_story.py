@@ -119,6 +119,7 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     claim(options.run_directory, known)
     model = ensure_model(options.model_directory)
     words = ["serve", "--model", str(model), "--served-model-name", NAME]
+    words += [f"--adapters={options.run_directory / 'adapters'}", "--preload=false"]
     answers = options.concurrency * (2 if options.level == 1 else 1)
     words += [f"--max-batch={answers}", f"--max-model-len={REPAIR_CONTEXT[options.level]}"]
     words += [f"--cache-bytes={CACHE_BYTES[options.level]}"]

@@ -108,8 +108,8 @@ def _servers(options: DemoOptions, model: Path) -> Iterator[RLSettings]:
     logs = options.run_directory / "logs"
     shop = ["env", "webshop", "--results-per-page", str(options.results_per_page), "--separator", "newline"]
     sizes = {"max-batch": options.concurrency, "max-model-len": CONTEXT_TOKENS, "cache-bytes": CACHE_BYTES}
-    sizes["prefill-tokens"] = PREFILL_TOKENS
-    policy = ["serve", "--model", str(model), "--served-model-name", NAME]
+    sizes |= {"prefill-tokens": PREFILL_TOKENS, "adapters": options.run_directory / "adapters"}
+    policy = ["serve", "--model", str(model), "--served-model-name", NAME, "--preload=false"]
     policy += [f"--{name}={size}" for name, size in sizes.items()]
     with (
         running_command(shop, free_port(), logs / "webshop.log") as shop_url,

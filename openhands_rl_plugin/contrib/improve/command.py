@@ -295,7 +295,7 @@ def _train(
         result = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state, "tasks"))
     server = settings.serving.base_url
-    used = use_lines(result, model, settings.serving.adapter, adapters, server=server)
+    used = use_lines(result, model, adapters, server=server)
     told = (*earned_lines(result), took_line(result.state, price), f"report: {result.report}", *used)
     _say(args, *told)
     return _done(args, {**found, "result": earned(result)})

@@ -480,19 +480,15 @@ def earned_lines(result: LoopResult) -> list[str]:
     return [*told, *(change.sentence() for change in result.changes)]
 
 
-def use_lines(result: LoopResult, model: Path, adapter: str, adapters: Path, *, server: str) -> list[str]:
+def use_lines(result: LoopResult, model: Path, adapters: Path, *, server: str) -> list[str]:
     """How the adapter is used; ``server``: where it is in use already, empty after a run with a server of its own."""
     if result.state.adapter is None:
         return ["no adapter was made: nothing was learnt"]
     told = [f"adapter: {result.state.adapter} in {adapters}"]
     if server:
         return [*told, f"use it: {result.state.adapter} is served at {server}"]
-    where = shlex.join(["--adapters", str(adapters), "--adapter", adapter])
-    return [
-        *told,
-        f"use it: openhands-rl serve --model {shlex.quote(str(model))} --port 8100",
-        f"        openhands-rl adapters publish {where} --base-url http://127.0.0.1:8100/v1",
-    ]
+    where = shlex.join(["--model", str(model), "--adapters", str(adapters)])
+    return [*told, f"use it: openhands-rl serve {where} --port 8100"]
 
 
 def earned(result: LoopResult) -> JsonObject:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
 
 GIB = 1024**3
+DEFAULT_ADAPTERS = "~/.openhands/rl_adapters"
 
 
 class GeneratorConfig(BaseModel):
@@ -63,8 +64,11 @@ class ServerConfig(GeneratorConfig):
         default=None, description="File with a Jinja chat template, or the name of one of the model's; None: its own."
     )
     adapters: str | None = Field(
-        default=None, description="Folder of adapter versions, of which those in use are loaded at the start."
+        default=None,
+        description="Folder of adapter versions: those in use are loaded at the start, and clients load from it only. "
+        f"None: clients load from {DEFAULT_ADAPTERS}.",
     )
+    preload: bool = Field(default=True, description="Load the versions in use of `adapters` at the start.")
     max_body_bytes: int = Field(default=4 * 1024**2, ge=1024, description="Longest request body.")
 
     def access(self) -> AccessRules:

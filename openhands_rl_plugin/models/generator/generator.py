@@ -279,8 +279,12 @@ class Generator:
                 self._inbox.put(waiting)
             waiting.done.result()
 
+    def began_with(self, path: Path) -> bool:
+        """Whether that is the directory, or the hub name, of the first weights."""
+        return path in (Path(self.config.model), self._first.absolute())
+
     def _read_model(self, path: Path) -> ServedModel:
-        first = path in (Path(self.config.model), self._first.absolute())
+        first = self.began_with(path)
         directory = self._first if first else path
         if not is_file(directory / "config.json"):
             raise NotFound(f"There is no model in {str(directory)[:200]}.", param="model_path")

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import listening, read_body, serving
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.generator.config import DEFAULT_ADAPTERS, ServerConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
 from openhands_rl_plugin.models.generator.lora import LoadedAdapter
@@ -70,6 +70,7 @@ class ModelEndpoints:
     def __init__(self, config: ServerConfig, generator: Generator) -> None:
         self._config = config
         self._generator = generator
+        self._adapters = Path(config.adapters or DEFAULT_ADAPTERS).expanduser().absolute()
         self._long_prompts = CapacityLimiter(1)
         self._prompts = PromptRenderer(generator.tokenizer, generator.max_model_len, config.chat_template)
 
@@ -151,7 +152,8 @@ class ModelEndpoints:
             raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
         if body.lora_name == self._base_name:
             raise InvalidUserInput(f"'{body.lora_name}' is the base model's name.", param="lora_name")
-        await run_in_threadpool(self._generator.load_adapter, body.lora_name, Path(body.lora_path))
+        path = self._below_adapters(body.lora_path)
+        await run_in_threadpool(self._generator.load_adapter, body.lora_name, path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
@@ -177,7 +179,10 @@ class ModelEndpoints:
         name = body.weight_version
         if name != self._config.base_name and not ADAPTER_NAME.fullmatch(name):
             raise InvalidUserInput(f"The name {name[:80]!r} is not allowed: use letters, digits and ._@:+-")
-        await run_in_threadpool(self._generator.replace_model, name, Path(body.model_path))
+        path = Path(body.model_path)
+        if not self._generator.began_with(path):
+            path = self._below_adapters(body.model_path)
+        await run_in_threadpool(self._generator.replace_model, name, path)
         return json_response({"success": True, "message": f"{name} is served."})
 
     async def health(self, _: Request) -> Response:
@@ -185,6 +190,20 @@ class ModelEndpoints:
         if not self._generator.healthy:
             raise Overloaded("The generator has stopped.")
         return Response()
+
+    def _below_adapters(self, name: str) -> Path:
+        """The path of what a client names. Raises ``InvalidUserInput`` where links or ``..`` lead out of the folder."""
+        path = self._adapters / name
+        try:
+            below = path.resolve().is_relative_to(self._adapters.resolve())
+        except (OSError, ValueError, RuntimeError):  # no name of a file can be so; links lead in a circle
+            below = False
+        if not below:
+            raise InvalidUserInput(
+                f"{name[:200]!r} is not below {self._adapters}, the only folder that clients load from: start "
+                "`openhands-rl serve` with --adapters DIR, [rl.serving] adapters_path"
+            )
+        return path
 
     async def _read[B: BaseModel](self, request: Request, kind: type[B]) -> B:
         return await read_body(await request.body(), kind.model_validate_json)
@@ -291,7 +310,7 @@ def open_server(config: ServerConfig, generator: Generator | None = None) -> Ite
     with ExitStack() as stack:
         listener = stack.enter_context(listening(config.host, config.port))
         served = generator or stack.enter_context(Generator(config))
-        if config.adapters:
+        if config.adapters and config.preload:
             load_versions_in_use(served, AdapterStore(config.adapters))
         app = build_app(config, served)
         url = stack.enter_context(

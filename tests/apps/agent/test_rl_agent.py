@@ -343,7 +343,7 @@ def test_a_model_object_is_left_as_it_is(model: Path, config: RLAgentConfig) -> 
 
 
 def test_an_endpoint_gets_the_new_adapter(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
-    serving = ServerConfig(model=str(model), served_model_name="shopper", port=0, dtype="float32")
+    serving = ServerConfig(model=str(model), served_model_name="shopper", port=0, dtype="float32", adapters="/")
     with running_server(serving) as url:
         with RLAgent(f"{url}/v1", config=config) as agent:
             before = agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=16)

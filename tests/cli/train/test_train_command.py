@@ -65,7 +65,7 @@ def test_versions_follow_each_other(
     assert "\n    1 failed: infrastructure\n" in printed
     assert "shop-v000001: steps 1, " in printed
     assert scores_in(store) == ["success-1@environment"] * 5, "the one of another adapter is scored too"
-    serving = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32")
+    serving = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32", adapters="/")
     with running_server(serving) as url:
         assert cli.main([*words, "--publish", f"{url}/v1"]) == 0
         served = {card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]}
@@ -220,7 +220,7 @@ def test_a_version_is_published_to_all_servers_of_the_configuration(
     """With the key that they ask for, below the directory and under the name that ``[rl.serving]`` says."""
     monkeypatch.setenv("KEY_OF_A_TEST", "a-key-of-a-test")
     serving = ServerConfig(
-        model=str(model), served_model_name="tiny", port=0, dtype="float32", api_key_env="KEY_OF_A_TEST"
+        model=str(model), served_model_name="tiny", port=0, dtype="float32", api_key_env="KEY_OF_A_TEST", adapters="/"
     )
     config = tmp_path / "config.toml"
     with running_server(serving) as one, running_server(serving) as two:
@@ -271,7 +271,7 @@ WRONG = [
     (["--publish"], 1, "--publish: there is no server to publish to: give its URL, or base_url in [rl.serving]"),
     (["--publish", "nowhere"], 2, "--publish nowhere: must be an http:// or https:// URL"),
     (["--reward", "verifier"], 1, "adapter: is required"),
-    (["--target-modules", "q_prj"], 2, "--target-modules: llama has no layers q_prj: set "),
+    (["--target-modules", "q_prj"], 2, " has no layers q_prj"),
     (["--learning-rate", "fast"], 2, "--learning-rate: must be a valid number"),
     (["--algorithm", "ppo"], 2, "--algorithm: must be 'sft'"),
     (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], 1, "nor vLLM can serve it"),

@@ -228,8 +228,8 @@ def test_objects_are_written_out(tmp_path: Path) -> None:
     told = {"role": "tool", "tool_call_id": "c1", "content": {"type": "error", "message": "gone"}}
     (found,) = read([{"messages": [USER, calling(call()), told, ANSWER]}], tmp_path / "chat")
     assert found.messages()[2].content == '{"type": "error", "message": "gone"}'
-    asked, told = {**calling(call()), "content": "null"}, {**told, "content": "null"}
-    (found,) = read([{"messages": [USER, asked, told, ANSWER]}], tmp_path / "null")
+    said = [{**each, "content": "null"} for each in (calling(call()), told)]
+    (found,) = read([{"messages": [USER, *said, ANSWER]}], tmp_path / "null")
     assert [message.content for message in found.messages()[1:3]] == [None, "null"], "a tool may print it"
 
 

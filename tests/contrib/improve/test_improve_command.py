@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[str]:
-    config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", threads=1)
+    config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", threads=1, adapters="/")
     with running_server(config) as url:
         yield url
 

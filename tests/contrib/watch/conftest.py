@@ -25,7 +25,7 @@ def shopper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(shopper: Path) -> Iterator[tuple[str, str]]:
     """The URLs of a small shop and of a model server."""
     config = ServerConfig(
-        model=str(shopper), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=8, threads=1
+        model=str(shopper), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=8, adapters="/"
     )
     with running_shop() as shop, running_server(config) as server:
         yield shop, server

@@ -30,7 +30,6 @@ EACH = "{% for k, v in c.function.arguments|items %}<{{ k }}>{{ v }}{% endfor %}
 BY_NAME = turns("{% for c in m.tool_calls %}" + EACH + "{% endfor %}")
 JOINED = turns("{% for c in m.tool_calls %}{{ c.function.name + '#' + c.function.arguments }}{% endfor %}")
 PART = {"type": "text", "text": "So."}
-AT = '{"name": "look", "arguments": {"at": 1}}'
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -72,7 +71,7 @@ def shown(tokenizer: PreTrainedTokenizerFast, template: str | None = None, **bod
         (PARTS, assistant(content=[PART, PART]), "[So.][So.]"),
         (PARTS, assistant(), "[So.]"),
         *((AS_JSON, calling(given), '{"name": "look", "arguments": {}}') for given in ("", "{}", "null", None, {})),
-        *((t, {**calling('{"at":1}'), "content": "null"}, text) for t, text in ((BY_NAME, "<at>1"), (AS_JSON, AT))),
+        (AS_JSON, {**calling('{"at":1}'), "content": "null"}, '{"name": "look", "arguments": {"at": 1}}'),
         *(
             (template, calling(given), text)
             for template, text in (

@@ -60,7 +60,7 @@ def store(tmp_path: Path) -> AdapterStore:
 
 @pytest.fixture(scope="module")
 def embedded(model: Path) -> Iterator[str]:
-    config = ServerConfig(model=str(model), served_model_name="base", port=0, dtype="float32", threads=1)
+    config = ServerConfig(model=str(model), served_model_name="base", port=0, dtype="float32", threads=1, adapters="/")
     with running_server(config) as url:
         yield url
 
@@ -69,7 +69,7 @@ def embedded(model: Path) -> Iterator[str]:
 def replica(model: Path) -> Iterator[str]:
     """A second server, which holds no more than one adapter."""
     config = ServerConfig(
-        model=str(model), served_model_name="base", port=0, dtype="float32", threads=1, max_adapters=1
+        model=str(model), served_model_name="base", port=0, dtype="float32", threads=1, max_adapters=1, adapters="/"
     )
     with running_server(config) as url:
         yield url

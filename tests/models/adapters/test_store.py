@@ -134,7 +134,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[str]:
-    config = ServerConfig(model=str(model), served_model_name="base", port=0, dtype="float32", max_adapters=4)
+    config = ServerConfig(model=str(model), served_model_name="base", port=0, dtype="float32", adapters="/")
     with running_server(config) as url:
         yield url
 

@@ -138,7 +138,9 @@ async def test_a_rank_that_vllm_was_not_started_for_is_refused(vllm: str, model:
 async def test_a_vllm_and_an_embedded_server_have_it_both_or_neither(
     vllm: str, model: Path, store: AdapterStore
 ) -> None:
-    config = ServerConfig(model=str(model), served_model_name=NAME, port=0, dtype="float32", threads=1, max_adapters=1)
+    config = ServerConfig(
+        model=str(model), served_model_name=NAME, port=0, dtype="float32", max_adapters=1, adapters="/"
+    )
     with running_server(config) as embedded:
         async with AdapterPublisher([vllm, embedded], store) as publisher:
             made = trainer(model, 0)

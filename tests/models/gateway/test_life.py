@@ -214,7 +214,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, AdapterStore
 async def test_real_server_with_adapters(policy: tuple[Path, AdapterStore], tmp_path: Path):
     model, store = policy
     first, second = store.versions("shop")
-    config = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32", threads=1)
+    config = ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32", threads=1, adapters="/")
     with running_server(config) as server:
         async with httpx.AsyncClient(base_url=server, trust_env=False, timeout=60) as admin:
             for each in (first, second):

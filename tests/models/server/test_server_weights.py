@@ -30,9 +30,10 @@ IDS = tuple(range(5, 40))
 
 @pytest.fixture
 def served(tiny_model: Path) -> Iterator[httpx.Client]:
+    config = ServerConfig(model=str(tiny_model), served_model_name="tiny", port=0, adapters="/")
     with (
         Generator(GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, max_batch=4)) as generator,
-        running_server(ServerConfig(model=str(tiny_model), served_model_name="tiny", port=0), generator) as url,
+        running_server(config, generator) as url,
         httpx.Client(base_url=url, timeout=60) as http,
     ):
         yield http

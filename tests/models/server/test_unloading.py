@@ -31,7 +31,7 @@ def served(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     options = {"model": str(tiny_model), "dtype": "float32", "threads": 1, "max_batch": 16}
     with (
         Generator(GeneratorConfig(**options, max_adapters=request.param)) as generator,
-        running_server(ServerConfig(model=str(tiny_model), port=0, served_model_name="tiny"), generator) as url,
+        running_server(ServerConfig(model="tiny", port=0, adapters="/"), generator) as url,
     ):
         yield url
 

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[ShopWorld]:
     server = ServerConfig(
-        model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
+        model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, adapters="/"
     )
     with running_shop() as shop, running_server(server) as url:
         yield ShopWorld(shop, url, model)
@@ -285,7 +285,7 @@ class Outage(LoopListener):
 @pytest.mark.slow
 async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path: Path) -> None:
     config = ServerConfig(
-        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
+        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_adapters=64, adapters="/"
     )
     with Generator(config) as generator:
         outage = Outage(config, generator, 1.0)
@@ -303,7 +303,7 @@ async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path
 @pytest.mark.slow
 async def test_a_server_that_stays_away_ends_the_loop_with_everything_kept(served: ShopWorld, tmp_path: Path) -> None:
     config = ServerConfig(
-        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64
+        model=str(served.model), served_model_name=MODEL, port=0, dtype="float32", max_adapters=64, adapters="/"
     )
     with Generator(config) as generator:
         outage = Outage(config, generator, 3600)

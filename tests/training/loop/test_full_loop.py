@@ -63,7 +63,7 @@ async def test_all_weights_are_trained_published_and_resumed(tmp_path: Path) -> 
             "save_total_limit": 2,
         }
     )
-    config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, threads=1)
+    config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, adapters="/")
     with running_shop() as shop, running_server(config) as url:
         world = ShopWorld(shop, url, model)
         first = whole(world.parts(tmp_path / "run"), url, model)

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def world(model: Path) -> Iterator[ShopWorld]:
     """A server a test: each loop leaves the versions that it published last in it, and eight is a server's limit."""
-    server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8)
+    server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, adapters="/")
     with running_shop() as shop, running_server(server) as url:
         yield ShopWorld(shop, url, model)
 

@@ -302,7 +302,7 @@ def test_the_embedded_server_serves_the_adapter_of_a_mixture_and_it_is_verified(
         finally:
             await publisher.aclose()
 
-    config = ServerConfig(model=str(model), served_model_name="base", dtype="float32", port=0, threads=1)
+    config = ServerConfig(model=str(model), served_model_name="base", dtype="float32", port=0, threads=1, adapters="/")
     with running_server(config) as url:
         difference = asyncio.run(publish(url))
     assert difference is not None and difference < 1e-3

@@ -49,7 +49,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShopWorld]:
     """The shop, and a model that buys the right thing in about half of its episodes."""
     model = write_shopper(tmp_path_factory.mktemp("shopper") / "model")
     server = ServerConfig(
-        model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=24
+        model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=24, adapters="/"
     )
     with running_shop() as shop, running_server(server) as url:
         yield ShopWorld(shop, url, model)

@@ -105,9 +105,9 @@ def test_our_own_lines_lose_nothing() -> None:
         scores = (score(played, None), score(played, 0.3, why=["x"]))
         (row,) = trajectories.rows(played, scores)
         assert trajectories.read_own(plain(row)) == (played, scores)
-        told, rewards = trajectories.read(plain(row))
+        told, (reward,) = trajectories.read(plain(row))
         assert told == played.model_copy(update={"strategy": told.strategy}) and told.strategy.name == "imported"
-        assert [(each.reward, each.reward_version) for each in rewards] == [(0.3, "imported-1")]
+        assert (reward.reward, reward.reward_version) == (0.3, "imported-1")
     with pytest.raises(ExchangeError, match="schema version 99 is newer"):
         trajectories.read({"trajectory": {"schema_version": 99}})
     with pytest.raises(ExchangeError, match="another trajectory"):
