@@ -115,7 +115,7 @@ def test_what_a_killed_command_wrote_is_not_trained_on_the_same_episodes_again(
     adapters = AdapterStore(tmp_path / "adapters")
     words = ["train", str(store), "--model", str(model), "--adapters", str(adapters.root), "--adapter", "shop", *TINY]
     words += more
-    with running_server(ServerConfig(model=str(model), served_model_name="tiny", port=0, dtype="float32")) as url:
+    with running_server(ServerConfig(model=str(model), port=0, dtype="float32", adapters="/")) as url:
         publish = ["--publish", f"{url}/v1"]
         command = [sys.executable, "-c", _ENDS_AT, f"openhands_rl_plugin.{place}", *words, *publish]
         killed = subprocess.run(command, capture_output=True, check=False)

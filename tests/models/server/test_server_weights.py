@@ -165,7 +165,7 @@ async def test_a_server_that_was_started_with_a_hub_name_gets_its_weights_back(
 ) -> None:
     store = AdapterStore(tmp_path / "adapters")
     wrong = Probe(token_ids=IDS, logprobs=logprobs(tiny_model), max_difference=0.01)
-    config = ServerConfig(model=hub_name, port=0, dtype="float32", threads=1, max_batch=4)
+    config = ServerConfig(model=hub_name, port=0, dtype="float32", threads=1, max_batch=4, adapters="/")
     with running_server(config) as url, httpx.Client(base_url=url, timeout=60) as http:
         begun = await asyncio.to_thread(listed, http)
         async with WeightsPublisher(url, store) as publisher:
