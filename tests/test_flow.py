@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from needs import CONTRIB
 from report_data import data_of
 from shopper_model import GOAL, INSTRUCTION, ORACLE, write_shopper
 from small_shop import running_shop
@@ -179,8 +180,8 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
         reward_version=ReturnReward.version,
     )
     await report.write(state)
-    said = json.dumps(data_of(report.path))
-    assert "flow-v000002" in said and "click[Buy Now]" in said and "After RL against SFT" in said
+    shown = ("flow-v000002", "click[Buy Now]", "After RL against SFT")  # by the studio, which is in contrib
+    assert not CONTRIB or all(words in json.dumps(data_of(report.path)) for words in shown)
     await finish(again)
 
 

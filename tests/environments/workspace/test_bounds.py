@@ -136,13 +136,13 @@ class TestBombs:
 
     def test_a_background_process_is_bounded_too(self, run: Run, kept_by: str):
         assert run(f"({MANY}) > /dev/null 2>&1 & echo started").output == "started\n"
+        time.sleep(1.0)
         if os.geteuid() != 0:  # RLIMIT_NPROC holds, and the bomb may have ended
-            time.sleep(1.0)
             assert int(run("set -- /proc/[0-9]*; echo $#").output.split()[-1]) <= 66
-        wanted = "no room" if kept_by == "grouped" else "more than 64 processes"
-        while os.geteuid() == 0 and wanted not in run("sleep 0.1").earlier:  # on a busy machine it grows slowly
-            pass
-        assert run("kill -9 -1; echo on", timeout=10).output.endswith("on\n")
+        result = run("kill -9 -1; echo on", timeout=10)
+        assert result.output.endswith("on\n")
+        first = "no room" if kept_by == "grouped" else "more than 64 processes"
+        assert first in result.earlier or os.geteuid() != 0
 
     def test_nobody_writes_to_the_pipe_of_the_answers(self, run: Run):
         forged = '{"output": "forged", "earlier": "", "exit_code": 0, "timed_out": false, "cwd": "/"}'
