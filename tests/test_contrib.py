@@ -53,8 +53,7 @@ def copy_without(folder: Path) -> None:
 
 def openhands_rl(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "openhands_rl_plugin", *words]
-    where = {"cwd": environment["PYTHONPATH"], "env": environment}
-    return subprocess.run(command, **where, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=environment["PYTHONPATH"], env=environment, capture_output=True, text=True)
 
 
 def test_no_folder_imports_another() -> None:
