@@ -166,6 +166,9 @@ class EpisodeEnd(Frozen):
 CHECKED = "command"
 """The key of a workspace command's result in an episode's evidence."""
 
+LAST_ERROR = "last_error"
+"""The key of OpenHands' own last error in an episode's evidence."""
+
 _OF_GRADERS = frozenset({CHECKED, "test_result", "report", "resolved", "patch", "git_patch", "answer", "label"})
 _OF_RUNS = frozenset({"return", "rewards", "purchase", "unrewarded", "unrecorded", "metrics", "malformed", "ended_by"})
 HOST_EVIDENCE = _OF_GRADERS | _OF_RUNS

@@ -20,7 +20,7 @@ from openhands_rl_plugin.contrib.watch.journal import HELD_OUT, SAFETY, Measurem
 from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import LAST_ERROR, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.statistics import paired_difference, sign_greater
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
@@ -28,7 +28,6 @@ from openhands_rl_plugin.evals.runs.outcome import is_stuck
 from openhands_rl_plugin.evals.runs.own_suites import own_suite
 from openhands_rl_plugin.evals.runs.suites import graded_by
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
-from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 

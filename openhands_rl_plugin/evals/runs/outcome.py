@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.records import LAST_ERROR, TrajectoryFilter
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     FailureKind,
@@ -26,7 +26,6 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, VerdictKind
-from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 
 
 class GradedEpisode(NamedTuple):

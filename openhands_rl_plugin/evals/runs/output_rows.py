@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.machine import machine
+from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.evals.report.run_records import json_object, outcome_of_row, read_metadata
@@ -19,7 +20,6 @@ from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, R
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, PREDICTIONS, read_rows
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
-from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 from openhands_rl_plugin.trajectories.exchange import llm_completions, v0
 from openhands_rl_plugin.trajectories.exchange.episodes import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError

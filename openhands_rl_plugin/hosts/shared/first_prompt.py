@@ -17,7 +17,12 @@ from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
-from openhands_rl_plugin.hosts.shared.litellm_calls import OPENAI_COMPATIBLE, missing_keys, split_provider
+from openhands_rl_plugin.hosts.shared.litellm_calls import (
+    KEY_VARIABLES,
+    OPENAI_COMPATIBLE,
+    missing_keys,
+    split_provider,
+)
 from openhands_rl_plugin.hosts.shared.standalone_run import adapter_in_use, listed_models
 from openhands_rl_plugin.models.engines.server_models import ListedModel, check_model_server, prompt_tokens
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
@@ -25,8 +30,6 @@ from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 _SECONDS = 10.0
 _LONG_ENOUGH = 65_536
 _WANTED_CONTEXT = 16_384
-# Where litellm takes the key from when [llm] has none; a custom_openai is an openai to it.
-_KEY_VARIABLES = {"hosted_vllm": "HOSTED_VLLM_API_KEY", "litellm_proxy": "LITELLM_PROXY_API_KEY"}
 _START = (
     "start one with `openhands-rl serve --model DIR --served-model-name model`, and name it in config.toml: [llm] "
     'model = "openai/model", base_url = "http://127.0.0.1:8100/v1"'
@@ -58,7 +61,7 @@ class FirstPrompt:
         served = settings.engine in (AUTO, "openai")
         self._asks = served and bool(self._url) and self._provider in OPENAI_COMPATIBLE
         if self._asks:
-            self._key = self._key or os.environ.get(_KEY_VARIABLES.get(self._provider, "OPENAI_API_KEY"))
+            self._key = self._key or os.environ.get(KEY_VARIABLES.get(self._provider, "OPENAI_API_KEY"))
 
     def check_server(self) -> None:
         """Raises ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model."""

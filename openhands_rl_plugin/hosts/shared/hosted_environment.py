@@ -1,152 +1,51 @@
 """An environment behind a host's runtime or tool, and forks of it for search, which answer as the live one would.
 
-It never raises: the host would wait forever for an answer.
+It never raises: the host would wait forever for an answer. Replies pass through the host as the content of a tool's
+observation (V0: ``MCPObservation``). An action of the policy is a call of ``STEP_TOOL``; the reply is JSON text, so
+that the host's event log holds rewards and ends of episodes, too. The first action of an episode is ``RESET_TOOL``,
+which costs no completion.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
-from openhands_rl_plugin.core.concurrency import shielded
-from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, InfrastructureError, boundary
-from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable, info_of
-from openhands_rl_plugin.core.tree import clip
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
+from openhands_rl_plugin.core.protocols import Environment, Forkable, info_of
+from openhands_rl_plugin.core.tree import ClippedWorld
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Observation, Task
-from openhands_rl_plugin.hosts.shared.episode import RESET_TOOL, STEP_TOOL, EnvironmentReply
 from openhands_rl_plugin.rollout.session import reserve_forks, truncation_reward
+from openhands_rl_plugin.session.branches import OpenForks
 
-# Seconds for a fork to open, and to close: copying a workspace and starting its shell take one or two.
-_TIMEOUT = 10.0
-
-
-class OpenForks:
-    """Forks that are being created or in use."""
-
-    def __init__(self) -> None:
-        self._making: set[asyncio.Task[Any]] = set()
-        self._open: set[Environment] = set()
-        self._closed = False
-
-    async def add[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
-        """Wait for a fork. If the caller is cancelled, ``close`` closes the fork.
-
-        Raises ``InfrastructureError`` after ``close``.
-        """
-        if self._closed:
-            make.close()
-            raise InfrastructureError("the search has ended: no more forks")
-        task = asyncio.create_task(self._made(make))
-        self._making.add(task)
-        task.add_done_callback(self._making.discard)
-        return await asyncio.shield(task)
-
-    def closed(self, branch: Environment) -> None:
-        """A fork was closed by its user."""
-        self._open.discard(branch)
-
-    async def close(self) -> None:
-        """Close all forks, also those that are still being created. One that does not open or close in time is
-        abandoned. Closing continues even when the caller is cancelled."""
-        await shielded(self._close_all())
-
-    async def _close_all(self) -> None:
-        self._closed = True
-        if self._making:
-            await asyncio.wait(self._making, timeout=_TIMEOUT)
-        await asyncio.gather(*(_close(branch) for branch in list(self._open)))
-
-    async def _made[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
-        branch = await make
-        self._open.add(branch)
-        return branch
+RESET_TOOL = "environment_reset"
+STEP_TOOL = "environment_step"
 
 
-async def _close(branch: Environment) -> None:
-    with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
-        async with asyncio.timeout(_TIMEOUT):
-            await branch.close()
+class EnvironmentReply(Observation):
+    """One reply of the environment; ``messages`` open the conversation after a reset and continue it after a step.
+
+    ``failure`` is set when the environment could not answer; the agent then ends the episode.
+    """
+
+    evidence: JsonObject | None = None
+    failure: Failure | None = None
 
 
-class EnvironmentWorld:
+class EnvironmentWorld(ClippedWorld):
     """The live episode, which can only be forked: it is never stepped here."""
 
     def __init__(self, environment: Forkable, limits: Limits) -> None:
-        self._environment = environment
-        self._limits = limits
-        self._branches = OpenForks()
-
-    @property
-    def info(self) -> EnvInfo:
-        """The environment's own."""
-        return info_of(self._environment)
+        super().__init__(environment, limits)
+        self._forks = OpenForks()
 
     async def fork(self) -> Environment:
         """A fork of the live episode. Raises what its environment raises."""
-        return await self.branch(self._environment)
-
-    async def branch(self, environment: Forkable) -> Environment:
-        """A fork of ``environment``, which may be a fork itself."""
-        return await self._branches.add(self._fork(environment))
-
-    async def step(self, environment: Environment, action: Message) -> Observation:
-        """As the runtime forwards an action and the episode clips the observation."""
-        sent = Message(role="assistant", content=action.content or "")
-        return clip(await environment.step(sent), self._limits)
-
-    def closed(self, branch: Environment) -> None:
-        """A fork was closed by its user."""
-        self._branches.closed(branch)
+        return await self._forks.add(super().fork())
 
     async def close(self) -> None:
-        """Close all forks."""
-        await self._branches.close()
-
-    async def _fork(self, environment: Forkable) -> EnvironmentBranch:
-        fork = await environment.fork()
-        branch = ForkableEnvironmentBranch if isinstance(fork, Forkable) else EnvironmentBranch
-        return branch(self, fork)
-
-
-class EnvironmentBranch:
-    """One fork."""
-
-    def __init__(self, world: EnvironmentWorld, environment: Environment) -> None:
-        self.world = world
-        self.environment = environment
-
-    async def reset(self, task: Task) -> Observation:
-        """Not supported: a fork begins in the middle of an episode."""
-        raise RuntimeError("a fork cannot be reset: it continues an episode")
-
-    async def step(self, action: Message) -> Observation:
-        """As the live environment would answer."""
-        return await self.world.step(self.environment, action)
-
-    async def evidence(self) -> JsonObject:
-        """The fork's own."""
-        return await self.environment.evidence()
-
-    async def close(self) -> None:
-        """Release the fork."""
-        self.world.closed(self)
-        await self.environment.close()
-
-
-class ForkableEnvironmentBranch(EnvironmentBranch):
-    """A fork that can be forked again."""
-
-    @property
-    def info(self) -> EnvInfo:
-        """The environment's own."""
-        return info_of(self.environment)
-
-    async def fork(self) -> Environment:
-        """A fork of this fork."""
-        assert isinstance(self.environment, Forkable)
-        return await self.world.branch(self.environment)
+        """Close all forks; those that their users closed are closed again, which environments allow."""
+        await self._forks.close()
 
 
 class HostedEnvironment:
@@ -184,13 +83,7 @@ class HostedEnvironment:
             if not self._closed:  # else ``conclude`` has ended the step
                 self.failure = caught.failure
             return EnvironmentReply(failure=caught.failure)
-        return EnvironmentReply(
-            messages=answer.messages,
-            reward=answer.reward,
-            terminated=answer.terminated,
-            truncated=answer.truncated,
-            evidence=self.evidence,
-        )
+        return EnvironmentReply(**dict(answer), evidence=self.evidence)
 
     async def conclude(self) -> None:
         """Collect the evidence of an episode that did not end by itself, then close. Idempotent.

@@ -16,9 +16,7 @@ from typing import Self
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
-from openhands_rl_plugin.core.messages import WireMessage, says
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.bounds import kill_all, processes
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree
@@ -40,7 +38,6 @@ from openhands_rl_plugin.environments.workspace.session_fork import (
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
-from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
 
 _OUTPUT = 2 * 1024**2
 _LIMITS = ForkLimits()
@@ -205,26 +202,3 @@ def limits_of(settings: WorkspaceSettings) -> SandboxLimits:
 def paths_of(settings: WorkspaceSettings) -> HostPaths:
     """The paths of the host that a session sees beside the system's."""
     return HostPaths(visible=settings.visible_paths, writable=settings.writable_paths)
-
-
-class WorkspaceConversation(HostConversation):
-    """Where the session's messages equal those of a simulation, the simulated nodes become the real ones.
-
-    Of answers that ``said`` puts back the host's form is not noted: the model never sees it.
-    """
-
-    def __init__(self, tree: EpisodeTree, said: SampledTexts) -> None:
-        super().__init__(tree)
-        self._said = said
-
-    def _is(self, index: int, message: WireMessage) -> bool:
-        node = self._tree.nodes[index]
-        simulated = not node.sampled and index not in self._forms
-        return says(message, node.message) if simulated else super()._is(index, message)
-
-    def _first_replay(self, index: int, message: WireMessage) -> bool:
-        found = super()._first_replay(index, message)
-        noted = self._tree.nodes[index].metadata
-        if found and "replayed_as" in noted and self._said.has(self._tree.messages(index), message):
-            del noted["replayed_as"]
-        return found

@@ -17,12 +17,12 @@ from openhands_rl_plugin.core.machine import without_collection
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, PolicyRef, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, overlay
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
-from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.models.engines.server_models import ServedEngines
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.session.session import Session
 
 _UNUSED = "StandardReAct"
 # Seconds to wait for a session's threads. They end at once, except during a model call; then they end by themselves.
@@ -89,7 +89,7 @@ class SessionHostRunner(ABC):
         """Import the host. Raises ``ConfigError`` for options that it cannot fulfil."""
 
     @abstractmethod
-    def _session(self, episode: HostEpisode) -> HostSession:
+    def _session(self, episode: Session) -> HostSession:
         """A session for one episode, not opened. Called on the event loop."""
 
     async def _run_episode(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
@@ -121,8 +121,8 @@ class SessionHostRunner(ABC):
         stock = self._options.agent != RL_AGENT
         return registry.build("strategies", _UNUSED if stock else self._spec.name, self._spec.options)
 
-    def _episode(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> HostEpisode:
-        return HostEpisode(
+    def _episode(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Session:
+        return Session(
             request,
             self._settings,
             strategy=self._make_strategy(),
@@ -177,7 +177,7 @@ class EnvironmentSessions:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         settings, base_model = self._settings, self._settings.serving.model
         served = request.served_model or base_model
-        sampling = overlay(settings.sampling_params(), request.sampling)
+        sampling = merge_sampling(request.sampling, settings.sampling_params())
         async with self._gate:
             session = AgentSession(
                 environment=make_environment(settings),

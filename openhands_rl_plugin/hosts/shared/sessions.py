@@ -19,9 +19,9 @@ from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings
 from openhands_rl_plugin.core.concurrency import Job
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.types import Failure, JsonObject, Limits
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
+from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.rollout import scoring
+from openhands_rl_plugin.session.session import Session
 
 
 @runtime_checkable
@@ -39,15 +39,6 @@ class OwesReward(Protocol):
 
     def take_owed(self) -> float | None:
         """The reward that the last action earned by that, once; ``None`` where there is none."""
-        ...
-
-
-@runtime_checkable
-class EnvironmentHost(Protocol):
-    """A runtime with an environment behind it."""
-
-    def world(self, limits: Limits) -> SessionWorld | None:
-        """The live episode, for search to fork; ``None`` when it cannot be forked."""
         ...
 
 
@@ -135,7 +126,7 @@ def protected_by(settings: RewardSettings) -> tuple[str, ...]:
 
 
 def end_evidence(
-    runtime: object, episode: HostEpisode, failure: Failure | None
+    runtime: object, episode: Session, failure: Failure | None
 ) -> tuple[JsonObject | None, Failure | None]:
     """The session's evidence and its failure: ``failure``, the episode's, or else the environment's. Blocks.
 

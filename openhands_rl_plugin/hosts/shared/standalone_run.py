@@ -33,11 +33,11 @@ from openhands_rl_plugin.core.records import CHECKED, MISSING, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
 from openhands_rl_plugin.core.statistics import pass_at_k
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Frozen, Node, Score, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.sessions import workspace_command
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.server_models import ListedModel, ListedModels, models_answer
 from openhands_rl_plugin.rollout.scoring import judge
+from openhands_rl_plugin.session.session import Session
 
 WORKSPACE = "workspace"
 
@@ -71,7 +71,7 @@ def standalone_episode(
     environment_mode: bool,
     served_model: str | None = None,
     workspace: str | Path = "",
-) -> HostEpisode:
+) -> Session:
     """The episode of an OpenHands session. Raises ``ConfigError`` for a strategy that cannot be loaded.
 
     ``served_model``: the adapter's name on the server, if the session samples from one.
@@ -95,7 +95,7 @@ def standalone_episode(
         seed=zlib.crc32("\0".join([*seed, *([str(run.sample)] if run.sample else [])]).encode()),
         served_model=served_model,
     )
-    return HostEpisode(
+    return Session(
         request,
         settings,
         strategy=make_strategy(settings),
@@ -127,7 +127,7 @@ def task_from_environment_variable(settings: RLSettings) -> Task:
 class StandaloneRun:
     """Stores an episode while it runs; closes it when it or the process ends. Raises ``ConfigError``."""
 
-    def __init__(self, episode: HostEpisode) -> None:
+    def __init__(self, episode: Session) -> None:
         self._episode = episode
         self._storage = open_storage(episode.settings)
         self._kept = False
@@ -182,7 +182,7 @@ class StandaloneRun:
 class RunBeside:
     """Stores a sub-agent's episode while it runs, where the runner of ``parent`` stores that one."""
 
-    def __init__(self, episode: HostEpisode, parent: HostEpisode) -> None:
+    def __init__(self, episode: Session, parent: Session) -> None:
         self._episode = episode
         episode.keep_beside(parent)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from litellm.exceptions import ContextWindowExceededError
@@ -15,33 +16,42 @@ from openhands.controller.state.state import State
 from openhands.core.config import AgentConfig
 from openhands.core.exceptions import FunctionCallConversionError, FunctionCallValidationError
 from openhands.core.logger import openhands_logger
+from openhands.core.message import Message
 from openhands.events.action import Action, AgentFinishAction, MessageAction, NullAction
 from openhands.events.action.message import SystemMessageAction
 from openhands.events.event import Event
 from openhands.llm.fn_call_converter import convert_fncall_messages_to_non_fncall_messages
+from openhands.llm.llm import LLM
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.llm.llm_utils import check_tools
 from openhands.llm.router import RouterLLM
-from openhands.memory.condenser.condenser import Condensation
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
-from openhands_rl_plugin.core.messages import WireMessage
+from openhands_rl_plugin.core.errors import ConfigError, RLError, describe
+from openhands_rl_plugin.core.messages import WireMessage, to_wire
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
-from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
+from openhands_rl_plugin.core.types import Failure, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, system_prompt
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld, current_episode
 from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt, too_long
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import WorkspaceConversation
-from openhands_rl_plugin.hosts.shared.sessions import EnvironmentHost, deciding, end_evidence, runtime_of, stop_deciding
+from openhands_rl_plugin.hosts.shared.sessions import deciding, end_evidence, runtime_of, stop_deciding
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
-from openhands_rl_plugin.hosts.v0.condensation import CompactMemory, record_condenser, recorded_condensations
-from openhands_rl_plugin.hosts.v0.engine import ControllerEngine, HostTurn, described_tools
-from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentActions
+from openhands_rl_plugin.hosts.v0.branch import SessionBranch
+from openhands_rl_plugin.hosts.v0.completion import (
+    MALFORMED,
+    ask,
+    connect,
+    describe_tools,
+    described_tools,
+    read_described_call,
+    twin,
+)
+from openhands_rl_plugin.hosts.v0.condensation import CompactMemory, record_condenser
+from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentActions, EnvironmentRuntime
 from openhands_rl_plugin.hosts.v0.registration import register
+from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 from openhands_rl_plugin.hosts.v0.settings import (
     RLAgentHostConfig,
@@ -50,7 +60,12 @@ from openhands_rl_plugin.hosts.v0.settings import (
     refuse,
     watch_for_rl_section,
 )
-from openhands_rl_plugin.hosts.v0.workspace_world import ForkableRuntime, Position, WorkspaceWorld
+from openhands_rl_plugin.models.gateway.token_id_text import Json
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+from openhands_rl_plugin.session.branches import BranchWorld, Complete, SessionWorld
+from openhands_rl_plugin.session.engine import SessionEngine
+from openhands_rl_plugin.session.session import Session, current_episode
+from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 
 ENVIRONMENT_RUNTIME = "EnvironmentRuntime"
 WORKSPACE_RUNTIME = "WorkspaceRuntime"
@@ -59,17 +74,6 @@ WORKSPACE_RUNTIME = "WorkspaceRuntime"
 _WITHOUT_EXAMPLE = ("openhands-lm", "devstral")
 _NOT_ISOLATED = '. A workspace without isolation cannot be forked: [rl.workspace] isolation = "bubblewrap"'
 _TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
-
-
-@dataclass
-class _ActiveEpisode:
-    """The state of one episode. ``standalone`` stores it when no runner does."""
-
-    episode: HostEpisode
-    engine: ControllerEngine
-    conversation: WorkspaceConversation
-    environment: EnvironmentActions
-    standalone: StandaloneRun | None
 
 
 class RLAgent(CodeActAgent):
@@ -85,7 +89,8 @@ class RLAgent(CodeActAgent):
     config_model = RLAgentHostConfig
 
     _state: State | None = None
-    _active: _ActiveEpisode | None = None
+    _session: Session | None = None
+    _standalone: StandaloneRun | None = None
 
     def __init__(self, config: AgentConfig, llm_registry: LLMRegistry) -> None:
         bound = current_episode()
@@ -102,10 +107,13 @@ class RLAgent(CodeActAgent):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
         self._served_model: str | None = None
         self._workspace = llm_registry.config.workspace_base or ""
-        record_condenser(self.condenser)
+        self._environment = EnvironmentActions()
+        self._seen: tuple[list[Event], set[int]] = ([], set())
+        if self._described:
+            describe_tools(self.llm)
         if bound is not None:
             check_reward(self._settings.reward, config.runtime)
-            self._active = self._begin(bound)
+            self._begin(bound)
             return
         try:
             check_reward(self._settings.reward, config.runtime)
@@ -137,10 +145,13 @@ class RLAgent(CodeActAgent):
         self._state = state
         if self.pending_actions:
             return self._emit(self.pending_actions.popleft())
-        if self._active is None:
-            self._active = self._begin_standalone(state)
-        step = self._step_in_environment if self._environment_mode else self._step_in_workspace
-        return step(self._active, state)
+        session = self._session or self._begin_standalone(state)
+        if self._environment_mode:
+            return self._step_in_environment(session, state)
+        latest = state.get_last_user_message()
+        if latest is not None and latest.content.strip() == "/exit":
+            return self._finish(StopReason.NO_ACTION)
+        return self._emit(self._asking(session, state, lambda: super(RLAgent, self).step(state)))
 
     def reset(self) -> None:
         """Called by the controller when it stops or fails: cancels a running search and stores a standalone episode."""
@@ -148,8 +159,8 @@ class RLAgent(CodeActAgent):
         if self._state is None:
             return
         stop_deciding(self._state.session_id, _last_event(self._state))
-        if self._active is not None and self._active.standalone is not None:
-            self._store(self._active, *controller_end(self._state.agent_state.value, self._state.last_error))
+        if self._standalone is not None:
+            self._store(*controller_end(self._state.agent_state.value, self._state.last_error))
 
     def get_system_message(self) -> SystemMessageAction | None:
         """CodeAct's message, or the compact one; ``None`` in environment mode, where the environment begins the
@@ -174,8 +185,13 @@ class RLAgent(CodeActAgent):
             return tools
         return [tool for tool in tools if tool["function"]["name"] not in _TOOLS_OF_OTHER_RUNTIMES]
 
-    def _begin_standalone(self, state: State) -> _ActiveEpisode:
-        episode = standalone_episode(
+    @property
+    def _described(self) -> bool:
+        """Whether the tools are described in the prompt by our own text."""
+        return self._compact and not self.llm.is_function_calling_active()
+
+    def _begin_standalone(self, state: State) -> Session:
+        session = standalone_episode(
             self._settings,
             session=state.session_id,
             instruction=self._get_initial_user_message(state.history).content,
@@ -184,72 +200,58 @@ class RLAgent(CodeActAgent):
             served_model=self._served_model,
             workspace=self._workspace,
         )
-        return self._begin(episode, StandaloneRun(episode))
+        self._standalone = StandaloneRun(session)
+        return self._begin(session)
 
-    def _begin(self, episode: HostEpisode, standalone: StandaloneRun | None = None) -> _ActiveEpisode:
-        if (longest := episode.limits.max_obs_length) is not None:
+    def _begin(self, session: Session) -> Session:
+        if (longest := session.limits.max_obs_length) is not None:
             # OpenHands cuts observations by this key; the configuration object is this LLM's own copy.
             config = self.llm.config
             config.max_message_chars = min(config.max_message_chars, longest * CHARACTERS_PER_TOKEN)
-        read_actions = None if self._environment_mode else self._read_actions
-        engine = ControllerEngine(self.llm, episode, read_actions, compact=self._compact)
-        return _ActiveEpisode(
-            episode=episode,
-            engine=engine,
-            conversation=WorkspaceConversation(episode.tree, engine.said),
-            environment=EnvironmentActions(),
-            standalone=standalone,
-        )
+        connect(session, self.llm)
+        ask(self.llm, self._ask_session)
+        record_condenser(self.condenser, session)
+        session.world = self._world
+        if not self._environment_mode and type(session.strategy) is not StandardReActStrategy:
+            session.reads = self._why_unread
+        self._session, self._environment = session, EnvironmentActions()
+        return session
 
-    def _step_in_workspace(self, active: _ActiveEpisode, state: State) -> Action:
-        latest = state.get_last_user_message()
-        if latest is not None and latest.content.strip() == "/exit":
-            return self._finish(active, StopReason.NO_ACTION)
-        with recorded_condensations(active.episode, state):
-            view = self.condenser.condensed_history(state)
-        if isinstance(view, Condensation):
-            return view.action
-        initial = self._get_initial_user_message(state.history)
-        write = partial(self._prompt, initial, view.forgotten_event_ids)
-        turn = self._workspace_turn(active, state, *write(view.events))
-        if (stop := active.episode.limit_reached()) is not None:
-            return self._finish(active, stop)
-        runtime, world = runtime_of(state.session_id), None
-        if isinstance(runtime, ForkableRuntime) and runtime.forkable:
-            world = WorkspaceWorld(runtime, Position(tuple(view.events), turn), active.engine, write)
-        return self._decide(active, state, turn, world)
+    def _ask_session(self, body: Json) -> Json:
+        """The session's answer. Raises as ``Session.complete``, and ``CancelledError`` when the user stops it."""
+        assert self._session is not None and self._state is not None
+        job = background().start(self._session.complete(body))
+        with deciding(self._state.session_id, job, _last_event(self._state)):
+            return job.result()
 
-    def _prompt(
-        self, initial: MessageAction, forgotten: set[int], events: Sequence[Event]
-    ) -> tuple[Sequence[WireMessage], Sequence[WireMessage]]:
-        """The prompt for these events, as OpenHands passes it to its LLM and as the LLM sends it."""
-        prompt = self.llm.format_messages_for_llm(self._get_messages(list(events), initial, forgotten))
-        if self.llm.is_function_calling_active():
-            return prompt, prompt
-        return prompt, self._described_in_prompt(prompt, self._offered)
+    def _world(self, turn: Turn, engine: SessionEngine) -> SessionWorld | None:
+        """The live session, for the strategy to fork."""
+        assert self._session is not None and self._state is not None
+        runtime = runtime_of(self._state.session_id)
+        if isinstance(runtime, EnvironmentRuntime):
+            return runtime.world(self._session.limits)
+        if not (isinstance(runtime, WorkspaceRuntime) and runtime.forkable):
+            return None
+        live = SessionBranch(self, self._state, runtime, runtime, *self._seen, threading.Event())
+        return BranchWorld(live, turn, engine)
+
+    def model_of(self, complete: Complete) -> LLM:
+        """A copy of the agent's LLM whose requests ``complete`` answers."""
+        llm = twin(self.llm)
+        if self._described:
+            describe_tools(llm)
+        ask(llm, complete)
+        return llm
+
+    def _get_messages(
+        self, events: list[Event], initial_user_message: MessageAction, forgotten_event_ids: set[int]
+    ) -> list[Message]:
+        self._seen = events, forgotten_event_ids
+        return super()._get_messages(events, initial_user_message, forgotten_event_ids)
 
     @property
     def _offered(self) -> list[Any]:
         return check_tools(self.tools, self.llm.config)
-
-    def _workspace_turn(
-        self, active: _ActiveEpisode, state: State, prompt: Sequence[WireMessage], wire: Sequence[WireMessage]
-    ) -> HostTurn:
-        """What OpenHands would send now. Moves the tree's head to the end of that prompt."""
-        tools, tree = self._offered, active.episode.tree
-        rewritten = active.conversation.follow(wire)
-        if self.llm.is_function_calling_active():
-            tree.tools = tree.tools or tuple(tools)
-        return HostTurn(
-            session=state.session_id,
-            step=state.iteration_flag.current_value,
-            path=tree.messages(),
-            prompt=prompt,
-            wire=wire,
-            tools=tools,
-            rewritten=rewritten,
-            model_metadata=state.to_llm_metadata(model_name=self.llm.config.model, agent_name=self.name),
-        )
 
     def _described_in_prompt(self, prompt: list[Any], tools: list[Any]) -> Sequence[WireMessage]:
         """The prompt as it is sent to a model without native tool calls."""
@@ -258,72 +260,75 @@ class RLAgent(CodeActAgent):
         example = not any(name in self.llm.config.model for name in _WITHOUT_EXAMPLE)
         return convert_fncall_messages_to_non_fncall_messages(prompt, tools, add_in_context_learning_example=example)
 
-    def _step_in_environment(self, active: _ActiveEpisode, state: State) -> Action:
-        if not active.environment.opened:
-            return active.environment.reset()
-        active.episode.observe(active.environment.reply(state.history))
-        if active.episode.failure is not None:
-            return self._finish(active, StopReason.ERROR)
-        if (stop := active.episode.limit_reached()) is not None:
-            return self._finish(active, stop)
-        runtime = runtime_of(state.session_id)
-        world = runtime.world(active.episode.limits) if isinstance(runtime, EnvironmentHost) else None
-        turn = HostTurn(session=state.session_id, step=state.iteration_flag.current_value)
-        return self._decide(active, state, turn, world)
+    def _step_in_environment(self, session: Session, state: State) -> Action:
+        actions = self._environment
+        if not actions.opened:
+            return actions.reset()
+        reply = actions.reply(state.history)
+        session.observe(reply)
+        session.evidence = session.evidence if reply.evidence is None else reply.evidence
+        session.failure = reply.failure or session.failure
+        if session.failure is not None:
+            return self._finish(StopReason.ERROR)
 
-    def _decide(self, active: _ActiveEpisode, state: State, turn: HostTurn, world: SessionWorld | None) -> Action:
-        episode = active.episode
-        active.engine.open(turn)
-        episode.failure = None
-        job = background().start(episode.decide(active.engine, world))
+        def act() -> Action:
+            self.llm.completion(messages=[to_wire(message) for message in session.tree.messages()])
+            return actions.act(session.tree.action)
+
+        return self._asking(session, state, act)
+
+    def _asking(self, session: Session, state: State, step: Callable[[], Action]) -> Action:
+        """The action of ``step``, which asks for a completion. OpenHands' controller handles its own exceptions.
+
+        Without a condenser, a full context window ends the episode.
+        """
+        session.note = {"session": state.session_id, "step": state.iteration_flag.current_value}
+        turns = session.turns
         try:
-            with deciding(turn.session, job, _last_event(state)), boundary(FailureKind.MODEL, "strategy.decide"):
-                chosen = job.result()
+            return step()
+        except EpisodeOver as over:
+            return self._finish(over.stop)
         except asyncio.CancelledError:
             return NullAction()
+        except MALFORMED as error:
+            if session.turns > turns:
+                # OpenHands reports the error to the model, without the answer.
+                session.unread(describe(error))
+            raise
         except ConfigError as error:
-            bare = world is None and isinstance(runtime_of(turn.session), ForkableRuntime)
+            runtime = runtime_of(state.session_id)
+            bare = isinstance(runtime, WorkspaceRuntime) and not runtime.forkable
             refused = ConfigError(f"{error}{_NOT_ISOLATED if bare else ''}")
-            episode.refuse(refused)
+            session.refuse(refused)
             raise refused from error
-        except CaughtFailure as caught:
-            return self._undecided(active, caught)
-        episode.turns += 1
-        node = episode.tree.nodes[chosen]
-        if self._environment_mode:
-            episode.tree.commit(chosen)
-            episode.keep()
-            return active.environment.act(node.message)
-        outcome = active.engine.answers.of(node.message)
-        if outcome.error is not None:
-            # The answer stays off the executed path: OpenHands reports the error to the model, without the answer.
-            episode.keep()
-            raise outcome.error
-        active.conversation.acted(chosen)
-        episode.keep()
-        self.pending_actions.extend(outcome.fresh_actions())
-        return self._emit(self.pending_actions.popleft())
-
-    def _undecided(self, active: _ActiveEpisode, caught: CaughtFailure) -> Action:
-        """Raise OpenHands' own exception, which its controller handles. Without a condenser, a full context window
-        ends the episode."""
-        active.episode.failure = caught.failure
-        error = caught.__cause__
-        host_error = (error and error.__cause__) or error or caught
-        assert isinstance(host_error, Exception)
-        if isinstance(host_error, ContextWindowExceededError):
-            if not active.episode.turns:
+        except ContextWindowExceededError:
+            if not session.turns:
                 # No condenser can make the first prompt shorter: OpenHands would try until its limit of iterations.
                 openhands_logger.error(str(too_long("too many tokens", self._settings.max_response_length, "size")))
-                return self._finish(active, StopReason.ERROR)
+                return self._finish(StopReason.ERROR)
             if self._environment_mode or isinstance(self.condenser, NoOpCondenser):
-                active.episode.failure = None
-                return self._finish(active, StopReason.MAX_TOKENS)
-        raise host_error
+                session.failure = None
+                return self._finish(StopReason.MAX_TOKENS)
+            raise
 
-    def _read_actions(self, response: ModelResponse) -> Sequence[Action]:
+    def read(self, document: Json) -> Sequence[Action]:
+        """The actions of an answer. Raises ``MALFORMED``."""
+        response = ModelResponse(**copy.deepcopy(document))
+        if not self.llm.is_function_calling_active():
+            read_described_call(response, self._offered)
+        return self.response_to_actions(response)
+
+    def _why_unread(self, document: Json) -> str | None:
         try:
-            actions = self.response_to_actions(response)
+            self.read(document)
+        except MALFORMED as error:
+            return describe(error)
+        return None
+
+    def response_to_actions(self, response: ModelResponse) -> list[Action]:
+        """As in OpenHands, with one exception for all that is wrong with a call."""
+        try:
+            actions = super().response_to_actions(response)
         except FunctionCallConversionError as error:
             raise FunctionCallValidationError(str(error)) from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -334,27 +339,28 @@ class RLAgent(CodeActAgent):
         return actions
 
     def _emit(self, action: Action) -> Action:
-        if isinstance(action, AgentFinishAction) and self._active is not None:
-            self._end(self._active, StopReason.TERMINATED)
+        if isinstance(action, AgentFinishAction) and self._session is not None and self._session.stop is None:
+            self._end(StopReason.TERMINATED)
         return action
 
-    def _finish(self, active: _ActiveEpisode, stop: StopReason) -> Action:
-        self._end(active, stop)
+    def _finish(self, stop: StopReason) -> Action:
+        self._end(stop)
         return AgentFinishAction(final_thought=f"The episode is over: {stop.value}.")
 
-    def _end(self, active: _ActiveEpisode, stop: StopReason) -> None:
-        active.episode.end_here(stop)
-        if active.standalone is not None:
-            self._store(active)
+    def _end(self, stop: StopReason) -> None:
+        assert self._session is not None
+        self._session.end_here(stop)
+        if self._standalone is not None:
+            self._store()
 
-    def _store(self, active: _ActiveEpisode, stop: StopReason | None = None, failure: Failure | None = None) -> None:
+    def _store(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
         """Store a standalone episode with its evidence, and end it."""
-        assert active.standalone is not None and self._state is not None
-        runtime = runtime_of(self._state.session_id)
-        evidence, failure = end_evidence(runtime, active.episode, failure)
-        active.episode.evidence = evidence or active.episode.evidence
-        active.standalone.keep(stop=stop, failure=failure)
-        self._active = None
+        session, standalone = self._session, self._standalone
+        assert session is not None and standalone is not None and self._state is not None
+        evidence, failure = end_evidence(runtime_of(self._state.session_id), session, failure)
+        session.evidence = evidence or session.evidence
+        standalone.keep(stop=stop, failure=failure)
+        self._session = self._standalone = None
 
 
 def _last_event(state: State) -> int:

@@ -7,11 +7,9 @@ repository, stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
-from openhands.controller.state.state import State
 from openhands.core.config import AgentConfig
 from openhands.core.message import Message, TextContent
 from openhands.events.observation import Observation
@@ -22,36 +20,15 @@ from openhands.memory.condenser.impl.pipeline import CondenserPipeline
 from openhands.memory.conversation_memory import ConversationMemory
 from openhands.utils.prompt import PromptManager
 
-from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import CONDENSATION
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode
-from openhands_rl_plugin.hosts.v0.recorder import Attempt, CallLog, record_completions, recording
+from openhands_rl_plugin.hosts.v0.completion import ask_beside
+from openhands_rl_plugin.session.session import Session
 
 
-def record_condenser(condenser: Condenser) -> None:
-    """Record the models that a condenser asks. Idempotent."""
+def record_condenser(condenser: Condenser, session: Session) -> None:
+    """Record what a condenser asks a model."""
     for llm in _models(condenser):
-        record_completions(llm, CONDENSATION)
-
-
-@contextmanager
-def recorded_condensations(episode: HostEpisode, state: State) -> Iterator[None]:
-    """What a condenser asks a model in this context becomes part of the episode, also when it fails in the end."""
-    step = state.iteration_flag.current_value
-    log = CallLog(state.session_id, step, episode.base_model, ask_tokens=episode.token_ids)
-    try:
-        with recording(log):
-            yield
-    finally:
-        keep_condensations(episode, log.attempts)
-
-
-def keep_condensations(episode: HostEpisode, attempts: Iterable[Attempt]) -> None:
-    """Add a condenser's answered requests to the episode."""
-    for attempt in attempts:
-        if attempt.completion is not None:
-            prompt = [to_message(message) for message in attempt.messages]
-            episode.tree.aside(prompt, attempt.completion, CONDENSATION)
+        ask_beside(llm, session, CONDENSATION)
 
 
 def _models(condenser: Condenser) -> Iterator[LLM]:

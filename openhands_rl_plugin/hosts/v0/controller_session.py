@@ -35,13 +35,15 @@ from pydantic import SecretStr
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
+from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason, Trajectory
-from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, HostEpisode, bind_episode, overlay
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, UserReplies
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, stop_deciding
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
 from openhands_rl_plugin.hosts.v0.other_agents import record_agent
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
+from openhands_rl_plugin.models.engines.seeded import merge_sampling
+from openhands_rl_plugin.session.session import Session, bind_episode
 
 # Characters of OpenHands' last error in the evidence: enough for its message, without a long response body.
 _LONGEST_ERROR = 2000
@@ -60,9 +62,7 @@ class _End:
 class ControllerSession:
     """Runs one episode. ``open``, ``conclude`` and ``close`` block: call them on a thread. ``ended`` is awaited."""
 
-    def __init__(
-        self, config: OpenHandsConfig, episode: HostEpisode, sid: str, replies: UserReplies | None = None
-    ) -> None:
+    def __init__(self, config: OpenHandsConfig, episode: Session, sid: str, replies: UserReplies | None = None) -> None:
         self._config = config
         self._episode = episode
         self._sid = sid
@@ -311,7 +311,7 @@ def controller_config(
 def _completion_kwargs(settings: RLSettings, options: HostOptions, sampling: SamplingParams) -> dict[str, Any] | None:
     """What OpenHands sends with every call: it drops an ``extra_body`` that a call has of its own. Token ids and
     logprobs are the recorder's to ask for, which knows what a server refuses."""
-    chosen = overlay(settings.sampling_params(), sampling)
+    chosen = merge_sampling(sampling, settings.sampling_params())
     extra = altering_parameters({name: getattr(chosen, name) for name in NEUTRAL_PARAMETERS})
     return {"extra_body": extra} if extra else None
 

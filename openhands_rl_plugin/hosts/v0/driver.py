@@ -10,9 +10,9 @@ import os
 import uuid
 
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.hosts.shared.session_runner import HostSession, SessionHostRunner
+from openhands_rl_plugin.session.session import Session
 
 
 class ControllerRunner(SessionHostRunner):
@@ -30,7 +30,7 @@ class ControllerRunner(SessionHostRunner):
         if agent not in Agent.list_agents():
             raise ConfigError(unknown_name("agent", agent, Agent.list_agents()))
 
-    def _session(self, episode: HostEpisode) -> HostSession:
+    def _session(self, episode: Session) -> HostSession:
         from openhands_rl_plugin.hosts.v0.controller_session import ControllerSession, controller_config
 
         config = controller_config(

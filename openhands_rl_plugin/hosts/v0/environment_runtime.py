@@ -30,11 +30,17 @@ from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.protocols import Environment
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Task
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
-from openhands_rl_plugin.hosts.shared.episode import RESET_TOOL, STEP_TOOL, EnvironmentReply, current_episode
-from openhands_rl_plugin.hosts.shared.hosted_environment import EnvironmentWorld, HostedEnvironment
+from openhands_rl_plugin.hosts.shared.hosted_environment import (
+    RESET_TOOL,
+    STEP_TOOL,
+    EnvironmentReply,
+    EnvironmentWorld,
+    HostedEnvironment,
+)
 from openhands_rl_plugin.hosts.shared.standalone_run import task_from_environment_variable
 from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime
 from openhands_rl_plugin.hosts.v0.settings import host_settings
+from openhands_rl_plugin.session.session import current_episode
 
 
 class EnvironmentRuntime(SessionRuntime):

@@ -55,12 +55,12 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.environments.workspace.session_fork import SessionFork, changes_in, check_in, fork_session
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
-from openhands_rl_plugin.hosts.shared.episode import current_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import limits_of, paths_of
 from openhands_rl_plugin.hosts.shared.sessions import protected_by
 from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime, SessionTaskList
 from openhands_rl_plugin.hosts.v0.settings import host_settings
+from openhands_rl_plugin.session.session import current_episode
 
 # Seconds to start a sandbox, which takes a fraction of one: a machine under load is given time.
 _START_TIMEOUT = 14.0

@@ -28,12 +28,12 @@ from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, EpisodeOver
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
 from openhands_rl_plugin.hosts.v1.sub_agents import adopting
+from openhands_rl_plugin.session.session import Session, current_episode
 
 log = logging.getLogger("openhands")
 
@@ -125,7 +125,7 @@ class RLAgent(Agent):
         return self._conversations.episode_of(conversation)
 
     @property
-    def delegated_by(self) -> HostEpisode | None:
+    def delegated_by(self) -> Session | None:
         """The episode in which this agent was made, as a sub-agent."""
         return self._parent[0].episode if self._parent is not None else None
 

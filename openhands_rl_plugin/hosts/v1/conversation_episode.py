@@ -34,9 +34,7 @@ from openhands_rl_plugin.core.messages import WireMessage, one_line, to_message
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, SessionWorld
 from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import WorkspaceConversation
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import SHORT_ID, RunBeside, StandaloneRun, store_name
 from openhands_rl_plugin.hosts.v1.endings import conversation_end
@@ -45,6 +43,9 @@ from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, StockWorkspace
 from openhands_rl_plugin.hosts.v1.world import ConversationWorld
 from openhands_rl_plugin.hosts.v1.written_prompts import OfferedTools, PromptWriter, as_sent, is_text
+from openhands_rl_plugin.session.branches import SessionWorld
+from openhands_rl_plugin.session.conversation import WorkspaceConversation
+from openhands_rl_plugin.session.session import Session
 
 log = logging.getLogger("openhands")
 
@@ -69,7 +70,7 @@ class ConversationEpisode:
 
     def __init__(
         self,
-        episode: HostEpisode,
+        episode: Session,
         conversation: LocalConversation,
         *,
         calls: SampledCalls,
@@ -337,7 +338,7 @@ _LONGEST = 300
 _WITHOUT_FORKS = "StandardReAct"
 
 
-def note_recording(conversation: LocalConversation, episode: HostEpisode, *, forks: bool) -> None:
+def note_recording(conversation: LocalConversation, episode: Session, *, forks: bool) -> None:
     """Say where an episode is stored, and of a search without ``forks`` that it has none."""
     store, short = store_name(episode.settings), trajectory_id(episode.request)[:SHORT_ID]
     strategy = episode.strategy_spec.name

@@ -16,14 +16,15 @@ from pydantic import SecretStr, ValidationError
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
+from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason, Trajectory
-from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR, HostEpisode, bind_episode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.endings import BOUNDARY, said_finish
 from openhands_rl_plugin.hosts.v1.tools import SessionTools, session_tools
 from openhands_rl_plugin.hosts.v1.values import price_of
+from openhands_rl_plugin.session.session import Session, bind_episode
 
 _CONTINUE = (
     "Please go on in the way that you think is right. If you think that the task is solved, finish. Nobody will answer "
@@ -41,7 +42,7 @@ _ITERATIONS_A_TURN = 4
 class ConversationSession:
     """A ``HostSession``: the conversation runs in a thread of its own."""
 
-    def __init__(self, settings: RLSettings, options: HostOptions, episode: HostEpisode) -> None:
+    def __init__(self, settings: RLSettings, options: HostOptions, episode: Session) -> None:
         self._settings = settings
         self._options = options
         self._episode = episode

@@ -22,7 +22,6 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, RLError, boundary
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.standalone_run import (
     RunBeside,
@@ -37,6 +36,7 @@ from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
 from openhands_rl_plugin.hosts.v1.sub_agents import sub_agent_episode
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.session.session import Session, current_episode
 
 log = logging.getLogger("openhands")
 
@@ -263,7 +263,7 @@ def _sub_agents(
     return made
 
 
-def _own_engine(episode: HostEpisode) -> LLMEngine | None:
+def _own_engine(episode: Session) -> LLMEngine | None:
     """An engine of the project is sent the tree's messages, which are those that were sampled."""
     served = episode.request.served_model or episode.base_model
     return engine_for(episode.settings, model=served, base_model=episode.base_model)

@@ -26,24 +26,24 @@ from openhands_rl_plugin.core.messages import last_answer
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.endings import said_finish
 from openhands_rl_plugin.hosts.v1.values import trajectory_of
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.rollout.scoring import workspace_command
+from openhands_rl_plugin.session.session import Session
 
 CRITIC = "critic"
 """The key of a sampled node's metadata with what the critic said of it."""
 
-_judged: ContextVar[tuple[HostEpisode, str] | None] = ContextVar("rl_judged_episode", default=None)
+_judged: ContextVar[tuple[Session, str] | None] = ContextVar("rl_judged_episode", default=None)
 
 
 class NoScoreError(RLError):
     """The critic has no score; ``str()`` is one line with the cause."""
 
 
-def judged_in(episode: HostEpisode, session: str) -> AbstractContextManager[object]:
+def judged_in(episode: Session, session: str) -> AbstractContextManager[object]:
     """Until the end of the block, critics judge the steps of ``episode``, in the workspace of ``session``."""
     return bound(_judged, (episode, session))
 

@@ -10,9 +10,9 @@ import os
 
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.hosts.shared.session_runner import HostSession, SessionHostRunner
+from openhands_rl_plugin.session.session import Session
 
 STOCK_AGENT = "Agent"
 
@@ -33,7 +33,7 @@ class ConversationRunner(SessionHostRunner):
         if "LOG_LEVEL" not in os.environ:
             logging.getLogger("openhands").setLevel(logging.ERROR)
 
-    def _session(self, episode: HostEpisode) -> HostSession:
+    def _session(self, episode: Session) -> HostSession:
         from openhands_rl_plugin.hosts.v1.conversation_session import ConversationSession
 
         return ConversationSession(self._settings, self._options, episode)

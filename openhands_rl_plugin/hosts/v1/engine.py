@@ -23,12 +23,8 @@ from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, WireMessage, a
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams
-from openhands_rl_plugin.hosts.sampled_texts import SampledTexts
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
-    TurnAnswers,
     asks_for_tokens,
-    extensions_of,
     model_server_error,
     split_provider,
     take_message,
@@ -47,6 +43,10 @@ from openhands_rl_plugin.models.engines.extensions import (
     sampling_as_sent,
 )
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
+from openhands_rl_plugin.session.sampled_texts import SampledTexts
+from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.turns import TurnAnswers
+from openhands_rl_plugin.session.upstream import extensions_of
 
 LLM_ERRORS = (OpenAIError, LLMError)
 """What the SDK's LLM raises when it gets no answer, or one that it cannot read."""
@@ -97,7 +97,7 @@ class ConversationEngine:
     is what the model is shown. ``compact``: whether the prompt is the compact one.
     """
 
-    def __init__(self, episode: HostEpisode, own: LLMEngine | None = None, *, exact: bool = True) -> None:
+    def __init__(self, episode: Session, own: LLMEngine | None = None, *, exact: bool = True) -> None:
         self._exact = exact
         self._episode = episode
         self.compact = episode.settings.workspace.is_compact

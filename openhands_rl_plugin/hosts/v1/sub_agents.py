@@ -19,8 +19,8 @@ from openhands.sdk.subagent import get_agent_factory
 from openhands_rl_plugin.core.concurrency import bound
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.hosts.shared.standalone_run import workspace_task
+from openhands_rl_plugin.session.session import Session
 
 _adopting: ContextVar[Callable[[AgentBase, str], AgentBase] | None] = ContextVar("rl_sub_agents", default=None)
 
@@ -45,8 +45,8 @@ for _name in ("openhands.tools.delegate.impl", "openhands.tools.task.manager"): 
 
 
 def sub_agent_episode(
-    parent: HostEpisode, kind: str, session: str, instruction: str, strategy: Strategy, model: str | None
-) -> HostEpisode:
+    parent: Session, kind: str, session: str, instruction: str, strategy: Strategy, model: str | None
+) -> Session:
     """The episode of a sub-agent, stored where the parent's is. ``model``: the served name where it is another one.
 
     Its run and its group are its own, because it is no sample of the parent's task. Its split is the parent's.
@@ -59,4 +59,4 @@ def sub_agent_episode(
     served = asked.served_model if model is None else None
     request = asked.model_copy(update={"sample": 0, "attempt": 0, "served_model": served, **own})
     same = {name: getattr(parent, name) for name in ("strategy_spec", "environment_mode", "workspace", "token_ids")}
-    return HostEpisode(request, parent.settings, strategy=strategy, base_model=model or parent.base_model, **same)
+    return Session(request, parent.settings, strategy=strategy, base_model=model or parent.base_model, **same)

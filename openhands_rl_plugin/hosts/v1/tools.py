@@ -23,10 +23,10 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, current_episode
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
+from openhands_rl_plugin.session.session import Session, current_episode
 
 _opening = threading.Lock()
 
@@ -167,7 +167,7 @@ class SessionTools:
             remove_tree(self.folder)
 
 
-def session_tools(settings: RLSettings, options: HostOptions, episode: HostEpisode) -> SessionTools:
+def session_tools(settings: RLSettings, options: HostOptions, episode: Session) -> SessionTools:
     """The tools of an episode's session. Raises ``ConfigError`` where they cannot be isolated as asked."""
     given = episode.workspace
     folder = temporary_folder("tools") if given is None else given.root / given.repository

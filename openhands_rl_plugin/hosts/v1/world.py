@@ -35,13 +35,13 @@ from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, ToolCall
-from openhands_rl_plugin.hosts.shared.hosted_environment import OpenForks
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime
 from openhands_rl_plugin.hosts.v1.engine import ConversationEngine, ConversationTurn
 from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.hosts.v1.written_prompts import as_sent
+from openhands_rl_plugin.session.branches import OpenForks
 
 _ON_THE_COPY = frozenset({TerminalTool.name, FileEditorTool.name})
 _EXECUTED = _ON_THE_COPY | {FinishTool.name, ThinkTool.name}

@@ -123,9 +123,9 @@ class UpstreamResponse:
             return self._body
         return self._cut.paste(dump_object(self.for_client(call)))
 
-    def plain_body(self) -> bytes:
-        """The body of a response without token ids and logprobs."""
-        return self._cut.paste(dump_object(_without_logprobs(_without_ids(self.document))))
+    def plain(self) -> Json:
+        """The response without token ids and logprobs."""
+        return _without_logprobs(_without_ids(self.document))
 
     def _choice(self, choice: Any) -> RecordedChoice:
         if not isinstance(choice, dict) or not isinstance(message := choice.get("message"), dict):

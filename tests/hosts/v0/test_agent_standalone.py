@@ -21,7 +21,6 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Completion, FailureKind, SamplingParams, StopReason, Tokens
 from openhands_rl_plugin.hosts.pool.connection import FromWorker, Store, Stored
 from openhands_rl_plugin.hosts.pool.worker import PoolStorage
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode, bind_episode, current_episode
 from openhands_rl_plugin.hosts.shared.standalone_run import (
     RUN_VARIABLE,
     TASK_INDEX_VARIABLE,
@@ -30,6 +29,7 @@ from openhands_rl_plugin.hosts.shared.standalone_run import (
     standalone_episode,
 )
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
+from openhands_rl_plugin.session.session import Session, bind_episode, current_episode
 
 pytestmark = pytest.mark.contract
 
@@ -48,7 +48,7 @@ sys.exit("the host gave up")
 """
 
 
-def episode_in(folder) -> HostEpisode:
+def episode_in(folder) -> Session:
     settings = RLSettings(storage=StorageSettings(path=str(folder)))
     episode = standalone_episode(
         settings, session="session-1", instruction="Do it.", base_model="m", environment_mode=False

@@ -29,12 +29,17 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Task,
 )
-from openhands_rl_plugin.hosts.shared.episode import RESET_TOOL, STEP_TOOL, EnvironmentReply, HostEpisode, bind_episode
-from openhands_rl_plugin.hosts.shared.hosted_environment import HostedEnvironment
+from openhands_rl_plugin.hosts.shared.hosted_environment import (
+    RESET_TOOL,
+    STEP_TOOL,
+    EnvironmentReply,
+    HostedEnvironment,
+)
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, task_from_environment_variable
 from openhands_rl_plugin.hosts.v0 import environment_runtime
 from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentRuntime
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+from openhands_rl_plugin.session.session import Session, bind_episode
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def make_runtime(settings: RLSettings | None, task: Task | None = None) -> Envir
     if settings is None or task is None:
         return make()
     request = EpisodeRequest(task=task, run_id="run", group_id="group")
-    episode = HostEpisode(
+    episode = Session(
         request,
         settings,
         strategy=StandardReActStrategy(),

@@ -13,6 +13,7 @@ from scripted_model import ScriptedModel, call, refusal, says, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     FailureKind,
@@ -23,7 +24,6 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
-from openhands_rl_plugin.hosts.shared.episode import LAST_ERROR
 from openhands_rl_plugin.hosts.shared.options import HostOptions, UserReplies
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 

@@ -6,18 +6,17 @@ import asyncio
 import json
 from typing import Any
 
-import openai
 import pytest
 from raw_server import dripping_server, raw_server, respond
 from wire_shapes import AGAIN, MESSAGES, REFUSED, STREAMS
 
+from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError, PublishError
 from openhands_rl_plugin.core.types import Completion, Message
-from openhands_rl_plugin.hosts.shared.litellm_calls import intercepting, intercepting_client
 from openhands_rl_plugin.models.adapters.servers import Connection
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import listed_models
-from openhands_rl_plugin.models.gateway.token_id_text import ContextCache
+from openhands_rl_plugin.session.upstream import HttpUpstream, ServerError
 
 ASK = (Message(role="user", content="hi"),)
 NO_USAGE = (None, {}, {"prompt_tokens": None, "prompt_tokens_details": None}, "null", [])
@@ -105,20 +104,17 @@ async def test_a_server_that_drips_is_given_up(stream: bool) -> None:
         await engine.aclose()
 
 
-async def test_a_host_gives_up_what_drips_and_reads_the_status_of_an_error() -> None:
-    """As its client does behind litellm: with OpenAI's client, in a thread."""
-
-    def ask_as_host(url: str) -> None:
-        client = intercepting_client({"base_url": f"{url}/v1", "api_key": "k"})["client"]
-        with intercepting(ContextCache()):
-            client.with_options(max_retries=0, timeout=0.5).chat.completions.create(model="m", messages=[])
+async def test_a_session_gives_up_what_drips_and_reads_the_status_of_an_error() -> None:
+    def send(url: str) -> bytes:
+        return background().wait_for(HttpUpstream(f"{url}/v1", "k", 0.5).send({"model": "m", "messages": []}))
 
     async with dripping_server("text/html") as url, asyncio.timeout(5):
-        with pytest.raises(openai.APITimeoutError):
-            await asyncio.to_thread(ask_as_host, url)
+        with pytest.raises(ServerError, match="timed out"):
+            await asyncio.to_thread(send, url)
     async with raw_server(lambda path, body: respond(AGAIN[1])) as server:
-        with pytest.raises(openai.RateLimitError, match="Provider returned error"):
-            await asyncio.to_thread(ask_as_host, server.url)
+        with pytest.raises(ServerError, match="Provider returned error") as told:
+            await asyncio.to_thread(send, server.url)
+    assert told.value.status == 429
 
 
 @pytest.mark.parametrize("kind", ["", "text/html"])

@@ -23,13 +23,13 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.hosts.shared.episode import HostEpisode
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
+from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.testing import prompt_ids
 
 Make = Callable[[], Strategy]
@@ -163,7 +163,7 @@ class Noting(StandardReActStrategy):
 
 async def test_the_controller_tells_how_far_its_episode_goes():
     strategy = Noting()
-    episode = HostEpisode(
+    episode = Session(
         EpisodeRequest(task=Task(id="t", environment="e"), run_id="r", group_id="g"),
         RLSettings(max_turns=5, max_prompt_length=700),
         strategy=strategy,

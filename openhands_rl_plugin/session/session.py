@@ -1,36 +1,31 @@
-"""One episode in a session of OpenHands' controller: its tree, its limits, and why it ended.
+"""One episode of a host: its completions are sampled, searched, recorded and stored here.
 
-A runner binds it for the agent that it creates next; without one the agent creates its own. Nothing here imports
+A runner binds a session for the agent that it creates next; without one the agent creates its own. Nothing here imports
 OpenHands.
-
-An environment's replies pass through OpenHands as the content of a tool's observation (V0: ``MCPObservation``). An
-action of the policy is a call of ``STEP_TOOL``; the reply is JSON text, so that the host's event log holds rewards and
-ends of episodes, too. The first action of an episode is ``RESET_TOOL``, which costs no completion.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background, bound
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, StorageError
-from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
-from openhands_rl_plugin.core.records import PROMPT, EpisodeEnd, EpisodeGrowth, EpisodeStart, trajectory_id
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
+from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
+from openhands_rl_plugin.core.records import PROMPT, EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree, clip
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
     FailureKind,
-    Frozen,
     JsonObject,
     Limits,
-    Message,
     Observation,
     PolicyRef,
     SamplingParams,
@@ -42,108 +37,33 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.models.engines.seeded import merge_sampling
+from openhands_rl_plugin.models.gateway.token_id_text import Json
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.rollout.session import context_tokens, reached
-
-RESET_TOOL = "environment_reset"
-STEP_TOOL = "environment_step"
-
-
-class EnvironmentReply(Frozen):
-    """One reply of the environment; ``messages`` open the conversation after a reset and continue it after a step.
-
-    ``failure`` is set when the environment could not answer; the agent then ends the episode.
-    """
-
-    messages: tuple[Message, ...] = ()
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    evidence: JsonObject | None = None
-    failure: Failure | None = None
-
-
-# Seconds between checks whether the loop was closed.
-_CHECK_INTERVAL = 1.0
-
-
-@runtime_checkable
-class _TakesScores(Protocol):
-    async def add_scores(self, scores: Sequence[Score], /) -> None: ...
-
-
-class LoopBoundStorage:
-    """An ``EpisodeSink`` that calls ``storage`` on its own event loop ``loop``.
-
-    Raises what the storage raises, and ``InfrastructureError`` when that loop is closed before the call ends.
-    """
-
-    def __init__(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
-        self._storage = storage
-        self._loop = loop
-
-    async def add(self, trajectory: Trajectory) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._on_loop(self._storage.add(trajectory))
-
-    async def begin(self, start: EpisodeStart) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._on_loop(self._storage.begin(start))
-
-    async def grow(self, growth: EpisodeGrowth) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._on_loop(self._storage.grow(growth))
-
-    async def end(self, end: EpisodeEnd) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._on_loop(self._storage.end(end))
-
-    async def add_scores(self, scores: Sequence[Score]) -> None:
-        """As in ``TrajectoryStorage``; nothing where the storage is a pipe to another process."""
-        if isinstance(self._storage, _TakesScores):
-            await self._on_loop(self._storage.add_scores(scores))
-
-    async def drop(self, trajectory_ids: Sequence[str]) -> int:
-        """As in ``TrajectoryStorage``."""
-        return await self._on_loop(self._storage.drop(trajectory_ids))
-
-    async def _on_loop[T](self, call: Coroutine[Any, Any, T]) -> T:
-        if self._loop is asyncio.get_running_loop():
-            return await call
-        if not self._loop.is_closed():
-            answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
-            # A stopped loop drops its tasks without an error.
-            while not (await asyncio.wait([answer], timeout=_CHECK_INTERVAL))[0] and not self._loop.is_closed():
-                pass
-            if answer.done():
-                return answer.result()
-        call.close()
-        raise InfrastructureError("the event loop of this episode was closed")
-
-
-LAST_ERROR = "last_error"
-"""The key of OpenHands' own last error in an episode's evidence."""
+from openhands_rl_plugin.session.branches import SessionWorld
+from openhands_rl_plugin.session.conversation import WorkspaceConversation
+from openhands_rl_plugin.session.engine import SessionEngine
+from openhands_rl_plugin.session.storage import LoopBoundStorage
+from openhands_rl_plugin.session.turns import EpisodeOver, Turn
+from openhands_rl_plugin.session.upstream import Upstream
 
 _SEEDS = 2**31
 _LARGEST_ID = 2**63 - 1
 
 
-class SessionWorld(Forkable, Protocol):
-    """The live session during one decision, for strategies that search in forks of it."""
-
-    async def close(self) -> None:
-        """Close all forks."""
-        ...
-
-
-class HostEpisode:
-    """The state that ``RLAgent`` and its runner share. Modified by one session and frozen at its end.
+class Session:
+    """One episode. A host asks it for each completion; its runner freezes it at the end.
 
     ``environment_mode``: the model sees only the environment's observations; else it works in a workspace with the
     tools of OpenHands' CodeAct agent, in ``workspace`` if given. ``base_model`` is the served name of the model without
     an adapter, ``token_ids`` whether token ids are requested from the server. ``error`` must stop the whole run; it is
     kept here because OpenHands' controller handles any exception by ending only the session. ``opinion``: what a critic
     said of it last, stored at its end.
+
+    A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on a
+    request; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or ``None``);
+    ``samples`` to false where the host's sampling and limits hold, not the session's.
     """
 
     def __init__(
@@ -168,7 +88,9 @@ class HostEpisode:
         self.token_ids = token_ids
         self.limits = request.task.limits or _limits_of(settings, environment_mode)
         # The length of an answer is bounded by the limits, which may be the task's own.
-        self.sampling = overlay(settings.sampling_params().model_copy(update={"max_tokens": None}), request.sampling)
+        self.sampling = merge_sampling(
+            request.sampling, settings.sampling_params().model_copy(update={"max_tokens": None})
+        )
         self.tree = EpisodeTree(clock=time.time)
         self.turns = 0
         self.stop: StopReason | None = None
@@ -177,10 +99,74 @@ class HostEpisode:
         self.error: StorageError | ConfigError | None = None
         self.opinion: Score | None = None
         self.started = time.time()
+        self.note: JsonObject = {}
+        self.world: Callable[[Turn, SessionEngine], SessionWorld | None] | None = None
+        self.reads: Callable[[Json], str | None] | None = None
+        self.samples = True
+        self._engine: SessionEngine | None = None
+        self._conversation: WorkspaceConversation | None = None
+        self._turn = asyncio.Lock()
         self._journal: EpisodeJournal | None = None
         self._sink: LoopBoundStorage | None = None
         self._checked_nodes = 0
         self._wrong_tokens = False
+
+    def connect(self, upstream: Upstream) -> None:
+        """Sample from ``upstream``."""
+        self._engine = SessionEngine(self, upstream)
+        self._conversation = WorkspaceConversation(self.tree, self._engine.said)
+
+    async def complete(self, body: Json) -> Json:
+        """The strategy's answer to a host's chat request, as a chat completion, which is stored before it is returned.
+
+        What the host executed, condensed or rewrote shows in its prompt, which the tree follows. On the loop of
+        ``background``. Raises ``EpisodeOver`` at a limit, ``CaughtFailure`` when no answer can be had (its last cause
+        is the ``ServerError``, if there is one; the same request may come again), ``ConfigError``, ``StorageError``.
+        """
+        engine, conversation, tree = self._engine, self._conversation, self.tree
+        assert engine is not None and conversation is not None
+        async with self._turn:
+            rewritten = conversation.follow(body["messages"])
+            tree.tools = tree.tools or tuple(body.get("tools") or ())
+            if self.samples and (stop := self.stop or self.limit_reached()) is not None:
+                raise EpisodeOver(stop)
+            turn = Turn(body, body["messages"], tree.messages(), rewritten)
+            engine.open(turn)
+            self.failure = None
+            world = self.world(turn, engine) if self.world is not None else None
+            decided = False
+            try:
+                with boundary(FailureKind.MODEL, "strategy.decide"):
+                    chosen = await self.decide(engine, world)
+                decided = True
+            except CaughtFailure as caught:
+                self.failure = caught.failure
+                raise
+            except ConfigError as error:
+                self.refuse(error)
+                raise
+            finally:
+                engine.close(decided=decided)
+            self.turns += 1
+            conversation.acted(chosen)
+            await self.keep_up()
+            return engine.document(chosen)
+
+    async def aside(self, body: Json, kind: str) -> Json:
+        """A completion beside the episode, such as a summary, sampled as the host asks. Raises as ``complete``."""
+        assert self._engine is not None
+        with boundary(FailureKind.MODEL, "session.aside"):
+            completion = await self._engine.ask(body, body["messages"], None)
+        self.tree.aside([to_message(message) for message in body["messages"]], completion, kind)
+        document: Any = completion.metadata["response"]
+        return document
+
+    def unread(self, why: str) -> None:
+        """The host could not read the last answer, and goes on without it."""
+        tree = self.tree
+        assert tree.head is not None and self._conversation is not None
+        tree.nodes[tree.head].metadata["malformed"] = why
+        self._conversation.unread(tree.head)
 
     async def decide(self, engine: LLMEngine, world: SessionWorld | None) -> int:
         """The node that the strategy chooses to execute. All forks of ``world`` are closed, also after an error."""
@@ -203,7 +189,7 @@ class HostEpisode:
         """Store the episode while it runs. ``storage`` is used on ``loop`` only."""
         self._keep_in(LoopBoundStorage(storage, loop))
 
-    def keep_beside(self, other: HostEpisode) -> None:
+    def keep_beside(self, other: Session) -> None:
         """Store the episode while it runs, where ``other`` is stored; nowhere if that one is not."""
         if other._sink is not None:
             self._keep_in(other._sink)
@@ -248,16 +234,9 @@ class HostEpisode:
         self.error = error
         self.failure = Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary="strategy.decide")
 
-    def observe(self, reply: EnvironmentReply) -> None:
-        """Add an environment's reply, cut to ``max_obs_length``."""
-        answer = Observation(
-            messages=reply.messages, reward=reply.reward, terminated=reply.terminated, truncated=reply.truncated
-        )
-        self.tree.observe(clip(answer, self.limits))
-        if reply.evidence is not None:
-            self.evidence = reply.evidence
-        if reply.failure is not None:
-            self.failure = reply.failure
+    def observe(self, observation: Observation) -> None:
+        """Add an environment's observation, cut to ``max_obs_length``."""
+        self.tree.observe(clip(observation, self.limits))
 
     def pay(self, reward: float) -> None:
         """Pay the last action of an episode that a limit cut, also one that it interrupted."""
@@ -282,7 +261,7 @@ class HostEpisode:
 
         Every call has its own seed: the strategy's or the episode's plus ``number``.
         """
-        wanted = overlay(self.sampling, asked or SamplingParams())
+        wanted = merge_sampling(asked, self.sampling)
         seed = self.request.seed if wanted.seed is None else wanted.seed
         longest = min(wanted.max_tokens or self.limits.max_response_length, self.limits.max_response_length)
         return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
@@ -304,6 +283,10 @@ class HostEpisode:
             evidence=self.evidence if evidence is None else evidence,
             failure=failure,
         )
+
+    def note_wrong_tokens(self) -> None:
+        """The server sent token ids that are not whole numbers."""
+        self._wrong_tokens = True
 
     def _note_prompt(self) -> None:
         if self.tree.nodes and not self.environment_mode and self.settings.workspace.is_compact:
@@ -328,23 +311,17 @@ class HostEpisode:
         return PolicyRef.from_served_name(self.base_model, self.request.served_model or self.base_model)
 
 
-_BOUND: ContextVar[HostEpisode | None] = ContextVar("rl_controller_episode", default=None)
+_BOUND: ContextVar[Session | None] = ContextVar("rl_session", default=None)
 
 
-def bind_episode(episode: HostEpisode) -> AbstractContextManager[HostEpisode]:
+def bind_episode(episode: Session) -> AbstractContextManager[Session]:
     """An ``RLAgent`` that is created in this context runs ``episode``."""
     return bound(_BOUND, episode)
 
 
-def current_episode() -> HostEpisode | None:
+def current_episode() -> Session | None:
     """The episode bound in this context."""
     return _BOUND.get()
-
-
-def overlay(below: SamplingParams, above: SamplingParams) -> SamplingParams:
-    """``above``, with values from ``below`` where it has none."""
-    given = {name: value for name, value in above if value not in (None, ())}
-    return below.model_copy(update=given)
 
 
 def _whole_numbers(tokens: Tokens) -> bool:

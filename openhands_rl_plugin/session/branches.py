@@ -1,0 +1,275 @@
+"""Forks of a host's session for search: a branch is an ordinary session of the host whose request is held.
+
+The host goes on in the branch as it would live, from a request that waits for its answer. The strategy's answer is
+given, the host executes it, and its next request is the observation, which waits in turn. So what a branch shows is
+what the live session would show; its first prompt is compared with the live one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Protocol
+
+from openhands_rl_plugin.core.concurrency import background, shielded
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, InfrastructureError, boundary
+from openhands_rl_plugin.core.messages import WireMessage, says, to_message
+from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
+from openhands_rl_plugin.models.gateway.token_id_text import Json
+from openhands_rl_plugin.session.engine import SessionEngine
+from openhands_rl_plugin.session.turns import EpisodeOver, Turn
+
+# Seconds for a fork to open, and to close: copying a workspace and starting its shell take one or two.
+_TIMEOUT = 10.0
+
+
+class OpenForks:
+    """Forks that are being created or in use."""
+
+    def __init__(self) -> None:
+        self._making: set[asyncio.Task[Any]] = set()
+        self._open: set[Environment] = set()
+        self._closed = False
+
+    async def add[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
+        """Wait for a fork. If the caller is cancelled, ``close`` closes the fork.
+
+        Raises ``InfrastructureError`` after ``close``.
+        """
+        if self._closed:
+            make.close()
+            raise InfrastructureError("the search has ended: no more forks")
+        task = asyncio.create_task(self._made(make))
+        self._making.add(task)
+        task.add_done_callback(self._making.discard)
+        return await asyncio.shield(task)
+
+    def closed(self, branch: Environment) -> None:
+        """A fork was closed by its user."""
+        self._open.discard(branch)
+
+    async def close(self) -> None:
+        """Close all forks, also those that are still being created. One that does not open or close in time is
+        abandoned. Closing continues even when the caller is cancelled."""
+        await shielded(self._close_all())
+
+    async def _close_all(self) -> None:
+        self._closed = True
+        if self._making:
+            await asyncio.wait(self._making, timeout=_TIMEOUT)
+        await asyncio.gather(*(_close(branch) for branch in list(self._open)))
+
+    async def _made[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
+        branch = await make
+        self._open.add(branch)
+        return branch
+
+
+async def _close(branch: Environment) -> None:
+    with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
+        async with asyncio.timeout(_TIMEOUT):
+            await branch.close()
+
+
+class SessionWorld(Forkable, Protocol):
+    """The live session during one decision, for strategies that search in forks of it."""
+
+    async def close(self) -> None:
+        """Close all forks."""
+        ...
+
+
+Complete = Callable[[Json], Json]
+"""A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""
+
+
+class Branch(Protocol):
+    """A copy of a host's session at a request that waits for its answer. All methods block.
+
+    The live session is one, too, which is only forked. ``stop``: set when no fork is wanted any more.
+    """
+
+    stop: threading.Event
+
+    def run(self, complete: Complete) -> None:
+        """Go on as the host would, from that request on, with ``complete`` as the model, until the agent ends.
+
+        Raises what ends a session of the host.
+        """
+        ...
+
+    def fork(self) -> Branch:
+        """A copy. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
+        ...
+
+    def seconds(self, answer: Json) -> float:
+        """How long the commands of an answer may take."""
+        ...
+
+    def evidence(self) -> JsonObject:
+        """The changes to the workspace since the session began."""
+        ...
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a command over the workspace as it stands, in a fresh sandbox."""
+        ...
+
+    def close(self) -> None:
+        """End its processes and remove its files."""
+        ...
+
+
+class HeldBranch:
+    """Runs a branch in a thread of its own, and holds its requests."""
+
+    def __init__(self, branch: Branch) -> None:
+        self.branch = branch
+        self._loop = asyncio.get_running_loop()
+        self._requests: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._answer: Future[Json] = Future()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._failure: CaughtFailure | None = None
+
+    async def request(self) -> Json | None:
+        """The next request; ``None`` when its agent has ended. Raises ``CaughtFailure`` when the host has failed."""
+        if self._thread is None:
+            run = contextvars.copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._run,), name="rl-branch", daemon=True)
+            self._thread.start()
+        body = await self._requests.get()
+        if body is None and self._failure is not None:
+            raise self._failure
+        return body
+
+    def answer(self, document: Json) -> None:
+        """Answer the request that waits."""
+        waiting, self._answer = self._answer, Future()
+        waiting.set_result(document)
+
+    async def close(self) -> None:
+        """End the host's run, without a retry, and release the branch."""
+        self._closed = True
+        if not self._answer.done():
+            self._answer.set_exception(EpisodeOver(StopReason.NO_ACTION))
+        await background().blocking(self.branch.close)
+
+    def _run(self) -> None:
+        try:
+            with suppress(EpisodeOver), boundary(FailureKind.ENVIRONMENT, "search.simulate"):
+                self.branch.run(self._complete)
+        except CaughtFailure as caught:
+            self._failure = caught
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
+
+    def _complete(self, body: Json) -> Json:
+        if self._closed:
+            raise EpisodeOver(StopReason.NO_ACTION)
+        waiting = self._answer
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, body)
+        return waiting.result()
+
+
+class BranchWorld:
+    """A ``SessionWorld``: the live session of a host at one decision, which is only forked. ``turn``: its request."""
+
+    def __init__(self, live: Branch, turn: Turn, engine: SessionEngine) -> None:
+        self.engine = engine
+        self._live = live
+        self._turn = turn
+        self._forks = OpenForks()
+
+    @property
+    def info(self) -> EnvInfo:
+        """Its steps have no rewards, and time limits of their own."""
+        return EnvInfo(emits_rewards=False, step_timeout=self._seconds)
+
+    def _seconds(self, action: Message) -> float:
+        return self._live.seconds(self.engine.answers.of(action))
+
+    async def fork(self) -> BranchEnvironment:
+        """A copy of the live session. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
+        return await self.branch(self._live, self._turn)
+
+    async def branch(self, origin: Branch, turn: Turn) -> BranchEnvironment:
+        """A copy of ``origin``, whose request ``turn`` waits."""
+        return await self._forks.add(self._fork(origin, turn))
+
+    def closed(self, branch: BranchEnvironment) -> None:
+        """A branch was closed by its user."""
+        self._forks.closed(branch)
+
+    async def close(self) -> None:
+        """Close all branches; forks that are not finished are abandoned."""
+        self._live.stop.set()
+        await self._forks.close()
+
+    async def _fork(self, origin: Branch, turn: Turn) -> BranchEnvironment:
+        return BranchEnvironment(self, HeldBranch(await background().blocking(origin.fork)), turn)
+
+
+class BranchEnvironment:
+    """An ``Environment`` over one branch, in the middle of an episode."""
+
+    def __init__(self, world: BranchWorld, held: HeldBranch, turn: Turn) -> None:
+        self._world = world
+        self._held = held
+        self._turn = turn
+        self._began = False
+
+    async def reset(self, task: Task) -> Observation:
+        """Not supported: a branch begins in the middle of an episode."""
+        raise RuntimeError("a branch cannot be reset: it continues an episode")
+
+    async def step(self, action: Message) -> Observation:
+        """Execute an answer that the session's engine sampled; returns what the model would see.
+
+        Raises ``BadEnvironmentError`` for an action that a fork cannot execute.
+        """
+        held, before, answers = self._held, self._turn, self._world.engine.answers
+        if not self._began:
+            body = await held.request()
+            if body is None or not _same(body["messages"], before.wire):
+                raise BadEnvironmentError("the branch does not begin with the live session's prompt")
+            self._began = True
+        held.answer(answers.of(action))
+        body = await held.request()
+        if body is None:
+            return Observation(terminated=True)
+        wire, known = body["messages"], len(before.wire)
+        if not _same(wire[:known], before.wire):
+            raise BadEnvironmentError("the branch cannot continue the conversation: its host rewrites earlier messages")
+        # The prompt repeats the answer first, in the host's own form, except for one that the host could not read.
+        replayed = len(wire) > known and wire[known]["role"] == "assistant"
+        new = tuple(to_message(message) for message in wire[known + replayed :])
+        # The earlier messages are shared, because a search holds very many turns.
+        self._turn = Turn(before.body, [*before.wire, *wire[known:]], (*before.path, action, *new))
+        answers.expect(self._turn)
+        return Observation(messages=new)
+
+    async def fork(self) -> BranchEnvironment:
+        """A copy of this branch."""
+        return await self._world.branch(self._held.branch, self._turn)
+
+    async def evidence(self) -> JsonObject:
+        """The changes to the workspace since the session began."""
+        return await background().blocking(self._held.branch.evidence)
+
+    async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a command over the workspace as it stands, in a fresh sandbox."""
+        return await background().blocking(lambda: self._held.branch.check(asked))
+
+    async def close(self) -> None:
+        """End the branch's processes and remove its files."""
+        self._world.closed(self)
+        await self._held.close()
+
+
+def _same(one: Sequence[WireMessage], other: Sequence[WireMessage]) -> bool:
+    return len(one) == len(other) and all(a == b or says(a, to_message(b)) for a, b in zip(one, other, strict=True))

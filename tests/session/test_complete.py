@@ -1,0 +1,243 @@
+"""A session over a real server: what it sends, records, stores and returns, and branches of a host's run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve
+
+from openhands_rl_plugin import FileTrajectoryStorage
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import MAX_COMPLETIONS_IN_FLIGHT, background
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, to_message
+from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
+from openhands_rl_plugin.core.records import MISSING, CommandEvidence, TrajectoryFilter, WorkspaceCommand
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    JsonObject,
+    SamplingParams,
+    StrategySpec,
+    Task,
+)
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+from openhands_rl_plugin.session.branches import BranchWorld, Complete
+from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.upstream import HttpUpstream, ServerError
+
+ASK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        yield model
+
+
+def session_of(server: ScriptedModel, strategy: Any = None, **request: Any) -> Session:
+    known = {"task": Task(id="t", environment="e"), "run_id": "r", "group_id": "g", "seed": 3}
+    session = Session(
+        EpisodeRequest(**{**known, **request}),
+        RLSettings(),
+        strategy=strategy or StandardReActStrategy(),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        base_model="base",
+        environment_mode=True,
+    )
+    session.connect(HttpUpstream(server.url, "sk-hidden", 20.0, fields=FIELDS))
+    return session
+
+
+def ask(session: Session, model: str, messages: Any = ASK, **more: Any) -> Any:
+    return background().wait_for(session.complete({"model": model, "messages": messages, **more}))
+
+
+def server_error(caught: CaughtFailure) -> ServerError:
+    assert caught.__cause__ is not None and isinstance(caught.__cause__.__cause__, ServerError)
+    return caught.__cause__.__cause__
+
+
+@pytest.mark.shows("every completion with token ids and logprobs")
+def test_an_answer_has_its_tokens_policy_and_parameters(server: ScriptedModel) -> None:
+    server.script("shop-v000012", [says("Hello.")])
+    session = session_of(server, served_model="shop-v000012", sampling=SamplingParams(temperature=0.25))
+    document = ask(session, "base", stop=["x"], temperature=0.9)
+    node = session.tree.nodes[session.tree.head or 0]
+    assert node.tokens is not None and node.policy is not None and node.sampling is not None
+    assert list(node.tokens.prompt_ids) == prompt_ids(ASK)
+    assert list(node.tokens.sampled_ids) == message_ids(says("Hello."))
+    assert node.tokens.logprobs == (LOGPROB,) * len(node.tokens.sampled_ids)
+    assert node.policy.model_dump() == {"base_model": "base", "adapter": "shop", "version": 12}
+    (request,) = server.requests["shop-v000012"]
+    assert (request["temperature"], request["seed"], request["stop"]) == (0.25, 3, ["x"])
+    assert {name: request[name] for name in NEUTRAL_PARAMETERS} == NEUTRAL_PARAMETERS and node.sampling.top_k == -1
+    assert "sk-hidden" not in str(node.metadata)
+    assert document["choices"][0]["message"]["content"] == "Hello." and document["choices"][0]["logprobs"] is None
+    assert "prompt_token_ids" not in document and "token_ids" not in document["choices"][0]
+
+
+def test_the_next_prompt_goes_on_and_shows_what_the_host_made_of_the_answer(server: ScriptedModel) -> None:
+    server.script("on", [says("Hello."), says("Unread."), says("Bye.")])
+    session = session_of(server)
+    ask(session, "on")
+    longer = [*ASK, says("Hello."), {"role": "user", "content": "And now?"}]
+    ask(session, "on", longer)
+    session.unread("no call")
+    ask(session, "on", [*longer, {"role": "user", "content": "Again."}])
+    one, two, three = (node for node in session.tree.nodes if node.sampled)
+    assert one.tokens and two.tokens and two.tokens.extends and one.reward == 0.0
+    assert [*one.tokens.prompt_ids, *one.tokens.sampled_ids, *two.tokens.prompt_ids] == prompt_ids(longer)
+    assert (two.metadata["malformed"], two.reward) == ("no call", None) and "history_rewritten" not in three.metadata
+    assert three.parent is not None and session.tree.nodes[three.parent].parent == two.parent
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+def test_a_strict_server_gets_the_request_again_without_what_it_refuses(server: ScriptedModel, status: int) -> None:
+    name = f"strict-{status}"
+    server.policies[name] = lambda body: refusal(status, "no return_token_ids") if TOKEN_IDS in body else says("Hello.")
+    for _ in range(2):
+        session = session_of(server)
+        ask(session, name)
+    assert [TOKEN_IDS in body for body in server.requests[name]] == [True, False, False], "known to other sessions"
+    why = f"the model server refuses return_token_ids with status {status}"
+    assert session.tree.nodes[-1].metadata[MISSING] == {"token_ids": why}
+
+
+def test_what_the_host_itself_asked_for_is_kept(server: ScriptedModel) -> None:
+    server.script("frugal", [says("Hello.")])
+    session = session_of(server)
+    ask(session, "frugal", **{TOKEN_IDS: False, LOGPROBS: False, "top_k": 5})
+    (request,) = server.requests["frugal"]
+    assert (request[TOKEN_IDS], request[LOGPROBS], request["top_k"], request["min_p"]) == (False, False, 5, 0.0)
+    assert session.tree.nodes[-1].tokens is None and MISSING not in session.tree.nodes[-1].metadata
+
+
+def test_an_answer_is_made_fit_to_be_read_and_sent_again(server: ScriptedModel) -> None:
+    one = {"id": None, "type": "function", "function": {"name": "think", "arguments": None}}
+    server.script("odd", [{"role": "assistant", "content": "half", "tool_calls": [one]}])
+    session = session_of(server)
+    said = ask(session, "odd", tools=[{"type": "function", "function": {"name": "think"}}])["choices"][0]["message"]
+    kept = session.tree.nodes[-1].message
+    assert to_message(said) == kept
+    assert said["tool_calls"][0]["id"] and said["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+def test_failed_requests_come_again_with_the_same_seed(server: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.sleep", lambda seconds: real(0))
+    server.script("shaky", [EMPTY, *[refusal(503, "busy")] * 3, refusal(429, "wait"), says("At last.")])
+    session, errors = session_of(server), []
+    for _ in range(2):
+        with pytest.raises(CaughtFailure) as caught:
+            ask(session, "shaky")
+        errors.append(server_error(caught.value).status)
+    assert errors == [200, 503] and session.failure is not None
+    ask(session, "shaky")
+    assert session.failure is None and len({body["seed"] for body in server.requests["shaky"]}) == 1
+    attempts = session.tree.nodes[-1].metadata["attempts"]
+    assert isinstance(attempts, list) and len(attempts) == 6
+    assert not any("failed_attempts" in node.metadata for node in session.tree.nodes)
+
+
+real = asyncio.sleep
+
+
+class Best(StandardReActStrategy):
+    """Takes the last of three candidates."""
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        return [tree.propose(each) for each in await engine.complete(tree.messages(), tools=tree.tools, n=3)][-1]
+
+
+def test_the_host_pays_for_the_whole_search_and_gets_nothing_that_is_not_stored(
+    server: ScriptedModel, tmp_path: Path
+) -> None:
+    server.policies["three"] = lambda body: says(f"Seed {body['seed']}.")
+    session = session_of(server, Best())
+    storage = FileTrajectoryStorage(tmp_path)
+    session.keep_in(storage, background().loop)
+    document = ask(session, "three")
+    own: Any = session.tree.nodes[-1].metadata["response"]
+    assert document["usage"]["prompt_tokens"] == 3 * own["usage"]["prompt_tokens"]
+
+    async def stored() -> Any:
+        return [found async for found, _ in storage.find(TrajectoryFilter(finished=None))]
+
+    (found,) = background().wait_for(stored())
+    assert [node.sampled for node in found.nodes] == [False, False, True, True, True] and found.head == 4
+    background().wait_for(storage.close())
+
+
+class Counting:
+    """A host that tells the model how often it has answered, and ends when it is told to."""
+
+    def __init__(self, before: list[Any], *, odd: bool = False) -> None:
+        self.stop, self.before, self.odd, self.closed = threading.Event(), before, odd, False
+
+    def run(self, complete: Complete) -> None:
+        messages: list[Any] = [*(self.before[:1] if self.odd else self.before)]
+        while True:
+            said = complete({"messages": messages})["choices"][0]["message"]
+            if said["content"] == "stop":
+                return
+            messages = [*messages, said, {"role": "user", "content": f"{len(messages)}"}]
+            self.before = messages
+
+    def fork(self) -> Counting:
+        return Counting(self.before, odd=self.odd)
+
+    def seconds(self, answer: Any) -> float:
+        return 1.0
+
+    def evidence(self) -> JsonObject:
+        return {"messages": len(self.before)}
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        return asked.did(error="no workspace")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Forking(StandardReActStrategy):
+    """Executes one answer in many forks at once, and two more in a fork of one."""
+
+    many, told = MAX_COMPLETIONS_IN_FLIGHT + 20, ()
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        assert world is not None
+        node = tree.propose((await engine.complete(tree.messages()))[0])
+        forks: Any = [await world.fork() for _ in range(self.many)]
+        told = await asyncio.gather(*(fork.step(tree.nodes[node].message) for fork in forks))
+        again = await forks[0].fork()
+        [answer] = await engine.complete([*tree.messages(node), *told[0].messages])
+        self.told = (*told, await again.step(answer.message))
+        return node
+
+
+def test_branches_show_what_comes_and_each_has_a_thread_of_its_own(server: ScriptedModel) -> None:
+    server.policies["fork"] = lambda body: says("stop" if len(body["messages"]) > 2 else "go")
+    strategy, threads = Forking(), threading.active_count()
+    session, live = session_of(server, strategy), Counting(ASK)
+    session.world = lambda turn, engine: BranchWorld(live, turn, engine)
+    ask(session, "fork")
+    assert {told.messages[0].content for told in strategy.told[:-1]} == {"2"} and strategy.told[-1].terminated
+    assert live.stop.is_set() and not live.closed
+    assert threading.active_count() <= threads + MAX_COMPLETIONS_IN_FLIGHT, "closing ends the host's run"
+
+
+def test_a_branch_with_another_first_prompt_is_refused(server: ScriptedModel) -> None:
+    server.policies["odd-fork"] = lambda body: says("go")
+    session = session_of(server, strategy := Forking())
+    strategy.many = 1
+    session.world = lambda turn, engine: BranchWorld(Counting(ASK, odd=True), turn, engine)
+    with pytest.raises(CaughtFailure, match="does not begin with the live session's prompt") as caught:
+        ask(session, "odd-fork")
+    assert isinstance(caught.value.__cause__, BadEnvironmentError)
