@@ -23,6 +23,7 @@ from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
 from openhands_rl_plugin.models.gateway.token_id_text import Json
 from openhands_rl_plugin.session.engine import SessionEngine
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 
 # Seconds for a fork to open, and to close: copying a workspace and starting its shell take one or two.
@@ -177,12 +178,14 @@ class HeldBranch:
 
 
 class BranchWorld:
-    """A ``SessionWorld``: the live session of a host at one decision, which is only forked. ``turn``: its request."""
+    """A ``SessionWorld``: the live session of a host at one decision, which is only forked. ``turn``: its request;
+    ``calls``: the session's, if they are put back into its prompts."""
 
-    def __init__(self, live: Branch, turn: Turn, engine: SessionEngine) -> None:
+    def __init__(self, live: Branch, turn: Turn, engine: SessionEngine, calls: SampledCalls | None = None) -> None:
         self.engine = engine
         self._live = live
         self._turn = turn
+        self._calls = calls
         self._forks = OpenForks()
 
     @property
@@ -195,11 +198,11 @@ class BranchWorld:
 
     async def fork(self) -> BranchEnvironment:
         """A copy of the live session. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
-        return await self.branch(self._live, self._turn)
+        return await self.branch(self._live, self._turn, self._calls)
 
-    async def branch(self, origin: Branch, turn: Turn) -> BranchEnvironment:
+    async def branch(self, origin: Branch, turn: Turn, calls: SampledCalls | None) -> BranchEnvironment:
         """A copy of ``origin``, whose request ``turn`` waits."""
-        return await self._forks.add(self._fork(origin, turn))
+        return await self._forks.add(self._fork(origin, turn, calls))
 
     def closed(self, branch: BranchEnvironment) -> None:
         """A branch was closed by its user."""
@@ -210,17 +213,19 @@ class BranchWorld:
         self._live.stop.set()
         await self._forks.close()
 
-    async def _fork(self, origin: Branch, turn: Turn) -> BranchEnvironment:
-        return BranchEnvironment(self, HeldBranch(await background().blocking(origin.fork)), turn)
+    async def _fork(self, origin: Branch, turn: Turn, calls: SampledCalls | None) -> BranchEnvironment:
+        own = calls.copied() if calls is not None else None
+        return BranchEnvironment(self, HeldBranch(await background().blocking(origin.fork)), turn, own)
 
 
 class BranchEnvironment:
     """An ``Environment`` over one branch, in the middle of an episode."""
 
-    def __init__(self, world: BranchWorld, held: HeldBranch, turn: Turn) -> None:
+    def __init__(self, world: BranchWorld, held: HeldBranch, turn: Turn, calls: SampledCalls | None) -> None:
         self._world = world
         self._held = held
         self._turn = turn
+        self._calls = calls
         self._began = False
 
     async def reset(self, task: Task) -> Observation:
@@ -234,15 +239,16 @@ class BranchEnvironment:
         """
         held, before, answers = self._held, self._turn, self._world.engine.answers
         if not self._began:
-            body = await held.request()
-            if body is None or not _same(body["messages"], before.wire):
+            wire = await self._prompt()
+            if wire is None or not _same(wire, before.wire):
                 raise BadEnvironmentError("the branch does not begin with the live session's prompt")
             self._began = True
         held.answer(answers.of(action))
-        body = await held.request()
-        if body is None:
+        if self._calls is not None:
+            self._calls.add(action)
+        wire, known = await self._prompt(), len(before.wire)
+        if wire is None:
             return Observation(terminated=True)
-        wire, known = body["messages"], len(before.wire)
         if not _same(wire[:known], before.wire):
             raise BadEnvironmentError("the branch cannot continue the conversation: its host rewrites earlier messages")
         # The prompt repeats the answer first, in the host's own form, except for one that the host could not read.
@@ -255,7 +261,7 @@ class BranchEnvironment:
 
     async def fork(self) -> BranchEnvironment:
         """A copy of this branch."""
-        return await self._world.branch(self._held.branch, self._turn)
+        return await self._world.branch(self._held.branch, self._turn, self._calls)
 
     async def evidence(self) -> JsonObject:
         """The changes to the workspace since the session began."""
@@ -269,6 +275,13 @@ class BranchEnvironment:
         """End the branch's processes and remove its files."""
         self._world.closed(self)
         await self._held.close()
+
+    async def _prompt(self) -> Sequence[WireMessage] | None:
+        """That of the next request, as the session would send it; ``None`` after the end."""
+        body = await self._held.request()
+        if body is None or self._calls is None:
+            return body and body["messages"]
+        return self._calls.put_back(body["messages"])
 
 
 def _same(one: Sequence[WireMessage], other: Sequence[WireMessage]) -> bool:

@@ -52,7 +52,7 @@ class SessionEngine:
         self.said = SampledTexts()
         self.spent = Usage()
         self._session = session
-        self._upstream = upstream
+        self.upstream = upstream
         self._numbers = itertools.count()
         self._seeds = ConversationSeeds()
         self._before = self._seeds
@@ -128,13 +128,14 @@ class SessionEngine:
         after: Tokens | None = None,
         path: tuple[Message, ...] = (),
         rewritten: bool = False,
+        upstream: Upstream | None = None,
     ) -> Completion:
         """One completion, sampled as the host asks for it where ``sampling`` is ``None``. Raises as ``complete``."""
-        session, number = self._session, next(self._numbers)
+        session, number, upstream = self._session, next(self._numbers), upstream or self.upstream
         asked = self._request(given, wire, sampling)
         key = path, asked.get("seed")
-        fields = [name for name in self._upstream.fields if name not in asked] if session.token_ids else []
-        asking = self._upstream.extensions.attempt(str(asked["model"]), fields)
+        fields = [name for name in upstream.fields if name not in asked] if session.token_ids else []
+        asking = upstream.extensions.attempt(str(asked["model"]), fields)
         attempts = self._failed.pop(key, [])
         failures = 0
         while True:
@@ -142,7 +143,7 @@ class SessionEngine:
             attempt: JsonObject = {"model": sent["model"], "parameters": recorded_parameters(sent), "error": None}
             started = time.perf_counter()
             try:
-                answer = _read(await self._upstream.send(sent))
+                answer = _read(await upstream.send(sent))
                 break
             except ServerError as error:
                 attempts.append({**attempt, "latency": time.perf_counter() - started, "error": str(error)})
@@ -172,7 +173,7 @@ class SessionEngine:
         }
         if rewritten:
             metadata["history_rewritten"] = True
-        wanted = session.token_ids and TOKEN_IDS in self._upstream.fields
+        wanted = session.token_ids and TOKEN_IDS in upstream.fields
         wanted = wanted and all(asked.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
         if wanted and (missing := missing_parts(asking, tokens)):
             metadata[MISSING] = missing
@@ -190,7 +191,7 @@ class SessionEngine:
         self.spent += completion.usage
         if path:
             self.answers.keep(message, document)
-            if not given.get("tools"):
+            if session.exact and not given.get("tools"):
                 self.said.add(path, completion)
         return completion
 

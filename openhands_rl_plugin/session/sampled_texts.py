@@ -1,5 +1,6 @@
-"""The answers of a conversation whose tool calls are text, as the model said them.
+"""The answers of a conversation as the model sampled them, also where the host writes them anew.
 
+``SampledCalls`` has the calls by the API, whose arguments V1 repairs. ``SampledTexts`` has calls that are text:
 OpenHands reads such a call and replays it written anew: with an empty line before it, with line breaks around values of
 several lines, without the white space around it, with a closing tag that a stop word had cut. For the model that is
 another text than it sampled, so each turn would be a sequence of its own. What the model said is sent instead, where it
@@ -13,8 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from openhands_rl_plugin.core.messages import WireMessage, text_of
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message
+from openhands_rl_plugin.core.messages import WireMessage, is_json_object, text_of
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, ToolCall
 
 _STOP, _CLOSED = "</function", "</function>"
 """Where OpenHands asks the server to stop, and what stands there in the prompts that follow."""
@@ -56,7 +57,48 @@ class SampledTexts:
         known = self._texts.get(key)
         if known is None or known.message != said or message["role"] != "assistant" or message.get("tool_calls"):
             return None
-        return known.text if _read(known.text) == _read(text_of(message.get("content")) or "") else None
+        return known.text if read_text(known.text) == read_text(text_of(message.get("content")) or "") else None
+
+
+class SampledCalls:
+    """The tool calls of a conversation as they were sampled.
+
+    Where the arguments are no JSON object, the host's form stays: servers refuse such a history.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, list[ToolCall | None]] = {}
+
+    def add(self, message: Message) -> None:
+        """Remember the calls of an answer that is executed."""
+        for call in message.tool_calls:
+            self._by_id.setdefault(call.id, []).append(call if is_json_object(call.arguments) else None)
+
+    def copied(self) -> SampledCalls:
+        """The same calls, for a conversation that goes on by itself."""
+        twin = SampledCalls()
+        twin._by_id = {id: list(calls) for id, calls in self._by_id.items()}
+        return twin
+
+    def put_back(self, prompt: Sequence[WireMessage]) -> list[WireMessage]:
+        """The prompt with the calls as they were sampled. Servers may use an id again, so the newest comes first."""
+        seen: dict[str, int] = {}
+        restored = [self._restored(message, seen) for message in reversed(prompt)]
+        return restored[::-1]
+
+    def _restored(self, message: WireMessage, seen: dict[str, int]) -> WireMessage:
+        if message["role"] != "assistant" or not message.get("tool_calls"):
+            return message
+        calls = [self._sampled(call, seen) for call in reversed(message["tool_calls"])][::-1]
+        return message if calls == message["tool_calls"] else {**message, "tool_calls": calls}
+
+    def _sampled(self, call: Any, seen: dict[str, int]) -> Any:
+        id = call["id"]
+        known = self._by_id.get(id, ())
+        at = seen[id] = seen.get(id, 0) + 1
+        if at > len(known) or (own := known[-at]) is None:
+            return call
+        return {**call, "function": {**call["function"], "name": own.name, "arguments": own.arguments}}
 
 
 class _Said(NamedTuple):
@@ -64,8 +106,8 @@ class _Said(NamedTuple):
     text: str
 
 
-class _Answer(NamedTuple):
-    """What an answer says, apart from what hosts change: ``after`` is whatever belongs to no call."""
+class SampledText(NamedTuple):
+    """What the text of an answer says, apart from what hosts change: ``after`` is whatever belongs to no call."""
 
     before: str
     name: str | None = None
@@ -81,13 +123,14 @@ def _keys(path: Sequence[Message]) -> Iterator[int]:
         yield key
 
 
-def _read(text: str) -> _Answer:
+def read_text(text: str) -> SampledText:
+    """The call that the text holds, and what is around it."""
     call = _CALL.search(text)
     if call is None:
-        return _Answer(text.strip())
+        return SampledText(text.strip())
     arguments = tuple((name, _plain(value.strip())) for name, value in _PARAMETER.findall(call[2]))
     after = _PARAMETER.sub("", call[2]) + text[call.end() :]
-    return _Answer(text[: call.start()].strip(), call[1], arguments, after.strip())
+    return SampledText(text[: call.start()].strip(), call[1], arguments, after.strip())
 
 
 def _plain(value: str) -> str:

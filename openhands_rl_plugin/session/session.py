@@ -44,6 +44,7 @@ from openhands_rl_plugin.rollout.session import context_tokens, reached
 from openhands_rl_plugin.session.branches import SessionWorld
 from openhands_rl_plugin.session.conversation import WorkspaceConversation
 from openhands_rl_plugin.session.engine import SessionEngine
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.storage import LoopBoundStorage
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 from openhands_rl_plugin.session.upstream import Upstream
@@ -63,7 +64,8 @@ class Session:
 
     A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on a
     request; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or ``None``);
-    ``samples`` to false where the host's sampling and limits hold, not the session's.
+    ``samples`` to false where the host's sampling and limits hold, not the session's; ``calls``, those that were
+    sampled, to put them back into its prompts; ``exact`` to false where calls in the text stay in its own form.
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class Session:
         self.world: Callable[[Turn, SessionEngine], SessionWorld | None] | None = None
         self.reads: Callable[[Json], str | None] | None = None
         self.samples = True
+        self.exact = True
+        self.calls: SampledCalls | None = None
         self._engine: SessionEngine | None = None
         self._conversation: WorkspaceConversation | None = None
         self._turn = asyncio.Lock()
@@ -112,7 +116,10 @@ class Session:
         self._wrong_tokens = False
 
     def connect(self, upstream: Upstream) -> None:
-        """Sample from ``upstream``."""
+        """Sample from ``upstream``, in the middle of the episode, too."""
+        if self._engine is not None:
+            self._engine.upstream = upstream
+            return
         self._engine = SessionEngine(self, upstream)
         self._conversation = WorkspaceConversation(self.tree, self._engine.said)
 
@@ -126,11 +133,12 @@ class Session:
         engine, conversation, tree = self._engine, self._conversation, self.tree
         assert engine is not None and conversation is not None
         async with self._turn:
-            rewritten = conversation.follow(body["messages"])
+            wire = body["messages"] if self.calls is None else self.calls.put_back(body["messages"])
+            rewritten = conversation.follow(wire)
             tree.tools = tree.tools or tuple(body.get("tools") or ())
             if self.samples and (stop := self.stop or self.limit_reached()) is not None:
                 raise EpisodeOver(stop)
-            turn = Turn(body, body["messages"], tree.messages(), rewritten)
+            turn = Turn(body, wire, tree.messages(), rewritten)
             engine.open(turn)
             self.failure = None
             world = self.world(turn, engine) if self.world is not None else None
@@ -149,14 +157,19 @@ class Session:
                 engine.close(decided=decided)
             self.turns += 1
             conversation.acted(chosen)
+            if self.calls is not None:
+                self.calls.add(tree.nodes[chosen].message)
             await self.keep_up()
             return engine.document(chosen)
 
-    async def aside(self, body: Json, kind: str) -> Json:
-        """A completion beside the episode, such as a summary, sampled as the host asks. Raises as ``complete``."""
+    async def aside(self, body: Json, kind: str, upstream: Upstream) -> Json:
+        """A completion of ``upstream`` beside the episode, such as a summary, sampled as the host asks.
+
+        Raises as ``complete``.
+        """
         assert self._engine is not None
         with boundary(FailureKind.MODEL, "session.aside"):
-            completion = await self._engine.ask(body, body["messages"], None)
+            completion = await self._engine.ask(body, body["messages"], None, upstream=upstream)
         self.tree.aside([to_message(message) for message in body["messages"]], completion, kind)
         document: Any = completion.metadata["response"]
         return document

@@ -1,20 +1,29 @@
-"""The model server behind a session: sends a request and returns the body of the answer."""
+"""The model behind a session: a server, or an engine in this process. It takes a request and returns the answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 from pydantic_core import to_json
 
+from openhands_rl_plugin.config.build import make_engine
+from openhands_rl_plugin.config.rl import AUTO, RLSettings
 from openhands_rl_plugin.core.concurrency import LoopThread, background
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError
-from openhands_rl_plugin.core.messages import error_in
-from openhands_rl_plugin.models.engines.extensions import ExtensionTable
-from openhands_rl_plugin.models.gateway.token_id_text import Json, dump_object, parse_object
+from openhands_rl_plugin.core.messages import error_in, reasoning_in, sampling_in, to_message, to_wire
+from openhands_rl_plugin.core.protocols import LLMEngine
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, ExtensionTable
+from openhands_rl_plugin.models.gateway.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json, dump_object, parse_object
+
+ALL_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
+"""The extensions that a server of the user's own is asked for."""
 
 # Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429})
@@ -107,6 +116,82 @@ class HttpUpstream:
             status = found[0]
         told = parse_object(answer) or answer[:1000].decode("utf-8", "replace")
         raise ServerError(status, f"Error code: {status} - {told}", answer)
+
+
+class EngineUpstream:
+    """An ``Upstream`` over an ``LLMEngine``, which is used on the loop of ``background``."""
+
+    fields = ()
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.extensions = ExtensionTable()
+        self._engine = engine
+
+    async def send(self, body: Json) -> bytes:
+        """As ``Upstream.send``."""
+        messages, tools = [to_message(message) for message in body["messages"]], body.get("tools") or ()
+        try:
+            [completion] = await self._engine.complete(messages, tools=tools, n=1, sampling=sampling_in(body))
+        except EpisodeError as error:
+            raise ServerError(400 if isinstance(error, ModelError) else 503, str(error)) from error
+        said, usage, tokens = to_wire(completion.message), completion.usage, completion.tokens
+        if thought := reasoning_in(completion.metadata):
+            said["reasoning_content"] = thought
+        choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason or "stop", "message": said}
+        answer: dict[str, Any] = {
+            "id": f"rl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "model": completion.policy.served_name if completion.policy else body["model"],
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            },
+        }
+        if tokens is not None:
+            answer[PROMPT_IDS], choice[SAMPLED_IDS] = list(tokens.prompt_ids), list(tokens.sampled_ids)
+            choice["logprobs"] = {"content": [{"token": "", "logprob": each} for each in tokens.logprobs]}
+        return dump_object(answer)
+
+
+_given: list[LLMEngine] = []
+_made: dict[str, LLMEngine] = {}
+_MOST = 16
+_lock = threading.Lock()
+
+
+@contextmanager
+def sampling_from(engine: LLMEngine) -> Iterator[None]:
+    """Until the end of the block, V1's episodes that begin in this process are sampled from ``engine``: a
+    ``TransformersEngine``, say, for a model in this process. It is used on the loop of ``core.concurrency``."""
+    _given.append(engine)
+    try:
+        yield
+    finally:
+        _given.remove(engine)
+
+
+def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstream | None:
+    """What samples in the place of the host's own model, for the served name ``model``; ``None`` for nothing.
+
+    Engines are shared by the sessions of a process. Raises ``ConfigError``.
+    """
+    serving, url = settings.serving, settings.serving.base_url
+    if _given:
+        return EngineUpstream(_given[-1])
+    if url and settings.engine in (AUTO, "openai") and not settings.engine_options:
+        return HttpUpstream(url, serving.api_key(), serving.request_timeout, fields=ALL_FIELDS)
+    if settings.engine == AUTO:
+        return None
+    key = "\0".join((model, base_model, settings.engine, str(settings.engine_options), serving.model_dump_json()))
+    with _lock:
+        if key not in _made:
+            while len(_made) >= _MOST:
+                del _made[next(iter(_made))]
+            _made[key] = make_engine(settings, model=model, base_model=base_model, base_url=url)
+        return EngineUpstream(_made[key])
 
 
 def _json(body: Json) -> bytes:

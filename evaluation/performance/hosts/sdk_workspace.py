@@ -49,6 +49,8 @@ from openhands.sdk.event import ObservationEvent
 from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.terminal import TerminalTool
 from openhands.tools.terminal.definition import TerminalAction
+from openhands_rl_plugin.hosts.v1.engine import ConversationTurn
+from openhands_rl_plugin.hosts.v1.world import ConversationWorld
 from pydantic import SecretStr
 
 from evaluation.performance.hosts.instant_model import instant_model, script
@@ -56,10 +58,8 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1 import RLAgent
-from openhands_rl_plugin.hosts.v1.engine import ConversationTurn
 from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.hosts.v1.world import ConversationWorld
 
 RECORDING_MS, FORK_MS = 3.0, 200.0
 WARM = 5

@@ -1,55 +1,137 @@
-"""What both hosts read out of litellm's calls."""
+"""What both hosts share of litellm: the requests that OpenHands makes for it, its answers and its errors.
+
+A session answers in litellm's place. The arguments of the call become the body of a request, the document that the
+session returns becomes litellm's response, and an error of the model server becomes litellm's exception.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import litellm
-from litellm.types.utils import Choices, ModelResponse
+from litellm.litellm_core_utils.exception_mapping_utils import exception_type
+from litellm.litellm_core_utils.llm_response_utils.convert_dict_to_response import convert_to_model_response_object
+from litellm.llms.openai.common_utils import OpenAIError as ServersError
+from litellm.types.utils import ModelResponse
+from openai import OpenAIError
 
-from openhands_rl_plugin.core.errors import EpisodeError, describe
-from openhands_rl_plugin.core.messages import text_in, usage_in, whole_message
-from openhands_rl_plugin.core.types import Message, Tokens, ToolCall, Usage
-from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS
-from openhands_rl_plugin.session.upstream import ServerError
-
-
-def model_server_error(error: Exception) -> EpisodeError:
-    """``ModelError`` when the server refuses the request itself (4xx), else ``InfrastructureError``."""
-    status = getattr(error, "status_code", None)
-    return ServerError(status if isinstance(status, int) else 500, describe(error)).as_failure()
-
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import CaughtFailure
+from openhands_rl_plugin.models.engines.extensions import ExtensionTable
+from openhands_rl_plugin.models.gateway.token_id_text import Json, parse_object
+from openhands_rl_plugin.session.branches import Complete
+from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, ServerError, Upstream
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
 KEY_VARIABLES = {"hosted_vllm": "HOSTED_VLLM_API_KEY", "litellm_proxy": "LITELLM_PROXY_API_KEY"}
 """Where litellm takes the key from when [llm] has none; a custom_openai is an openai to it."""
 
-_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
+# litellm's own arguments, which are no part of a request.
+_LITELLMS = frozenset({"api_key", "base_url", "api_base", "api_version", "custom_llm_provider", "timeout", "client"})
+_LITELLMS |= {"drop_params", "extra_body", "extra_headers", "allowed_openai_params", "safety_settings"}
+_LITELLMS |= {"aws_region_name", "aws_access_key_id", "aws_secret_access_key"}
+_NO_TIMEOUT = 600.0  # litellm's own, where OpenHands sets none
 
 
-def wanted_fields(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields to ask a server for, except for those that the user set: his own values take precedence."""
+def answered(complete: Complete, asked: Mapping[str, Any]) -> ModelResponse:
+    """What litellm would return for the arguments ``asked``; ``complete`` answers the request.
+
+    An error of the model server is raised as litellm's exception; raises what else ``complete`` raises.
+    """
+    body = {name: value for name, value in asked.items() if name not in _LITELLMS and value is not None}
+    body |= asked.get("extra_body") or {}
+    provider, body["model"] = _named(asked)
+    try:
+        document = complete(body)
+    except CaughtFailure as caught:
+        error = server_error(caught)
+        if error is None:
+            raise
+        if error.status == 200:  # OpenHands asks again
+            told = parse_object(error.body) or {}
+            kept = {name: told[name] for name in ("id", "created", "model", "usage") if told.get(name)}
+            return ModelResponse(**kept, choices=[])
+        raise _litellms_error(error, provider, body["model"]) from caught
+    return response_of(document)
+
+
+def response_of(document: Json) -> ModelResponse:
+    """A chat completion as litellm returns it."""
+    response = convert_to_model_response_object(response_object=document, model_response_object=ModelResponse())
+    assert isinstance(response, ModelResponse)
+    return response
+
+
+def server_error(caught: BaseException) -> ServerError | None:
+    """The model server's error that was the cause."""
+    error: BaseException | None = caught
+    while error is not None and not isinstance(error, ServerError):
+        error = error.__cause__
+    return error
+
+
+def upstream_of(given: Mapping[str, Any], send: Callable[..., ModelResponse]) -> Upstream:
+    """The model server that litellm would ask. ``given``: the arguments of every call; ``send`` makes one by litellm,
+    for the APIs of vendors."""
+    provider, _ = _named(given)
+    base_url = str(given.get("base_url") or "")
+    openais = (urlsplit(base_url).hostname or "").endswith("openai.com")
+    # Vendors reject what they do not know, such as token ids, and have rules of their own, which litellm knows.
+    if not base_url or openais or provider not in OPENAI_COMPATIBLE:
+        return _LiteLLM(send, provider)
+    key = given.get("api_key") or os.environ.get(KEY_VARIABLES.get(provider, "OPENAI_API_KEY"))
+    timeout = given.get("timeout") or _NO_TIMEOUT
+    # What the user set himself takes precedence.
     own = {**(given.get("extra_body") or {}), **given}
-    return tuple(name for name in _FIELDS if name not in own) if is_self_hosted(given) else ()
+    fields = tuple(name for name in ALL_FIELDS if name not in own)
+    return HttpUpstream(base_url, key, timeout, fields=fields, headers=given.get("extra_headers"))
 
 
-def asks_for_tokens(given: Mapping[str, Any]) -> bool:
-    """Whether token ids and logprobs are asked for, by us or in the call: what a user turned off is not missing."""
-    own = {**(given.get("extra_body") or {}), **given}
-    return is_self_hosted(given) and all(own.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
+class _LiteLLM:
+    """An ``Upstream`` for the APIs of vendors, which litellm knows."""
+
+    fields = ()
+
+    def __init__(self, send: Callable[..., ModelResponse], provider: str) -> None:
+        self.extensions = ExtensionTable()
+        self._send = send
+        self._provider = provider
+
+    async def send(self, body: Json) -> bytes:
+        """As ``Upstream.send``; the cause of the error is litellm's."""
+        name = body["model"]
+        asked = {**body, "model": f"{self._provider}/{name}" if self._provider else name}
+        try:
+            response = await background().blocking(partial(self._send, **asked))
+        except OpenAIError as error:
+            status = getattr(error, "status_code", None)
+            raise ServerError(status if isinstance(status, int) else 500, str(error)) from error
+        return response.model_dump_json(warnings=False).encode()
 
 
-def is_self_hosted(asked: Mapping[str, Any]) -> bool:
-    """Whether the server may be self-hosted. OpenAI and other vendors reject what they do not know, such as token ids,
-    and have APIs and rules of their own for parameters, which litellm knows."""
-    base_url = str(asked.get("base_url") or asked.get("api_base") or "")
-    if not base_url or (urlsplit(base_url).hostname or "").endswith("openai.com"):
-        return False
-    provider = asked.get("custom_llm_provider") or split_provider(asked.get("model") or "")[0]
-    return provider in OPENAI_COMPATIBLE
+def _litellms_error(error: ServerError, provider: str, model: str) -> OpenAIError:
+    """The exception that litellm raises for it."""
+    if isinstance(error.__cause__, OpenAIError):
+        return error.__cause__
+    told = parse_object(error.body) or {}
+    about = told.get("error", told)
+    servers = ServersError(error.status, str(error), body=about if isinstance(about, dict) else None)
+    try:
+        exception_type(model=model, original_exception=servers, custom_llm_provider=provider)
+    except OpenAIError as mapped:
+        return mapped
+    raise AssertionError("litellm raises for every error of a server")
+
+
+def _named(given: Mapping[str, Any]) -> tuple[str, str]:
+    """The provider, by which litellm knows the API, and the model as the server calls it."""
+    provider, name = given.get("custom_llm_provider") or "", str(given["model"])
+    return (provider, name.removeprefix(f"{provider}/")) if provider else split_provider(name)
 
 
 def missing_keys(model: str) -> list[str]:
@@ -63,48 +145,3 @@ def split_provider(model: str) -> tuple[str, str]:
     """``"openai/Qwen/Qwen3-8B"`` -> ``("openai", "Qwen/Qwen3-8B")``; the provider is empty when unknown."""
     provider, slash, name = model.partition("/")
     return (provider, name) if slash and provider in litellm.provider_list else ("", model)
-
-
-def take_message(choice: Choices) -> Message:
-    """The message. Lone surrogates and arguments that are absent are replaced in the choice, too: OpenHands could
-    neither send them again nor read them."""
-    message = choice.message
-    calls = message.tool_calls or ()
-    said = Message(
-        role="assistant",
-        content=text_in({"content": message.content}, calls),
-        tool_calls=tuple(
-            ToolCall(id=call.id or "", name=call.function.name or "", arguments=call.function.arguments)
-            for call in calls
-        ),
-    )
-    whole = whole_message(said)
-    if whole is not said or whole.content is None:
-        message.content = whole.content
-    for call, own in zip(calls, whole.tool_calls, strict=True):
-        if (call.id, call.function.name, call.function.arguments) != (own.id, own.name, own.arguments):
-            call.id, call.function.name, call.function.arguments = own.id, own.name, own.arguments
-    return whole
-
-
-def take_tokens(prompt_ids: object, choice: Choices) -> Tokens | None:
-    """Move the token arrays out of the choice; ``None`` without both kinds of ids."""
-    logprobs, choice.logprobs = getattr(choice, "logprobs", None), None
-    sampled_ids = (getattr(choice, "provider_specific_fields", None) or {}).pop("token_ids", None)
-    if not (isinstance(prompt_ids, list) and isinstance(sampled_ids, list)):
-        return None
-    content = getattr(logprobs, "content", None) or ()
-    values = tuple(float(entry.logprob) for entry in content)
-    # Not validated here: 35,000 ids in every turn would cost most of a millisecond. ``Session`` checks the ids that
-    # each prompt adds before they are stored.
-    return Tokens.model_construct(
-        prompt_ids=tuple(prompt_ids),
-        sampled_ids=tuple(sampled_ids),
-        logprobs=Tokens.known_logprobs(values, len(sampled_ids)),
-    )
-
-
-def usage_of(response: ModelResponse) -> Usage:
-    """Tokens of one call."""
-    usage = getattr(response, "usage", None)
-    return usage_in(usage.model_dump() if usage is not None else None)

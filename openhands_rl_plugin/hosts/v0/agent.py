@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -34,7 +33,7 @@ from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, system_prompt
 from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt, too_long
-from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
+from openhands_rl_plugin.hosts.shared.litellm_calls import response_of, split_provider
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.shared.sessions import deciding, end_evidence, runtime_of, stop_deciding
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
@@ -313,7 +312,7 @@ class RLAgent(CodeActAgent):
 
     def read(self, document: Json) -> Sequence[Action]:
         """The actions of an answer. Raises ``MALFORMED``."""
-        response = ModelResponse(**copy.deepcopy(document))
+        response = response_of(document)
         if not self.llm.is_function_calling_active():
             read_described_call(response, self._offered)
         return self.response_to_actions(response)

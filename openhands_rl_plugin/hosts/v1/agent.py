@@ -18,9 +18,8 @@ from openhands.sdk.agent import Agent, AgentBase
 from openhands.sdk.context.condenser import CondenserBase
 from openhands.sdk.conversation import ConversationCallbackType, ConversationTokenCallbackType, LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
-from openhands.sdk.llm import LLM, LLMResponse
-from openhands.sdk.llm import Message as SdkMessage
-from openhands.sdk.tool import ToolDefinition
+from openhands.sdk.llm import LLM
+from openhands.sdk.llm.exceptions import LLMContextWindowExceedError
 from pydantic import Field, PrivateAttr, field_validator
 
 from openhands_rl_plugin.config.rl import RLSettings
@@ -28,12 +27,13 @@ from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
-from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, EpisodeOver
+from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.conversations import Conversations
 from openhands_rl_plugin.hosts.v1.critic import judged_in
-from openhands_rl_plugin.hosts.v1.policy_llm import PolicyLLM
+from openhands_rl_plugin.hosts.v1.session_llm import SessionLLM
 from openhands_rl_plugin.hosts.v1.sub_agents import adopting
 from openhands_rl_plugin.session.session import Session, current_episode
+from openhands_rl_plugin.session.turns import EpisodeOver
 
 log = logging.getLogger("openhands")
 
@@ -45,7 +45,7 @@ class RLAgent(Agent):
     """The SDK's agent whose completions a strategy decides and a storage records.
 
     ``rl`` is the ``[rl]`` section of a config.toml. Under a runner of the project (``bind_episode``) the runner's
-    settings count. A step is the stock agent's, on a copy whose ``llm`` is a ``PolicyLLM``; what is serialised is this
+    settings count. A step is the stock agent's, on a copy whose ``llm`` is a ``SessionLLM``; what is serialised is this
     agent with its plain LLM.
     """
 
@@ -154,17 +154,16 @@ class RLAgent(Agent):
         if episode is None:
             yield self
             return
+        llm = SessionLLM.over(self.llm, partial(episode.answer, self.llm), episode.prompts, episode.cancel)
         try:
             with judged_in(episode.episode, episode.session), adopting(partial(self._adopt, episode)):
-                yield self.model_copy(
-                    update={
-                        "llm": PolicyLLM.over(self.llm, episode),
-                        "condenser": _recorded(self.condenser, _Summaries(episode)),
-                    }
-                )
+                yield self.model_copy(update={"llm": llm, "condenser": _recorded(self.condenser, episode)})
         except EpisodeOver as over:
             conversation.state.execution_status = Status.FINISHED
             episode.end(over.stop)
+        except LLMContextWindowExceedError:
+            episode.full = bool(episode.episode.turns)
+            raise
         finally:
             self._conversations.end_step(conversation)
 
@@ -175,31 +174,16 @@ class RecordedAgent(RLAgent):
     replays_sampled: ClassVar[bool] = False
 
 
-class _Summaries:
-    """Answers a condenser's LLM."""
-
-    def __init__(self, episode: ConversationEpisode) -> None:
-        self._episode = episode
-
-    def complete(
-        self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
-    ) -> LLMResponse:
-        return self._episode.condense(llm, messages, arguments)
-
-    def cancel(self) -> None:
-        """A summary is not cancelled: it ends by itself."""
-
-
-def _recorded(condenser: CondenserBase | None, summaries: _Summaries) -> CondenserBase | None:
+def _recorded(condenser: CondenserBase | None, episode: ConversationEpisode) -> CondenserBase | None:
     """The condenser with recorded LLMs; condensers of condensers too."""
     if condenser is None:
         return None
     changed: dict[str, object] = {}
     llm, inner = getattr(condenser, "llm", None), getattr(condenser, "condensers", None)
     if isinstance(llm, LLM):
-        changed["llm"] = PolicyLLM.over(llm, summaries)
+        changed["llm"] = SessionLLM.over(llm, partial(episode.summarize, llm))
     if isinstance(inner, list):
-        changed["condensers"] = [_recorded(each, summaries) for each in inner]
+        changed["condensers"] = [_recorded(each, episode) for each in inner]
     return condenser.model_copy(update=changed) if changed else condenser
 
 

@@ -13,68 +13,51 @@ from typing import Any
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.event import Event
-from openhands.sdk.llm import LLM, LLMResponse
-from openhands.sdk.llm import Message as SdkMessage
-from openhands.sdk.llm.exceptions import LLMBadRequestError, LLMContextWindowExceedError, LLMServiceUnavailableError
-from openhands.sdk.tool import ToolDefinition
+from openhands.sdk.llm import LLM
+from openhands.sdk.llm.exceptions import LLMBadRequestError
 from pydantic import SecretStr
 
 from openhands_rl_plugin.core.concurrency import Job, background
-from openhands_rl_plugin.core.errors import (
-    CaughtFailure,
-    ConfigError,
-    EpisodeError,
-    InfrastructureError,
-    RLError,
-    StorageError,
-    boundary,
-    describe,
-)
-from openhands_rl_plugin.core.messages import WireMessage, one_line, to_message
-from openhands_rl_plugin.core.protocols import LLMEngine
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, StorageError, boundary, describe
+from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
 from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt
+from openhands_rl_plugin.hosts.shared.litellm_calls import server_error
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import SHORT_ID, RunBeside, StandaloneRun, store_name
+from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
 from openhands_rl_plugin.hosts.v1.endings import conversation_end
-from openhands_rl_plugin.hosts.v1.engine import LLM_ERRORS, ConversationEngine, ConversationTurn
-from openhands_rl_plugin.hosts.v1.values import SampledCalls
+from openhands_rl_plugin.hosts.v1.session_llm import Unrecorded, model_server
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, StockWorkspace
-from openhands_rl_plugin.hosts.v1.world import ConversationWorld
-from openhands_rl_plugin.hosts.v1.written_prompts import OfferedTools, PromptWriter, as_sent, is_text
-from openhands_rl_plugin.session.branches import SessionWorld
-from openhands_rl_plugin.session.conversation import WorkspaceConversation
+from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
+from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
+from openhands_rl_plugin.models.gateway.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json
+from openhands_rl_plugin.session.branches import BranchWorld, SessionWorld
+from openhands_rl_plugin.session.engine import SessionEngine
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.turns import EpisodeOver, Turn
+from openhands_rl_plugin.session.upstream import Upstream
 
 log = logging.getLogger("openhands")
-
-# How a server says that a prompt is too long; an engine of the project has no error of its own for that.
-_TOO_LONG = ("context length", "context window", "maximum context", "max_model_len", "too many tokens")
-
-
-class EpisodeOver(Exception):
-    """Raised in an agent's step, instead of a completion, when a limit of the episode is reached."""
-
-    def __init__(self, stop: StopReason) -> None:
-        super().__init__(stop.value)
-        self.stop = stop
 
 
 class ConversationEpisode:
     """The state of one episode. ``standalone`` stores it when no runner does. ``delegated`` are its sub-agents'.
 
     ``calls``: those of the conversation's earlier episodes too; ``exact``: they are replayed as they were sampled.
-    ``own`` samples in the place of the SDK's LLM.
+    ``own`` samples in the place of what the SDK's ``llm`` would ask. ``full``: whether the context was at the end.
     """
 
     def __init__(
         self,
         episode: Session,
         conversation: LocalConversation,
+        llm: LLM,
         *,
         calls: SampledCalls,
-        own: LLMEngine | None,
+        own: Upstream | None,
         standalone: StandaloneRun | RunBeside | None,
         exact: bool = True,
     ) -> None:
@@ -84,17 +67,15 @@ class ConversationEpisode:
         self.failed = False
         self.delegated: weakref.WeakSet[ConversationEpisode] = weakref.WeakSet()
         self._conversation = weakref.ref(conversation)
-        self._engine = ConversationEngine(episode, own, exact=exact)
-        self._followed = WorkspaceConversation(episode.tree, self._engine.said)
-        self._calls = calls
-        self._writer = PromptWriter()
-        self._offered = OfferedTools(compact=episode.settings.workspace.is_compact)
-        self._exact = exact
+        self.prompts = Prompts(compact=episode.settings.workspace.is_compact)
+        self.full = False
+        self._llm, self._own = llm, own
+        episode.connect(own or model_server(llm))
+        episode.exact, episode.calls = exact, calls if exact else None
+        episode.world = self._world
         self._standalone = standalone
-        self._job: Job[int] | None = None
-        self._decided: LLMResponse | None = None
+        self._job: Job[Json] | None = None
         self._ending = threading.Lock()
-        self._full = False
         self._last_status = Status.RUNNING
         self._workspace: StockWorkspace | None = None
         runtime = runtime_of(self.session)
@@ -129,26 +110,46 @@ class ConversationEpisode:
             self._last_status = conversation.state.execution_status
         return self._last_status
 
-    def complete(
-        self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
-    ) -> LLMResponse:
-        """The strategy's completion, stored before it is returned. Raises the SDK's errors and ``EpisodeOver``.
+    def answer(self, llm: LLM, body: JsonObject) -> Json:
+        """The strategy's answer to a request of ``llm``, stored before it is returned. Blocks.
 
-        When the plugin itself fails, a conversation without a runner goes on with a plain completion.
+        Raises ``EpisodeOver``, ``CaughtFailure`` for an error of the model server, and the SDK's error for a first
+        prompt that is too long. When the plugin itself fails, raises ``Unrecorded`` without a runner, else that error.
         """
+        session = self.episode
         if self.over:
-            raise EpisodeOver(self.episode.stop or StopReason.ERROR)
+            raise EpisodeOver(session.stop or StopReason.ERROR)
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.agent"):
-                outcome = self._decide(llm, messages, tools, arguments)
+                if llm is not self._llm and self._own is None:
+                    session.connect(model_server(llm))
+                    self._llm = llm
+                body = {**body, "model": session.base_model} if self._own is not None else body
+                refused = None if session.turns else self._refused(llm, body)
+                if refused is None:
+                    self.full = False
+                    job = self._job = background().start(session.complete(body))
+                    return self._with_ids(body, job.result())
+        except EpisodeOver:
+            raise
         except RLError as error:
+            if server_error(error) is not None:
+                raise
             self.fail(error)
-            if self._decided is not None:
-                return self._decided
-            return llm.model_copy(update={"stream": False}).completion(messages, list(tools), **arguments)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+            raise Unrecorded from error
+        raise refused
+
+    def summarize(self, llm: LLM, body: JsonObject) -> Json:
+        """A completion for a condenser: a node of its own kind. Raises ``CaughtFailure`` for an error of the model
+        server, and ``Unrecorded`` when the plugin fails."""
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.condenser"):
+                return background().wait_for(self.episode.aside(body, CONDENSATION, model_server(llm)))
+        except CaughtFailure as caught:
+            if server_error(caught) is not None:
+                raise
+            log.warning("openhands_rl_plugin: a summary was not recorded: %s", caught)
+            raise Unrecorded from caught
 
     def cancel(self) -> None:
         """End a decision that is under way, a sub-agent's too. Blocks until its forks are closed."""
@@ -156,21 +157,6 @@ class ConversationEpisode:
             each.cancel()
         if (job := self._job) is not None:
             job.cancel()
-
-    def condense(self, llm: LLM, messages: list[SdkMessage], arguments: dict[str, Any]) -> LLMResponse:
-        """A completion for a condenser: a node of its own kind. Raises the SDK's errors."""
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "rl.condenser"):
-                completion = self._engine.aside(llm, messages, arguments)
-                prompt = [to_message(message) for message in llm.format_messages_for_llm(list(messages))]
-                self.episode.tree.aside(prompt, completion, CONDENSATION)
-                return self._engine.answers.of(completion.message)
-        except CaughtFailure as caught:
-            cause = caught.__cause__.__cause__ if caught.__cause__ is not None else None
-            if isinstance(cause, LLM_ERRORS):
-                raise cause from caught
-            log.warning("openhands_rl_plugin: a summary was not recorded: %s", caught)
-        return llm.model_copy(update={"stream": False}).completion(messages, **arguments)
 
     def fail(self, error: RLError) -> None:
         """The plugin itself failed. Under a runner the episode fails, and the error is raised; else the user's
@@ -236,7 +222,7 @@ class ConversationEpisode:
             conversation, status = self.conversation, self.status
             events: Sequence[Event] = conversation.state.events if conversation is not None else ()
             stop, failure = conversation_end(status, events)
-            if self._full and failure is not None:
+            if self.full and failure is not None:
                 stop, failure = StopReason.MAX_TOKENS, None
         if failure is None and stop is not StopReason.ERROR:
             # An error that the conversation went on after is none of the episode.
@@ -244,48 +230,15 @@ class ConversationEpisode:
         self.episode.failure = self.episode.failure or failure
         self.episode.end_here(stop)
 
-    def _decide(
-        self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
-    ) -> LLMResponse | Exception:
-        """The response, or what the agent's LLM would raise. Raises ``RLError`` when the plugin fails."""
-        episode, self._decided = self.episode, None
-        turn, wire = self._turn(llm, messages, tools, arguments)
-        if not episode.turns and (refused := self._refused(llm, wire, turn.offered)) is not None:
-            return refused
-        if (stop := episode.limit_reached()) is not None:
-            return EpisodeOver(stop)
-        self._engine.open(turn)
-        episode.failure, self._full = None, False
-        self._job = background().start(episode.decide(self._engine, self._world(turn)))
-        try:
-            with boundary(FailureKind.MODEL, "strategy.decide"):
-                chosen = self._job.result()
-        except CaughtFailure as caught:
-            return self._undecided(caught)
-        episode.turns += 1
-        message = episode.tree.nodes[chosen].message
-        self._decided = self._engine.answers.of(message)
-        self._followed.acted(chosen)
-        self._calls.add(message)
-        episode.keep()
-        return self._decided
+    def _with_ids(self, body: JsonObject, document: Json) -> Json:
+        """The answer with token ids where the SDK asks for them: it has an event of its own for them."""
+        head = self.episode.tree.head
+        if not body.get(TOKEN_IDS) or head is None or (tokens := self.episode.tree.nodes[head].tokens) is None:
+            return document
+        choice = {**document["choices"][0], SAMPLED_IDS: list(tokens.sampled_ids)}
+        return {**document, PROMPT_IDS: list(tokens.prompt_ids), "choices": [choice]}
 
-    def _turn(
-        self, llm: LLM, messages: list[SdkMessage], tools: Sequence[ToolDefinition], arguments: dict[str, Any]
-    ) -> tuple[ConversationTurn, Sequence[WireMessage]]:
-        """The turn, and its prompt as it is sent."""
-        prompt = self._calls.put_back(messages) if self._exact else messages
-        tree = self.episode.tree
-        written = self._writer.write(llm, prompt)
-        tools = self._offered.selected(tools)
-        offered = self._offered.of(tools, arguments)
-        if not is_text(llm, offered):
-            tree.tools = tree.tools or offered
-        wire = as_sent(llm, written, offered, arguments, compact=self._engine.compact)
-        rewritten = self._followed.follow(wire)
-        return ConversationTurn(llm, tree.messages(), prompt, written, tools, offered, arguments, rewritten), wire
-
-    def _refused(self, llm: LLM, wire: Sequence[WireMessage], offered: Sequence[JsonObject]) -> Exception | None:
+    def _refused(self, llm: LLM, body: JsonObject) -> Exception | None:
         """The SDK's error for a first prompt that the model's context has no room for; no such episode is stored."""
         serving = self.episode.settings.serving
         if not isinstance(self._standalone, StandaloneRun):
@@ -295,40 +248,22 @@ class ConversationEpisode:
         if serving.base_url:
             model = f"openai/{self.episode.base_model}"
             asked = {"model": model, "base_url": serving.base_url, "api_key": serving.api_key()}
+        sent: Any = body
         try:
-            first = FirstPrompt(self.episode.settings, asked)
-            first.check_length(wire, () if is_text(llm, offered) else offered)
+            FirstPrompt(self.episode.settings, asked).check_length(sent["messages"], sent.get("tools") or ())
         except ConfigError as error:
             self._claim()
             self.episode.refuse(error)
             return LLMBadRequestError(str(error))
         return None
 
-    def _world(self, turn: ConversationTurn) -> SessionWorld | None:
+    def _world(self, turn: Turn, engine: SessionEngine) -> SessionWorld | None:
         runtime, conversation = runtime_of(self.session), self.conversation
-        if isinstance(runtime, ConversationWorkspace) and runtime.forks and conversation is not None:
-            return ConversationWorld(conversation, runtime, turn, self._engine, self._calls)
-        return None
-
-    def _undecided(self, caught: CaughtFailure) -> Exception:
-        """The SDK's own exception for an answer that did not come. Raises ``caught`` for the strategy's failure."""
-        cause = caught.__cause__
-        if not isinstance(cause, EpisodeError):
-            raise caught
-        self.episode.failure = caught.failure
-        below = cause.__cause__
-        error = below if isinstance(below, LLM_ERRORS) else _sdk_error(cause)
-        if isinstance(error, LLMContextWindowExceedError) and self.episode.turns:
-            self._full = True
-        return error
-
-
-def _sdk_error(error: EpisodeError) -> Exception:
-    """An engine's error as the SDK raises it: its condensers wait for the one of a full context."""
-    text = str(error)
-    if any(words in text.lower() for words in _TOO_LONG):
-        return LLMContextWindowExceedError(text)
-    return (LLMServiceUnavailableError if isinstance(error, InfrastructureError) else LLMBadRequestError)(text)
+        if not (isinstance(runtime, ConversationWorkspace) and runtime.forks) or conversation is None:
+            return None
+        agent: Any = conversation.agent
+        live = ConversationBranch(agent, conversation.state, runtime, self.prompts, threading.Event())
+        return BranchWorld(live, turn, engine, self.episode.calls)
 
 
 KEY = "openhands_rl"

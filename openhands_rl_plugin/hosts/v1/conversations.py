@@ -13,14 +13,12 @@ from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.event import MessageEvent
 from openhands.sdk.llm import LLM
-from openhands.sdk.llm.router import RouterLLM
 from pydantic import SecretStr
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, RLError, boundary
-from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
 from openhands_rl_plugin.hosts.shared.standalone_run import (
@@ -32,11 +30,11 @@ from openhands_rl_plugin.hosts.shared.standalone_run import (
 )
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode, note_failure, note_recording
 from openhands_rl_plugin.hosts.v1.endings import ENDED, conversation_end, last_instruction, said_finish
-from openhands_rl_plugin.hosts.v1.policy_engines import engine_for
 from openhands_rl_plugin.hosts.v1.sub_agents import sub_agent_episode
-from openhands_rl_plugin.hosts.v1.values import SampledCalls
 from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session, current_episode
+from openhands_rl_plugin.session.upstream import Upstream, upstream_in
 
 log = logging.getLogger("openhands")
 
@@ -240,9 +238,9 @@ def _episode(
             workspace=str(conversation.workspace.working_dir),
         )
         standalone = StandaloneRun(episode)
-    own = _own_engine(episode) if exact else None
+    own = _own_upstream(episode) if exact else None
     _check_llm(llm, own)
-    return ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=standalone, exact=exact)
+    return ConversationEpisode(episode, conversation, llm, calls=calls, own=own, standalone=standalone, exact=exact)
 
 
 def _sub_agents(
@@ -255,22 +253,21 @@ def _sub_agents(
     strategy = registry.build("strategies", spec.name, spec.options) if exact else type(by.episode.strategy)()
     instruction = last_instruction(conversation.state.events)
     episode = sub_agent_episode(by.episode, kind, str(conversation.state.id), instruction, strategy, other)
-    own = _own_engine(episode) if exact and other is None else None
+    own = _own_upstream(episode) if exact and other is None else None
     _check_llm(llm, own)
     run = StandaloneRun(episode) if by.standalone else RunBeside(episode, by.episode)
-    made = ConversationEpisode(episode, conversation, calls=calls, own=own, standalone=run, exact=exact)
+    made = ConversationEpisode(episode, conversation, llm, calls=calls, own=own, standalone=run, exact=exact)
     by.delegated.add(made)
     return made
 
 
-def _own_engine(episode: Session) -> LLMEngine | None:
-    """An engine of the project is sent the tree's messages, which are those that were sampled."""
+def _own_upstream(episode: Session) -> Upstream | None:
     served = episode.request.served_model or episode.base_model
-    return engine_for(episode.settings, model=served, base_model=episode.base_model)
+    return upstream_in(episode.settings, model=served, base_model=episode.base_model)
 
 
-def _check_llm(llm: LLM, own: LLMEngine | None) -> None:
-    if own is None and isinstance(llm, RouterLLM):
-        raise ConfigError("RLAgent needs one model for a whole episode, not a router")
+def _check_llm(llm: LLM, own: Upstream | None) -> None:
+    if own is None and type(llm).completion is not LLM.completion:
+        raise ConfigError(f"RLAgent needs one model for a whole episode, not a router: {type(llm).__name__}")
     if own is None and llm.uses_responses_api():
         raise ConfigError(f"{llm.model} is asked through the Responses API, which has no token ids: use another model")

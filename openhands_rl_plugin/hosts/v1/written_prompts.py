@@ -1,28 +1,27 @@
-"""Prompts and tools in the SDK's wire format, written once; of a model without tool calling, as text of the prompt."""
+"""Prompts and tools in the SDK's wire format, written once."""
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from litellm.types.utils import Choices, ModelResponse
 from openhands.sdk.llm import LLM
 from openhands.sdk.llm import Message as SdkMessage
 from openhands.sdk.tool import ToolDefinition
-from pydantic import PrivateAttr
 
-from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described, is_offered
+from openhands_rl_plugin.hosts.compact_prompt import compact_tools, is_offered
 from openhands_rl_plugin.hosts.v1.values import has_images
 
 _RISK = "add_security_risk_prediction"
 
-Written = list[dict[str, Any]]
-"""Messages as ``LLM.format_messages_for_llm`` returns them."""
+
+class Written(list[dict[str, Any]]):
+    """Messages as ``LLM.format_messages_for_llm`` returns them, which nobody changes. So a copy is the same."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Written:
+        return self
 
 
 class PromptWriter:
@@ -31,7 +30,7 @@ class PromptWriter:
     def __init__(self) -> None:
         self._settings: dict[str, Any] = {}
         self._messages: Sequence[SdkMessage] = ()
-        self._written: Written = []
+        self._written = Written()
 
     def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> Written:
         """What ``llm.format_messages_for_llm`` returns. Not to be changed: the next prompt shares it."""
@@ -40,7 +39,7 @@ class PromptWriter:
         new = llm.format_messages_for_llm([each.model_copy() for each in messages[known:]])
         # Without ``self``, an LLM that is changed later would be compared with itself.
         self._settings, self._messages = dict(llm.__dict__), tuple(messages)
-        self._written = [*self._written[:known], *new]
+        self._written = Written([*self._written[:known], *new])
         return self._written
 
     def _known(self, llm: LLM, messages: Sequence[SdkMessage]) -> int:
@@ -91,7 +90,7 @@ class WrittenTool:
     def to_openai_tool(self, **asked: Any) -> JsonObject:
         """As of the tool. A copy, in which litellm may write."""
         if asked == self._asked:
-            return _copied(self._offered)
+            return copied(self._offered)
         other: Any = self._tool.to_openai_tool(**asked)
         return other
 
@@ -99,103 +98,46 @@ class WrittenTool:
         return getattr(self._tool, name)
 
 
-class WrittenLLM(LLM):
-    """``plain`` with one prompt that is written already. Never stored."""
+class Prompts:
+    """Writes the prompts of one conversation, and the tools that its model is told of. ``compact``: the short form."""
 
-    _prompt: Sequence[WireMessage] | None = PrivateAttr(default=None)
+    def __init__(self, *, compact: bool) -> None:
+        self.compact = compact
+        self._writer = PromptWriter()
+        self._offered = OfferedTools(compact=compact)
+        self._asked: tuple[list[Any], bool] | None = None
+        self._fixed = False
 
-    @classmethod
-    def over(cls, plain: LLM, prompt: Sequence[WireMessage] | None) -> Self:
-        """Metrics and telemetry are shared with ``plain``."""
-        return sharing(cls, plain, _prompt=prompt)
+    def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> Written:
+        """What ``llm.format_messages_for_llm`` returns. Not to be changed: the next prompt shares it."""
+        return self._writer.write(llm, messages)
 
-    def format_messages_for_llm(self, messages: list[SdkMessage]) -> Written:
-        """The prompt, if there is one, whatever the messages. A copy, in which the SDK and litellm may write."""
-        if self._prompt is None:
-            return super().format_messages_for_llm(messages)
-        return [_copied(message) for message in self._prompt]
+    def offer(
+        self, llm: LLM, tools: Sequence[ToolDefinition], arguments: dict[str, Any]
+    ) -> tuple[list[Any] | None, dict[str, Any]]:
+        """The tools that are sent, and the arguments of the completion."""
+        if self._fixed and self._asked is not None:
+            offered, risk = self._asked
+            return offered or None, {**arguments, _RISK: risk}
+        told = self._offered.selected(tools)
+        written = self._offered.of(told, arguments)
+        # A log of completions shows the tools' own fields, which are not what is sent of compact ones.
+        if (llm.log_completions and not self.compact) or len(written) != len(told):
+            offered = [*told]
+        else:
+            offered = [WrittenTool(tool, one, arguments) for tool, one in zip(told, written, strict=True)]
+        self._asked = offered, bool(arguments.get(_RISK))
+        return offered or None, arguments
+
+    def forked(self) -> Prompts:
+        """For a copy of the conversation: with the tools of this one, whatever the copy has."""
+        twin = Prompts(compact=self.compact)
+        twin._asked, twin._fixed = self._asked, True
+        return twin
 
 
-def sharing[Kind: LLM](kind: type[Kind], plain: LLM, **private: object) -> Kind:
-    """An LLM of another class with all attributes of ``plain``, and ``private`` ones of its own."""
-    made = kind.model_construct(_fields_set=set(plain.model_fields_set), **plain.__dict__)
-    shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {})}
-    object.__setattr__(made, "__pydantic_private__", {**shared, **private})
-    return made
-
-
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A deep copy of JSON; ``copy.deepcopy`` takes ten times as long."""
     if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
-
-
-# Absent in 1.15, where the SDK's text says nothing of the argument ``security_risk``.
-_WITH_RISK = "include_security_params"
-
-
-@dataclass
-class TextExchange:
-    """One request. ``compact``: tools are described by the text of ``compact_prompt``, which is 1,500 tokens shorter
-    than the SDK's. ``restore`` makes of the SDK's prompt the one that is sent; ``answer`` is the choice before the SDK
-    reads its call."""
-
-    compact: bool
-    restore: Callable[[Sequence[WireMessage]], list[WireMessage]] = list
-    answer: Choices | None = None
-    converted: Written = field(default_factory=list)
-
-
-class TextLLM(WrittenLLM):
-    """A ``WrittenLLM`` whose request is a ``TextExchange``."""
-
-    _exchange: TextExchange = PrivateAttr()
-
-    @classmethod
-    def exchanging(cls, plain: LLM, prompt: Sequence[WireMessage] | None, exchange: TextExchange) -> Self:
-        """As ``over``."""
-        return sharing(cls, plain, _prompt=prompt, _exchange=exchange)
-
-    def pre_request_prompt_mock(
-        self, messages: list[dict[str, Any]], tools: list[Any], kwargs: dict[str, Any], *more: Any, **named: Any
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """As the SDK's, with the exchange's text on tools and its answers."""
-        convert = super().pre_request_prompt_mock
-        if self._exchange.compact:
-            # The SDK adds its text where there are tools and a system message.
-            system = [message for message in messages if message["role"] == "system"]
-            rest = [message for message in messages if message["role"] != "system"]
-            converted, arguments = convert(rest, [], kwargs, *more, **named)
-            converted = described([*system, *converted], tools)
-        else:
-            converted, arguments = convert(messages, tools, kwargs, *more, **named)
-        self._exchange.converted = converted
-        return [dict(message) for message in self._exchange.restore(converted)], arguments
-
-    def post_response_prompt_mock(
-        self, resp: ModelResponse, nonfncall_msgs: list[dict[str, Any]], tools: list[Any], *more: Any, **named: Any
-    ) -> ModelResponse:
-        """As the SDK's, which reads the calls of the whole conversation again: in its own form."""
-        if resp.choices and isinstance(choice := resp.choices[0], Choices):
-            self._exchange.answer = choice.model_copy()
-        return super().post_response_prompt_mock(resp, self._exchange.converted, tools, *more, **named)
-
-
-def is_text(llm: LLM, tools: Sequence[Any]) -> bool:
-    """Whether the calls of such a request are text."""
-    return bool(tools) and not llm.native_tool_calling
-
-
-def as_sent(
-    llm: LLM, written: Written, offered: Sequence[JsonObject], arguments: Mapping[str, Any], *, compact: bool
-) -> Written:
-    """The prompt as the SDK sends it: converted, where calls are text. ``arguments``: what the agent gives its LLM
-    beside messages and tools."""
-    if not is_text(llm, offered):
-        return written
-    named = {}
-    if _WITH_RISK in inspect.signature(LLM.pre_request_prompt_mock).parameters:
-        named[_WITH_RISK] = bool(arguments.get("add_security_risk_prediction"))
-    asked = TextLLM.exchanging(llm, None, TextExchange(compact))
-    return asked.pre_request_prompt_mock(written, list(offered), {}, **named)[0]
+        return {name: copied(each) for name, each in value.items()}
+    return [copied(each) for each in value] if isinstance(value, list) else value

@@ -101,7 +101,7 @@ async def test_actions_and_completions_belong_together(server: ScriptedModel, wo
     acted = [event.llm_response_id for event in conversation.state.events if isinstance(event, ActionEvent)]
     conversation.close()
     [episode] = await stored(store)
-    assert acted == [node.metadata["response_id"] for node in episode.nodes if node.sampled]
+    assert acted == [node.metadata["response"]["id"] for node in episode.nodes if node.sampled]
 
 
 async def test_costs_reach_the_conversation(server: ScriptedModel, workspace: Path) -> None:
@@ -144,7 +144,7 @@ async def test_best_of_n_samples_side_by_side_and_acts_on_one(server: ScriptedMo
     assert counted is not None and counted.prompt_tokens == episode.usage.prompt_tokens
 
 
-async def test_candidates_side_by_side_are_logged_and_counted_like_single_ones(
+async def test_a_search_is_logged_and_counted_as_one_completion(
     server: ScriptedModel, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "logged"
@@ -171,8 +171,10 @@ async def test_candidates_side_by_side_are_logged_and_counted_like_single_ones(
     conversation.close()
     [episode] = await stored(store)
     calls = server.requests[name]
-    assert server.most_at_once == 3 and len(logged) == len(calls)
-    assert max(updates) == len(metrics.token_usages) == len(calls)
+    assert server.most_at_once == 3 and len(calls) == 4
+    assert len(logged) == max(updates) == len(metrics.token_usages) == 1
+    counted = metrics.accumulated_token_usage
+    assert counted is not None and counted.prompt_tokens == episode.usage.prompt_tokens
     assert episode.stop is StopReason.TERMINATED
 
 

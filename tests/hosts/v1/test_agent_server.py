@@ -98,7 +98,7 @@ async def test_a_conversation_over_rest_is_watched_over_a_socket_and_its_episode
     assert [node.tokens.extends for node in sampled if node.tokens] == [False, True, True, True]
     assert "+    return a + b" in str(episode.evidence["git_patch"])
     assert [event["llm_response_id"] for event in listed if event["kind"] == "ActionEvent"] == [
-        node.metadata["response_id"] for node in sampled
+        node.metadata["response"]["id"] for node in sampled
     ]
 
 

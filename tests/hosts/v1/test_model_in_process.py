@@ -20,8 +20,8 @@ from sdk_play import converse, make_agent, stored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.hosts.v1.policy_engines import sampling_from
 from openhands_rl_plugin.models.engines.transformers import TransformersEngine
+from openhands_rl_plugin.session.upstream import sampling_from
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import tempfile
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openhands.sdk.llm import Message as SdkMessage
 from scripted_model import ScriptedModel, call, says
 from sdk_play import converse, finish, make_agent, make_llm, stored
 
+from openhands_rl_plugin.core.messages import WireMessage, to_wire
 from openhands_rl_plugin.core.types import Message, ToolCall
-from openhands_rl_plugin.hosts.v1.values import SampledCalls, sdk_message
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
 
 pytestmark = pytest.mark.contract
 
@@ -51,8 +52,8 @@ def saying(arguments: str, id: str) -> Message:
     return Message(role="assistant", tool_calls=(ToolCall(id=id, name="think", arguments=arguments),))
 
 
-def arguments_in(messages: list[SdkMessage]) -> list[str]:
-    return [one.arguments for message in messages for one in message.tool_calls or ()]
+def arguments_in(messages: list[WireMessage]) -> list[str]:
+    return [one["function"]["arguments"] for message in messages for one in message.get("tool_calls") or ()]
 
 
 @given(st.lists(st.tuples(OBJECTS | OTHERS, st.sampled_from("abc"), st.booleans()), max_size=8))
@@ -65,13 +66,13 @@ def test_only_known_calls_whose_arguments_are_objects_are_put_back(turns: list[t
         foreign = not ours and not expected
         id = f"foreign-{id}" if foreign else id
         repaired = f'{{"repaired": {number}}}'
-        replayed.append(sdk_message(saying(repaired, id)))
+        replayed.append(to_wire(saying(repaired, id)))
         sampled = saying(arguments, id)  # with the arguments as the value reads them: {} for none
         if not foreign:
             calls.add(sampled)
         given = sampled.tool_calls[0].arguments
         expected.append(given if not foreign and _is_object(given) else repaired)
-    before = [message.model_copy(deep=True) for message in replayed]
+    before = copy.deepcopy(replayed)
     assert arguments_in(calls.put_back(replayed)) == expected
     assert replayed == before
 

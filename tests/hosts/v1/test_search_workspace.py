@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ from typing import Any
 import pytest
 from needs import needs_bubblewrap
 from openhands.sdk.conversation import LocalConversation
+from openhands.sdk.event import LLMConvertibleEvent
+from openhands_rl_plugin.hosts.v1.world import ConversationBranch
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError
-from openhands_rl_plugin.core.types import Observation, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.messages import to_message, to_wire
+from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, ToolCall, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
-from openhands_rl_plugin.hosts.v1.engine import ConversationTurn
-from openhands_rl_plugin.hosts.v1.values import SampledCalls, response_of
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.hosts.v1.world import ConversationBranch, ConversationWorld
 
 pytestmark = [pytest.mark.contract, needs_bubblewrap]
 
@@ -161,50 +162,33 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
     assert '"view_range\\":\\"[1, 1]\\"' in json.dumps(later[0]["messages"]).replace("\\\\", "\\")
 
 
-def world_of(conversation: LocalConversation, server: ScriptedModel) -> ConversationWorld:
+def world_of(conversation: LocalConversation) -> BranchWorld:
     """The world at the conversation's end, with an engine that answers what it is asked to execute."""
     workspace = runtime_of(str(conversation.state.id))
     assert isinstance(workspace, ConversationWorkspace)
 
     class Told:
-        compact = False
-
         @property
         def answers(self) -> Told:
             return self
 
-        def of(self, answer: Any) -> Any:
-            return response_of(completion_of(answer), conversation.agent.llm)
+        def of(self, answer: Message) -> Any:
+            choice = {"index": 0, "finish_reason": "stop", "message": to_wire(answer)}
+            return {"id": "told", "model": "told", "choices": [choice]}
 
         def expect(self, turn: Any) -> None:
             """Nobody asks."""
 
-    heard = conversation.agent.llm.format_messages_for_llm([])
-    assert heard == []
-    turn = live_turn(conversation)
-    return ConversationWorld(conversation, workspace, turn, Told(), SampledCalls())  # type: ignore[arg-type]
+    agent: Any = conversation.agent
+    told = [event for event in conversation.state.events if isinstance(event, LLMConvertibleEvent)]
+    prompts = Prompts(compact=False)
+    wire = prompts.write(agent.llm, LLMConvertibleEvent.events_to_messages(told))
+    live = ConversationBranch(agent, conversation.state, workspace, prompts, threading.Event())
+    turn = Turn({"messages": wire}, wire, tuple(to_message(each) for each in wire))
+    return BranchWorld(live, turn, Told())  # type: ignore[arg-type]
 
 
-def completion_of(answer: Any) -> Any:
-    from openhands_rl_plugin.core.types import Completion
-
-    return Completion(message=answer)
-
-
-def live_turn(conversation: LocalConversation) -> ConversationTurn:
-    from openhands.sdk.event import LLMConvertibleEvent
-
-    from openhands_rl_plugin.core.messages import to_message
-
-    events = [event for event in conversation.state.events if isinstance(event, LLMConvertibleEvent)]
-    prompt = LLMConvertibleEvent.events_to_messages(events)
-    wire = conversation.agent.llm.format_messages_for_llm([each.model_copy() for each in prompt])
-    return ConversationTurn(conversation.agent.llm, tuple(to_message(each) for each in wire), prompt)
-
-
-def action(command: str, id: str) -> Any:
-    from openhands_rl_plugin.core.types import Message, ToolCall
-
+def action(command: str, id: str) -> Message:
     return Message(
         role="assistant", tool_calls=(ToolCall(id=id, name=TERMINAL, arguments=json.dumps({"command": command})),)
     )
@@ -220,7 +204,7 @@ async def test_64_branches_do_not_see_each_other(server: ScriptedModel, workspac
     server.script("cross", [think("begin", "begin"), finish()])
     conversation.send_message("Begin.")
     conversation.run()
-    world = world_of(conversation, server)
+    world = world_of(conversation)
     limit = asyncio.Semaphore(4)
 
     async def branch(number: int) -> str:
@@ -229,7 +213,7 @@ async def test_64_branches_do_not_see_each_other(server: ScriptedModel, workspac
             await first.step(
                 action(f"echo {number} > mine.txt; echo {number} > /tmp/mine; export MINE={number}", f"w{number}")
             )
-            second: ConversationBranch = await first.fork()
+            second = await first.fork()
             await first.step(action("echo other > mine.txt; echo other > /tmp/mine; export MINE=other", f"o{number}"))
             await first.close()
             told = said(await second.step(action("cat mine.txt /tmp/mine; echo $MINE; ls", f"r{number}")))
@@ -258,7 +242,7 @@ async def test_what_cannot_be_copied_is_said(server: ScriptedModel, workspace: P
     server.script("processes", [says(None, call(TERMINAL, {"command": "sleep 60 &"}, "c1")), finish()])
     conversation.send_message("Begin.")
     conversation.run()
-    world = world_of(conversation, server)
+    world = world_of(conversation)
     with pytest.raises(BadEnvironmentError, match=r"while processes run in it \(sleep\)"):
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(world.fork(), background().loop))
     conversation.close()

@@ -1,0 +1,198 @@
+"""A branch of a conversation with its workspace, for search.
+
+It is a conversation of its own, kept in memory, over copies of the events and of the workspace. The SDK itself executes
+an answer there and writes the next prompt, so both are what the live conversation would have. In a branch there are no
+condenser, critic, hooks or confirmations, and of the tools only those that work on the copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import openhands.sdk.agent.agent as stock
+from openhands.sdk.agent import Agent
+from openhands.sdk.conversation import ConversationCallbackType, ConversationTokenCallbackType, LocalConversation
+from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
+from openhands.sdk.conversation.state import ConversationState
+from openhands.sdk.llm import LLMResponse
+from openhands.sdk.tool.builtins import FinishTool, ThinkTool
+from openhands.tools.file_editor import FileEditorTool
+from openhands.tools.terminal import TerminalTool
+from pydantic import PrivateAttr
+
+from openhands_rl_plugin.core.errors import BadEnvironmentError, RLError
+from openhands_rl_plugin.core.messages import calls_in, text_of
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.shared.sessions import register_runtime
+from openhands_rl_plugin.hosts.v1.session_llm import SessionLLM
+from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
+from openhands_rl_plugin.models.gateway.token_id_text import Json
+from openhands_rl_plugin.session.branches import Complete
+from openhands_rl_plugin.session.sampled_texts import read_text
+
+_ON_THE_COPY = frozenset({TerminalTool.name, FileEditorTool.name})
+_EXECUTED = _ON_THE_COPY | {FinishTool.name, ThinkTool.name}
+# What a branch does without: it would act outside of it, or cost calls of a model.
+_LEFT_OUT: dict[str, object] = {"condenser": None, "critic": None, "agent_context": None, "mcp_config": {}}
+# Seconds beside a command's own limit: to copy a workspace and start its shell.
+_SLACK = 30.0
+
+
+class ConversationBranch:
+    """A ``Branch`` of the conversation ``state`` of ``agent``; the live one where ``workspace`` is the live one.
+
+    ``prompts``: the live conversation's.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        state: ConversationState,
+        workspace: ConversationWorkspace,
+        prompts: Prompts,
+        stop: threading.Event,
+    ) -> None:
+        self.stop = stop
+        self._agent = agent
+        self._workspace = workspace
+        self._prompts = prompts
+        # Before 1.31 a conversation is a list of events, later the branch of a tree of them.
+        old: Any = state
+        self._events = [*(old.active_branch() if hasattr(state, "active_branch") else state.events)]
+        self._leaf = getattr(state, "leaf_event_id", None)
+        self._conversation: LocalConversation | None = None
+
+    def fork(self) -> ConversationBranch:
+        """As ``Branch.fork``."""
+        copy = self._workspace.fork(self.stop)
+        state: Any = self._conversation.state if self._conversation is not None else _Events(self._events, self._leaf)
+        return ConversationBranch(self._agent, state, copy, self._prompts, self.stop)
+
+    def run(self, complete: Complete) -> None:
+        """As ``Branch.run``. Raises ``BadEnvironmentError`` for a tool that a fork cannot execute."""
+        live, session = self._agent, uuid.uuid4()
+        register_runtime(str(session), self._workspace)
+        kept: dict[str, Any] = {name: getattr(live, name) for name in Agent.model_fields if name != "kind"}
+        left_out = {name: value for name, value in _LEFT_OUT.items() if name in kept}
+        tools = [tool for tool in live.tools if tool.name in _ON_THE_COPY]
+        agent = BranchAgent(**{**kept, **left_out, "tools": tools})
+        outside = frozenset(live.tools_map) - _EXECUTED
+        # In metrics of its own: the session counts the tokens.
+        own = live.llm.model_copy()
+        own.reset_metrics()
+        agent._llm = _BranchLLM.over(own, complete, self._prompts.forked())
+        agent._llm._outside = outside
+        conversation = LocalConversation(
+            agent=agent,
+            conversation_id=session,
+            workspace=str(self._workspace.sandboxed.private),
+            persistence_dir=None,
+            visualizer=None,
+            stuck_detection=False,
+        )
+        state: Any = conversation.state
+        for event in self._events:
+            state.events.append(event.model_copy())
+        if hasattr(state, "active_branch"):
+            state.leaf_event_id = self._leaf
+            state.rebuild_view()
+        state.execution_status = Status.IDLE
+        self._conversation = conversation
+        try:
+            conversation.run()
+        finally:
+            conversation.close()
+        if agent._error is not None:
+            raise agent._error
+
+    def seconds(self, answer: Json) -> float:
+        """As ``Branch.seconds``: more than the commands' own limits, so that a branch reports timeouts, too."""
+        said = answer["choices"][0]["message"]
+        given = [(call.name, _arguments(call.arguments)) for call in calls_in(said)]
+        if not given and (text := read_text(text_of(said.get("content")) or "")).name is not None:
+            given = [(text.name, dict(text.arguments))]
+        limits = [
+            _seconds(arguments.get("timeout")) for name, arguments in given if name not in _EXECUTED - _ON_THE_COPY
+        ]
+        return sum((self._workspace.terminal.seconds if each is None else each) + _SLACK for each in limits)
+
+    def evidence(self) -> JsonObject:
+        """As ``Branch.evidence``."""
+        return self._workspace.changes()
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """As ``Branch.check``."""
+        return self._workspace.check(asked)
+
+    def close(self) -> None:
+        """As ``Branch.close``."""
+        self._workspace.close()
+
+
+class _Events:
+    """The events of a branch that has not gone on yet, as of a state."""
+
+    def __init__(self, events: Sequence[Any], leaf: object) -> None:
+        self.events = events
+        self.leaf_event_id = leaf
+
+
+class _BranchLLM(SessionLLM):
+    """``outside``: the live agent's tools that a fork cannot execute."""
+
+    _outside: frozenset[str] = PrivateAttr(default=frozenset())
+
+    def completion(self, *given: Any, **named: Any) -> LLMResponse:
+        """Raises ``BadEnvironmentError`` for an answer that a fork cannot execute."""
+        response = super().completion(*given, **named)
+        for call in response.message.tool_calls or ():
+            if call.name in self._outside:
+                raise BadEnvironmentError(f"the tool {call.name!r} cannot be executed in a fork of the conversation")
+        return response
+
+
+class BranchAgent(Agent):
+    """The agent of a branch: the stock one with an LLM that is never stored."""
+
+    _llm: Any = PrivateAttr(default=None)
+    _error: RLError | None = PrivateAttr(default=None)
+
+    @property
+    def prompt_dir(self) -> str:
+        """The stock agent's."""
+        return os.path.join(os.path.dirname(stock.__file__), "prompts")
+
+    def step(
+        self,
+        conversation: LocalConversation,
+        on_event: ConversationCallbackType,
+        on_token: ConversationTokenCallbackType | None = None,
+    ) -> None:
+        """As the stock agent's. An error ends the branch; the SDK would raise another one for it."""
+        try:
+            Agent.step(self.model_copy(update={"llm": self._llm}), conversation, on_event, on_token)
+        except RLError as error:
+            self._error = error
+            conversation.state.execution_status = Status.FINISHED
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _seconds(limit: Any) -> float | None:
+    try:
+        return float(limit)
+    except (ValueError, TypeError):
+        return None
