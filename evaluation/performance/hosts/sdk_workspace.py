@@ -49,17 +49,17 @@ from openhands.sdk.event import ObservationEvent
 from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.terminal import TerminalTool
 from openhands.tools.terminal.definition import TerminalAction
-from openhands_rl_plugin.hosts.v1.engine import ConversationTurn
-from openhands_rl_plugin.hosts.v1.world import ConversationWorld
 from pydantic import SecretStr
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1 import RLAgent
-from openhands_rl_plugin.hosts.v1.values import SampledCalls
+from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
+from openhands_rl_plugin.session.branches import BranchWorld
+from openhands_rl_plugin.session.turns import Turn
 
 RECORDING_MS, FORK_MS = 3.0, 200.0
 WARM = 5
@@ -226,14 +226,15 @@ def fork_ms(url: str, folder: Path, forks: int) -> list[float]:
     conversation.run()
     workspace = runtime_of(str(conversation.state.id))
     assert isinstance(workspace, ConversationWorkspace)
-    turn = ConversationTurn(conversation.agent.llm, path=(Message(role="user", content="x"),))
+    agent: Any = conversation.agent
     engine: Any = None
 
     async def measure() -> list[float]:
         times = []
         for _ in range(forks):
             os.sync()
-            world = ConversationWorld(conversation, workspace, turn, engine, SampledCalls())
+            live = ConversationBranch(agent, conversation.state, workspace, Prompts(compact=False), threading.Event())
+            world = BranchWorld(live, Turn({}, ()), engine)
             began = time.perf_counter()
             await world.fork()
             times.append(1000 * (time.perf_counter() - began))

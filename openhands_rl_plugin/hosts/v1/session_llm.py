@@ -19,7 +19,7 @@ from pydantic import PrivateAttr, SecretStr
 from openhands_rl_plugin.hosts.compact_prompt import described
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, upstream_of
 from openhands_rl_plugin.hosts.v1.values import chunks_of
-from openhands_rl_plugin.hosts.v1.written_prompts import Prompts, Written, copied
+from openhands_rl_plugin.hosts.v1.written_prompts import Prompts, copied
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.upstream import Upstream
 
@@ -74,14 +74,14 @@ class SessionLLM(LLM):
             tools, arguments = self._prompts.offer(self, tools or (), arguments)
         return await super().acompletion(messages, tools, *more, **arguments)
 
-    def format_messages_for_llm(self, messages: list[SdkMessage]) -> Written:
+    def format_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
         """As of the plain LLM. Not to be changed: the next prompt shares it."""
         assert self._plain is not None
         if self._prompts is None:
             return self._plain.format_messages_for_llm(messages)
         return self._prompts.write(self._plain, messages)
 
-    async def aformat_messages_for_llm(self, messages: list[SdkMessage]) -> Written:
+    async def aformat_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
         """As ``format_messages_for_llm``."""
         return await asyncio.to_thread(self.format_messages_for_llm, messages)
 
@@ -106,7 +106,7 @@ class SessionLLM(LLM):
         except Unrecorded:
             asked = {"messages": copied([*messages]), "enable_streaming": enable_streaming, "on_token": on_token}
             return self._plain._transport_call(**asked, **kwargs)  # type: ignore[union-attr]
-        for chunk in chunks_of(response) if enable_streaming and on_token is not None else ():
+        for chunk in chunks_of(response) if enable_streaming and on_token else ():
             on_token(chunk)
         return response
 
@@ -122,7 +122,7 @@ class SessionLLM(LLM):
             if self._cancel is not None:
                 self._cancel()
             raise
-        for chunk in chunks_of(response) if enable_streaming and on_token is not None else ():
+        for chunk in chunks_of(response) if enable_streaming and on_token else ():
             if asyncio.iscoroutine(waiting := on_token(chunk)):
                 await waiting
         return response

@@ -15,7 +15,6 @@ import pytest
 from needs import needs_bubblewrap
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.event import LLMConvertibleEvent
-from openhands_rl_plugin.hosts.v1.world import ConversationBranch
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
 
@@ -24,7 +23,11 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, ToolCall, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
+from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
+from openhands_rl_plugin.session.branches import BranchWorld
+from openhands_rl_plugin.session.turns import Turn
 
 pytestmark = [pytest.mark.contract, needs_bubblewrap]
 
