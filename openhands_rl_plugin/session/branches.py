@@ -278,10 +278,10 @@ class BranchEnvironment:
 
     async def _prompt(self) -> Sequence[WireMessage] | None:
         """That of the next request, as the session would send it; ``None`` after the end."""
-        body = await self._held.request()
-        if body is None or self._calls is None:
-            return body and body["messages"]
-        return self._calls.put_back(body["messages"])
+        if (body := await self._held.request()) is None:
+            return None
+        wire: Sequence[WireMessage] = body["messages"]
+        return wire if self._calls is None else self._calls.put_back(wire)
 
 
 def _same(one: Sequence[WireMessage], other: Sequence[WireMessage]) -> bool:

@@ -105,10 +105,7 @@ class ConversationBranch:
             state.rebuild_view()
         state.execution_status = Status.IDLE
         self._conversation = conversation
-        try:
-            conversation.run()
-        finally:
-            conversation.close()
+        conversation.run()
         if agent._error is not None:
             raise agent._error
 
@@ -133,6 +130,8 @@ class ConversationBranch:
 
     def close(self) -> None:
         """As ``Branch.close``."""
+        if self._conversation is not None:
+            self._conversation.close()
         self._workspace.close()
 
 

@@ -158,6 +158,11 @@ class ConversationEpisode:
         if (job := self._job) is not None:
             job.cancel()
 
+    def unread(self, why: str) -> None:
+        """The SDK could not read the last answer, and goes on without it."""
+        if not self.failed:
+            self.episode.unread(why)
+
     def fail(self, error: RLError) -> None:
         """The plugin itself failed. Under a runner the episode fails, and the error is raised; else the user's
         conversation goes on, without the plugin."""

@@ -7,21 +7,42 @@ of calls, metrics and logs are the SDK's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from litellm.types.utils import ModelResponse
 from openhands.sdk.llm import LLM, LLMResponse
 from openhands.sdk.llm import Message as SdkMessage
+from openhands.sdk.llm.exceptions import (
+    FunctionCallConversionError,
+    FunctionCallNotExistsError,
+    FunctionCallValidationError,
+    LLMMalformedActionError,
+    LLMNoActionError,
+    LLMResponseError,
+)
 from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr, SecretStr
 
+from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.hosts.compact_prompt import described
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, upstream_of
 from openhands_rl_plugin.hosts.v1.values import chunks_of
 from openhands_rl_plugin.hosts.v1.written_prompts import Prompts, copied
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.upstream import Upstream
+
+
+MALFORMED = (
+    FunctionCallConversionError,
+    FunctionCallNotExistsError,
+    FunctionCallValidationError,
+    LLMMalformedActionError,
+    LLMNoActionError,
+    LLMResponseError,
+)
+"""What the SDK raises for an answer of the model that it cannot parse."""
 
 
 class Unrecorded(Exception):
@@ -38,19 +59,26 @@ class SessionLLM(LLM):
     _complete: Complete | None = PrivateAttr(default=None)
     _cancel: Callable[[], None] | None = PrivateAttr(default=None)
     _prompts: Prompts | None = PrivateAttr(default=None)
+    _unread: Callable[[str], None] | None = PrivateAttr(default=None)
 
     @classmethod
     def over(
-        cls, plain: LLM, complete: Complete, prompts: Prompts | None = None, cancel: Callable[[], None] | None = None
+        cls,
+        plain: LLM,
+        complete: Complete,
+        prompts: Prompts | None = None,
+        *,
+        cancel: Callable[[], None] | None = None,
+        unread: Callable[[str], None] | None = None,
     ) -> Self:
         """``complete`` may raise ``Unrecorded``; ``cancel`` ends its call, and blocks until it has ended. ``prompts``
-        writes those of one conversation."""
+        writes those of one conversation. ``unread`` is called with the reason why an answer cannot be read."""
         # Made when it is asked for, and to be shared, else the costs would not reach the conversation.
         assert plain.telemetry is not None
         # A search may take longer than a completion.
         made = cls.model_construct(_fields_set=set(plain.model_fields_set), **{**plain.__dict__, "timeout": None})
         shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {})}
-        own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_cancel": cancel}
+        own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_cancel": cancel, "_unread": unread}
         object.__setattr__(made, "__pydantic_private__", {**shared, **own})
         return made
 
@@ -64,7 +92,8 @@ class SessionLLM(LLM):
         """As of the plain LLM. A stream is replayed when the answer is there."""
         if self._prompts is not None:
             tools, arguments = self._prompts.offer(self, tools or (), arguments)
-        return super().completion(messages, tools, *more, **arguments)
+        with self._read():
+            return super().completion(messages, tools, *more, **arguments)
 
     async def acompletion(
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, *more: Any, **arguments: Any
@@ -72,7 +101,9 @@ class SessionLLM(LLM):
         """``completion`` in a thread. Cancelling it ends the request: nothing of it counts as acted on."""
         if self._prompts is not None:
             tools, arguments = self._prompts.offer(self, tools or (), arguments)
-        return await super().acompletion(messages, tools, *more, **arguments)
+        asked: Any = super()  # absent in 1.15
+        with self._read():
+            return await asked.acompletion(messages, tools, *more, **arguments)
 
     def format_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
         """As of the plain LLM. Not to be changed: the next prompt shares it."""
@@ -126,6 +157,15 @@ class SessionLLM(LLM):
             if asyncio.iscoroutine(waiting := on_token(chunk)):
                 await waiting
         return response
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        try:
+            yield
+        except MALFORMED as error:
+            if self._unread is not None:
+                self._unread(describe(error))
+            raise
 
     def _answered(self, messages: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> ModelResponse:
         assert self._complete is not None
