@@ -33,7 +33,6 @@ from openhands_rl_plugin.hosts.v1.written_prompts import Prompts, copied
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.upstream import Upstream
 
-
 MALFORMED = (
     FunctionCallConversionError,
     FunctionCallNotExistsError,
