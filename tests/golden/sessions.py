@@ -15,6 +15,7 @@ from typing import Any
 from scripted_model import EMPTY, Policy, ScriptedModel, call, refusal, says, serve, stopped
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
@@ -181,6 +182,15 @@ def view(trajectory: Trajectory) -> Any:
     return made | {"acted": trajectory.acted()}
 
 
+def plain(body: dict[str, Any]) -> dict[str, Any]:
+    """What a request of V1 asks, whatever its form: the SDK sends texts as parts, and a key for the prompt's cache."""
+    messages = [to_wire(to_message(message)) for message in body["messages"]]
+    rest = {name: value for name, value in body.items() if name not in ("model", "messages", "prompt_cache_key")}
+    if "max_completion_tokens" in rest:
+        rest["max_tokens"] = rest.pop("max_completion_tokens")
+    return {"model": body["model"], "messages": messages, **rest}
+
+
 def in_order(session: Any) -> Any:
     """Of a search, which asks and executes side by side: requests sorted, and nodes from the root, siblings sorted."""
     found, nodes = session["trajectory"], session["trajectory"]["nodes"]
@@ -210,7 +220,8 @@ async def played(server: ScriptedModel, model: str, scenario: dict[str, Any], na
     task = Task(id="t", environment="workspace", instruction="Do it.", limits=limits)
     async with open_runner(settings, options) as runner:
         found = await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g", seed=11))
-    made = normal({"trajectory": view(found), "requests": server.requests[model]})
+    asked = [plain(body) for body in server.requests[model]] if names else server.requests[model]
+    made = normal({"trajectory": view(found), "requests": asked})
     return in_order(made) if "settings" in scenario else made
 
 
@@ -227,5 +238,15 @@ async def play_all(names: dict[str, str]) -> Any:
         return dict(zip(SCENARIOS, found, strict=True))
 
 
+def hide_interpreter() -> None:
+    """V1 shows the model where Python is, which is another path in each checkout, and seeds depend on what is shown."""
+    from openhands_rl_plugin.hosts.v1 import workspace
+
+    made = workspace.CmdOutputMetadata
+    workspace.CmdOutputMetadata = lambda **given: made(**given | {"py_interpreter_path": ""})  # type: ignore[misc]
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "v1":
+        hide_interpreter()
     print(json.dumps(asyncio.run(play_all({} if sys.argv[1] == "v0" else V1_TOOLS))))
