@@ -149,7 +149,7 @@ async def test_a_server_that_dies_is_infrastructure_and_no_zero(model: str, tmp_
 def test_rows_that_are_none_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="--tasks N, or its rows with --dataset-file"):
         environment_tasks(SUITE, "openenv/x", None)
-    for content, words in [('{"a": 1}\n[1]', "rows.jsonl:2: must be a JSON object"), ("{", "rows.jsonl:1: not JSON")]:
+    for content, words in [('{"a": 1}\n[1]', "rows.jsonl:2: must be a JSON object"), ("{", "jsonl:1: not valid JSON")]:
         (tmp_path / "rows.jsonl").write_text(content)
         with pytest.raises(ConfigError, match=words):
             environment_tasks(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")

@@ -32,7 +32,9 @@ def test_a_sequence_that_cannot_be_computed_fails_alone(generator: Generator) ->
             with pytest.raises(GenerationFailed, match="The generation failed"):
                 each.future.result(30)
         assert [handle.future.result(30).token_ids for handle in handles] == alone
-    assert generator.healthy and not generator._in_flight.total()
+    while generator._in_flight.total():  # what ended is counted off after its result is there
+        time.sleep(0.01)
+    assert generator.healthy
 
 
 def test_a_listener_that_fails_ends_its_own_sequence_only(generator: Generator) -> None:
