@@ -1,6 +1,7 @@
 """For all tests: nothing is fetched, and tiny models that several folders train are made once."""
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -49,6 +50,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: models that end make the collector look for garbage, and not through all of that."""
     gc.collect()
     gc.freeze()
+    logging.getLogger().setLevel(logging.WARNING)  # OpenHands lets nothing below an error through
 
 
 def pytest_unconfigure() -> None:

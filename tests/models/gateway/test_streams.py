@@ -434,7 +434,6 @@ async def test_models_with_different_abilities_behind_one_gateway(tmp_path: Path
 
 
 async def test_text_completions_are_counted_and_marked(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level("WARNING")  # OpenHands lets nothing below an error through
     async with world(tmp_path) as gateway:
         await read(gateway, PATHS[0])
         for _ in range(2):
