@@ -49,7 +49,7 @@ def corrects(body: dict[str, Any]) -> dict[str, Any]:
     """Looks, then writes what is right or what is not, as the seed says."""
     turn = sum(message["role"] == "assistant" for message in body["messages"])
     if not body.get("tools"):
-        return says("10" if "a + b" in json.dumps(body["messages"]) else "0")
+        return says("Yes" if "a + b" in json.dumps(body["messages"]) else "No")
     if turn == 0:
         return says("I look.", call(TERMINAL, {"command": "pwd; ls /workspace"}, "call-1"))
     if turn == 1:
