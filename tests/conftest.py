@@ -50,11 +50,20 @@ def pytest_collection_finish() -> None:
     """What was imported stays: models that end make the collector look for garbage, and not through all of that."""
     gc.collect()
     gc.freeze()
-    logging.getLogger().setLevel(logging.WARNING)  # OpenHands lets nothing below an error through
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries complain of what is there when the interpreter ends
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_logged() -> None:
+    """Libraries that a test starts change what all later tests log: OpenHands lets nothing below an error through."""
+    logging.disable(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("openhands_rl_plugin") and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 @pytest.fixture
