@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
@@ -13,11 +13,6 @@ from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 # Seconds between checks whether the loop was closed.
 _CHECK_INTERVAL = 1.0
-
-
-@runtime_checkable
-class _TakesScores(Protocol):
-    async def add_scores(self, scores: Sequence[Score], /) -> None: ...
 
 
 class LoopBoundStorage:
@@ -48,8 +43,8 @@ class LoopBoundStorage:
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
         """As in ``TrajectoryStorage``; nothing where the storage is a pipe to another process."""
-        if isinstance(self._storage, _TakesScores):
-            await self._on_loop(self._storage.add_scores(scores))
+        if (add := getattr(self._storage, "add_scores", None)) is not None:
+            await self._on_loop(add(scores))
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """As in ``TrajectoryStorage``."""

@@ -19,6 +19,7 @@ from openhands_rl_plugin.core.concurrency import LoopThread, background
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import error_in, reasoning_in, sampling_in, to_message, to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine
+from openhands_rl_plugin.core.secrets import SHORTEST_OWN
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, ExtensionTable
 from openhands_rl_plugin.models.gateway.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json, dump_object, parse_object
 
@@ -27,7 +28,7 @@ ALL_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
 
 # Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429})
-_MAX_BODY = 256 * 1024 * 1024
+_MAX_BODY, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
 
 
 class ServerError(Exception):
@@ -88,6 +89,7 @@ class HttpUpstream:
         self.extensions = extensions_of(base_url)
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._timeout = timeout
+        self._key = key.encode() if key and len(key) >= SHORTEST_OWN else b""
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         self._headers |= headers or {}
 
@@ -114,8 +116,9 @@ class HttpUpstream:
             if found is None:
                 return answer
             status = found[0]
-        told = parse_object(answer) or answer[:1000].decode("utf-8", "replace")
-        raise ServerError(status, f"Error code: {status} - {told}", answer)
+        answer = answer.replace(self._key, b"***") if self._key else answer  # some servers repeat it
+        told = parse_object(answer) or answer[:_LONGEST_MESSAGE].decode("utf-8", "replace")
+        raise ServerError(status, f"Error code: {status} - {told}"[:_LONGEST_MESSAGE], answer)
 
 
 class EngineUpstream:

@@ -19,13 +19,7 @@ from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, to_message
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.records import MISSING, CommandEvidence, TrajectoryFilter, WorkspaceCommand
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
-    JsonObject,
-    SamplingParams,
-    StrategySpec,
-    Task,
-)
+from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, SamplingParams, StrategySpec, Task
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
@@ -132,7 +126,9 @@ def test_an_answer_is_made_fit_to_be_read_and_sent_again(server: ScriptedModel) 
 
 def test_failed_requests_come_again_with_the_same_seed(server: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncio.sleep", lambda seconds: real(0))
-    server.script("shaky", [EMPTY, *[refusal(503, "busy")] * 3, refusal(429, "wait"), says("At last.")])
+    server.script(
+        "shaky", [EMPTY, *[refusal(503, "busy for sk-hidden" + 9000 * "x")] * 3, refusal(429, "wait"), says("At last.")]
+    )
     session, errors = session_of(server), []
     for _ in range(2):
         with pytest.raises(CaughtFailure) as caught:
@@ -143,6 +139,7 @@ def test_failed_requests_come_again_with_the_same_seed(server: ScriptedModel, mo
     assert session.failure is None and len({body["seed"] for body in server.requests["shaky"]}) == 1
     attempts = session.tree.nodes[-1].metadata["attempts"]
     assert isinstance(attempts, list) and len(attempts) == 6
+    assert "busy for ***" in str(attempts) and "sk-hidden" not in f"{attempts}{errors}" and len(str(attempts)) < 12_000
     assert not any("failed_attempts" in node.metadata for node in session.tree.nodes)
 
 
