@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "rollout": GROUND,
     "trajectories": GROUND,
     "testing": GROUND,
-    "models": GROUND | {"config", "rollout"},
+    "models": GROUND | {"config"},
     "session": GROUND | {"config", "environments", "models", "rollout"},
     "hosts": GROUND | {"config", "environments", "models", "rollout", "session"},
     "training": GROUND | {"config", "models", "rollout", "trajectories"},
@@ -50,8 +50,8 @@ ARROWS: dict[str, set[str]] = {
     "evals": GROUND | {"config", "environments", "hosts", "rollout", "trajectories"},
     "apps": GROUND | {"config", "environments", "evals", "hosts", "models", "rollout", "training"}
     | {"trajectories"},
-    "cli": GROUND | {"apps", "config", "environments", "evals", "hosts", "models", "rewards", "rollout", "training"}
-    | {"trajectories"},
+    "cli": GROUND | {"apps", "config", "environments", "evals", "hosts", "models", "rewards", "rollout", "session"}
+    | {"training", "trajectories"},
     # Reached by entry points only: `test_contrib.py` runs the rest without it.
     "contrib": GROUND | {"apps", "cli", "config", "environments", "evals", "hosts", "models", "rewards", "rollout"}
     | {"training", "trajectories"},
@@ -274,7 +274,7 @@ TORCH_ROOMS = (
         (
             {"aiohttp", "multidict", "yarl"},
             # The bridge is executed by the Python of verifiers, which has it.
-            ("models/gateway/", "environments/openenv.py", "contrib/environments/verifiers_bridge.py"),
+            ("session/", "environments/openenv.py", "contrib/environments/verifiers_bridge.py"),
         ),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
         ({"ray"}, ("hosts/pool/ray", "contrib/rollouts/service.py", "contrib/trainers/skyrl.py")),

@@ -15,7 +15,7 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.models.gateway.config import GatewayConfig
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
 EPILOG = """examples:
   openhands-rl gateway --upstream http://127.0.0.1:8100/v1 --store ./trajectories
@@ -71,7 +71,7 @@ def _known_from(settings: RLSettings) -> dict[str, object]:
 
 
 async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str) -> None:
-    from openhands_rl_plugin.models.gateway.server import running_gateway
+    from openhands_rl_plugin.session.gateway import running_gateway
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:

@@ -101,8 +101,8 @@ async def _run_command(words: Sequence[str], folder: Path, options: WorkOptions)
     from openhands_rl_plugin.config.build import open_storage
     from openhands_rl_plugin.core.records import TrajectoryFilter
     from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
-    from openhands_rl_plugin.models.gateway.config import GatewayConfig
-    from openhands_rl_plugin.models.gateway.server import running_gateway
+    from openhands_rl_plugin.session.gateway import running_gateway
+    from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
     if options.strategy or options.max_turns is not None:
         raise ConfigError("--strategy and --max-turns: a command decides itself how it asks the model")

@@ -1,1 +1,1 @@
-"""The recorder: it samples completions for a host, searches, and stores them before they are executed."""
+"""The recorder: it samples completions for a host, or passes on a client's requests, and stores them before use."""

@@ -21,9 +21,9 @@ from openhands_rl_plugin.core.messages import WireMessage, says, to_message
 from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
-from openhands_rl_plugin.models.gateway.token_id_text import Json
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
+from openhands_rl_plugin.session.token_id_text import Json
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 
 # Seconds for a fork to open, and to close: copying a workspace and starting its shell take one or two.

@@ -23,10 +23,10 @@ from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Poli
 from openhands_rl_plugin.models.engines.chunks import places_of_ids
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
-from openhands_rl_plugin.models.gateway.requests import Unrecordable
-from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
-from openhands_rl_plugin.models.gateway.token_id_text import PROMPT_IDS, SAMPLED_IDS, ContextCache, Json, parse_object
+from openhands_rl_plugin.session.requests import Unrecordable
+from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.sampled_texts import SampledTexts
+from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, ContextCache, Json, parse_object
 from openhands_rl_plugin.session.turns import Turn, TurnAnswers
 from openhands_rl_plugin.session.upstream import ServerError, Upstream
 

@@ -38,7 +38,6 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
-from openhands_rl_plugin.models.gateway.token_id_text import Json
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
 from openhands_rl_plugin.rollout.session import context_tokens, reached
 from openhands_rl_plugin.session.branches import SessionWorld
@@ -46,6 +45,7 @@ from openhands_rl_plugin.session.conversation import WorkspaceConversation
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.storage import LoopBoundStorage
+from openhands_rl_plugin.session.token_id_text import Json
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 from openhands_rl_plugin.session.upstream import Upstream
 

@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.errors import EpisodeError, RLError
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, StopReason
-from openhands_rl_plugin.models.gateway.token_id_text import Json
+from openhands_rl_plugin.session.token_id_text import Json
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.session.session import Session

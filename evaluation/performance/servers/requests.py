@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from openhands_rl_plugin.apps.chat_endpoint import AgentCompletionRequest
 from openhands_rl_plugin.contrib.webshop.server import ShopRequest, StepBody
-from openhands_rl_plugin.models.gateway.server import EndRequest
 from openhands_rl_plugin.models.server.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -20,6 +19,7 @@ from openhands_rl_plugin.models.server.requests import (
     UnloadLoRAAdapterRequest,
     UpdateWeightsRequest,
 )
+from openhands_rl_plugin.session.gateway import EndRequest
 
 _NUMBERS = (
     *("0", "-1", "1", "2", "0.5", "1e-300", "1e308", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "3.0"),

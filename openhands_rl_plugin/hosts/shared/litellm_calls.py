@@ -22,8 +22,8 @@ from openai import OpenAIError
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import CaughtFailure
 from openhands_rl_plugin.models.engines.extensions import ExtensionTable
-from openhands_rl_plugin.models.gateway.token_id_text import Json, parse_object
 from openhands_rl_plugin.session.branches import Complete
+from openhands_rl_plugin.session.token_id_text import Json, parse_object
 from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, ServerError, Upstream
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})

@@ -59,11 +59,11 @@ from openhands_rl_plugin.hosts.v0.settings import (
     refuse,
     watch_for_rl_section,
 )
-from openhands_rl_plugin.models.gateway.token_id_text import Json
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.branches import BranchWorld, Complete, SessionWorld
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.session import Session, current_episode
+from openhands_rl_plugin.session.token_id_text import Json
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 
 ENVIRONMENT_RUNTIME = "EnvironmentRuntime"

@@ -45,8 +45,8 @@ from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.v0.completion import ANSWERED, MALFORMED
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
-from openhands_rl_plugin.models.gateway.token_id_text import Json
 from openhands_rl_plugin.session.branches import Complete
+from openhands_rl_plugin.session.token_id_text import Json
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.hosts.v0.agent import RLAgent

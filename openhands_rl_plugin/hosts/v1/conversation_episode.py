@@ -32,11 +32,11 @@ from openhands_rl_plugin.hosts.v1.session_llm import Unrecorded, model_server
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, StockWorkspace
 from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
-from openhands_rl_plugin.models.gateway.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json
 from openhands_rl_plugin.session.branches import BranchWorld, SessionWorld
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 from openhands_rl_plugin.session.upstream import Upstream
 

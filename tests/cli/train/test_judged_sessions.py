@@ -13,11 +13,11 @@ from train_store import TINY, episode, store_of
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import Score, Task
-from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.server import running_gateway
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rollout.scoring import give_verdict
+from openhands_rl_plugin.session.gateway import running_gateway
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 ASKED = {"role": "user", "content": "one two"}

@@ -6,15 +6,15 @@ from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
 from openhands_rl_plugin.models.engines.openai_wire import DONE
-from openhands_rl_plugin.models.gateway.protocol import WireProtocol, event, guarded, marked
-from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, client_request, parsed_body
-from openhands_rl_plugin.models.gateway.responses import (
+from openhands_rl_plugin.session.protocol import WireProtocol, event, guarded, marked
+from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, client_request, parsed_body
+from openhands_rl_plugin.session.responses import (
     UpstreamResponse,
     fields_not_asked_for,
     strip_ids,
     without_fields,
 )
-from openhands_rl_plugin.models.gateway.token_id_text import Json, dump_object, parse_object
+from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
 
 STREAM_OPTIONS = "stream_options"
 

@@ -10,8 +10,8 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.replies import JSON, Reply, error_reply
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
+from openhands_rl_plugin.session.replies import JSON, Reply, error_reply
 
 # Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
 _OWN = frozenset(
@@ -52,7 +52,7 @@ class UpstreamError(Exception):
         self.reply = reply
 
 
-class Upstream:
+class ModelServer:
     """The model server behind the gateway."""
 
     def __init__(self, config: GatewayConfig) -> None:

@@ -15,11 +15,11 @@ from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundar
 from openhands_rl_plugin.core.redaction import RedactingFilter
 from openhands_rl_plugin.core.servers import HEALTH, METRICS, RequestMetrics
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.recorder import unexpected
-from openhands_rl_plugin.models.gateway.replies import Reply, error_reply
-from openhands_rl_plugin.models.gateway.sessions import TooManySessions
-from openhands_rl_plugin.models.gateway.upstream import UpstreamError
+from openhands_rl_plugin.session.client_sessions import TooManySessions
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
+from openhands_rl_plugin.session.model_server import UpstreamError
+from openhands_rl_plugin.session.recorder import unexpected
+from openhands_rl_plugin.session.replies import Reply, error_reply
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _LEFT = 499

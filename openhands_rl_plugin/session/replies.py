@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from openhands_rl_plugin.models.gateway.token_id_text import dump_object
+from openhands_rl_plugin.session.token_id_text import dump_object
 
 JSON = "application/json"
 EVENTS = "text/event-stream"

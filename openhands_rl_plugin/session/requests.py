@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.messages import (
 )
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams, ToolCall
-from openhands_rl_plugin.models.gateway.token_id_text import DEEPEST, Json, dump_object, parse_object
+from openhands_rl_plugin.session.token_id_text import DEEPEST, Json, dump_object, parse_object
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 

@@ -38,10 +38,10 @@ from openhands_rl_plugin.core.types import (
     kind_of,
     path_to,
 )
-from openhands_rl_plugin.models.gateway.requests import ClientRequest, with_sampled_calls
-from openhands_rl_plugin.models.gateway.responses import RecordedChoice, UpstreamResponse
-from openhands_rl_plugin.models.gateway.token_id_text import NodeTokens, canonical
 from openhands_rl_plugin.rollout.journal import GrowingEpisode
+from openhands_rl_plugin.session.requests import ClientRequest, with_sampled_calls
+from openhands_rl_plugin.session.responses import RecordedChoice, UpstreamResponse
+from openhands_rl_plugin.session.token_id_text import NodeTokens, canonical
 
 
 class ClientConversation(HostConversation):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, Tokens
-from openhands_rl_plugin.models.gateway.token_id_text import NodeTokens, TokenIds, text_of
+from openhands_rl_plugin.session.token_id_text import NodeTokens, TokenIds, text_of
 
 ID = st.integers(0, 2**31 - 1)
 IDS = st.lists(ID, max_size=12)

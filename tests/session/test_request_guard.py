@@ -11,7 +11,7 @@ from gateway_world import Body, Model, user, world
 from raw_clients import exchange, request, status
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.models.gateway.config import GatewayConfig
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
 JSON = "application/json"
 END = "/session/s/end"

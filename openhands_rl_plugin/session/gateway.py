@@ -31,18 +31,18 @@ from openhands_rl_plugin.core.servers import (
 )
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
-from openhands_rl_plugin.models.gateway.chat_completions import CHAT
-from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.guard import RequestGuard, library_logger, response_of
-from openhands_rl_plugin.models.gateway.messages import MESSAGES
-from openhands_rl_plugin.models.gateway.protocol import WireProtocol, event
-from openhands_rl_plugin.models.gateway.recorder import NOT_RECORDED, Recorder
-from openhands_rl_plugin.models.gateway.replies import EVENTS, PendingCall, Reply, error_reply
-from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
-from openhands_rl_plugin.models.gateway.responses_api import RESPONSES
-from openhands_rl_plugin.models.gateway.sessions import SessionName, SessionPool, named_session, session_name
-from openhands_rl_plugin.models.gateway.token_id_text import DEEPEST, dump_object, parse_object, too_deep
-from openhands_rl_plugin.models.gateway.upstream import Upstream, forwarded_headers
+from openhands_rl_plugin.session.chat_completions import CHAT
+from openhands_rl_plugin.session.client_sessions import SessionName, SessionPool, named_session, session_name
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
+from openhands_rl_plugin.session.guard import RequestGuard, library_logger, response_of
+from openhands_rl_plugin.session.messages_api import MESSAGES
+from openhands_rl_plugin.session.model_server import ModelServer, forwarded_headers
+from openhands_rl_plugin.session.protocol import WireProtocol, event
+from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder
+from openhands_rl_plugin.session.replies import EVENTS, PendingCall, Reply, error_reply
+from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable
+from openhands_rl_plugin.session.responses_api import RESPONSES
+from openhands_rl_plugin.session.token_id_text import DEEPEST, dump_object, parse_object, too_deep
 
 _REWARD_VERSION = "gateway"
 _LONGEST_ERROR = 2000
@@ -84,7 +84,7 @@ class Gateway:
     ) -> None:
         self._config = config
         self._storage = storage
-        self._upstream = Upstream(config)
+        self._upstream = ModelServer(config)
         self._recorder = Recorder(config, self._upstream, clock)
         self._left: set[asyncio.Task[Reply]] = set()
         self.metrics = RequestMetrics()

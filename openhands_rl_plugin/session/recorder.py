@@ -28,16 +28,16 @@ from openhands_rl_plugin.models.engines.extensions import (
     ExtensionAttempt,
     ExtensionTable,
 )
-from openhands_rl_plugin.models.gateway.chat_completions import CHAT, added_fields
-from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.protocol import WireProtocol
-from openhands_rl_plugin.models.gateway.replies import EVENTS, JSON, LiveAnswer, Reply, error_reply
-from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, upstream_body
-from openhands_rl_plugin.models.gateway.responses import UpstreamResponse, fields_not_asked_for, without_fields
-from openhands_rl_plugin.models.gateway.responses_api import RESPONSES
-from openhands_rl_plugin.models.gateway.sessions import OPENING, Session, SessionName
-from openhands_rl_plugin.models.gateway.token_id_text import dump_object, parse_object
-from openhands_rl_plugin.models.gateway.upstream import Upstream, UpstreamError, forwarded_headers
+from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
+from openhands_rl_plugin.session.client_sessions import OPENING, ClientSession, SessionName
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
+from openhands_rl_plugin.session.model_server import ModelServer, UpstreamError, forwarded_headers
+from openhands_rl_plugin.session.protocol import WireProtocol
+from openhands_rl_plugin.session.replies import EVENTS, JSON, LiveAnswer, Reply, error_reply
+from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, upstream_body
+from openhands_rl_plugin.session.responses import UpstreamResponse, fields_not_asked_for, without_fields
+from openhands_rl_plugin.session.responses_api import RESPONSES
+from openhands_rl_plugin.session.token_id_text import dump_object, parse_object
 
 LATEST = "latest"
 
@@ -122,7 +122,7 @@ class Counts:
 class Recorder:
     """Sends requests for completions to the model server and records the answers."""
 
-    def __init__(self, config: GatewayConfig, upstream: Upstream, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: GatewayConfig, upstream: ModelServer, clock: Clock = time.monotonic) -> None:
         self._upstream = upstream
         self._pins = config.pin_sessions
         self._restores = config.restore_calls
@@ -150,7 +150,7 @@ class Recorder:
     async def ask(
         self,
         protocol: WireProtocol,
-        session: Session,
+        session: ClientSession,
         call: ClientRequest,
         headers: Mapping[str, str],
         *,
@@ -296,7 +296,7 @@ class Recorder:
             if len(self._sessions_of) > _MOST_RESPONSES:
                 self._sessions_of.popitem(last=False)
 
-    def _model(self, session: Session, asked: str) -> str:
+    def _model(self, session: ClientSession, asked: str) -> str:
         if self._route is None or not self._route.knows(asked):
             return asked
         if not self._pins:
@@ -326,7 +326,7 @@ class _Exchange:
     """A request on its way. ``started`` is a time of ``perf_counter``."""
 
     protocol: WireProtocol
-    session: Session
+    session: ClientSession
     call: ClientRequest
     attempt: ExtensionAttempt
     started: float

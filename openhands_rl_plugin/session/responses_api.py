@@ -10,7 +10,7 @@ from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.models.engines.chunks import ServerEvent
-from openhands_rl_plugin.models.gateway.protocol import (
+from openhands_rl_plugin.session.protocol import (
     STOP_REASONS,
     WireProtocol,
     as_completion,
@@ -20,9 +20,9 @@ from openhands_rl_plugin.models.gateway.protocol import (
     texts_of,
     wants_nothing,
 )
-from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable, client_request, parsed_body
-from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
-from openhands_rl_plugin.models.gateway.token_id_text import Json, dump_object, parse_object
+from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, client_request, parsed_body
+from openhands_rl_plugin.session.responses import UpstreamResponse
+from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
 
 _PARAMETERS = ("temperature", "top_p", "tool_choice", "parallel_tool_calls")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

@@ -31,9 +31,9 @@ from openhands_rl_plugin.core.messages import WireMessage, text_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject, StopReason
-from openhands_rl_plugin.models.gateway.replies import PendingCalls
-from openhands_rl_plugin.models.gateway.session_episode import ENVIRONMENT, SessionEpisode, SessionKey
-from openhands_rl_plugin.models.gateway.token_id_text import Json, parse_object
+from openhands_rl_plugin.session.client_episode import ENVIRONMENT, SessionEpisode, SessionKey
+from openhands_rl_plugin.session.replies import PendingCalls
+from openhands_rl_plugin.session.token_id_text import Json, parse_object
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 _IN_USER_ID = "_session_"
@@ -100,7 +100,7 @@ def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[Wi
     return f"opening-{digest.hexdigest()[:24]}"
 
 
-class Session:
+class ClientSession:
     """A session in memory. ``last_used`` is a Unix time in seconds; ``pinned`` is a model name or empty.
 
     ``unrecorded``: its requests for completions that could not be recorded, by path.
@@ -139,7 +139,7 @@ class SessionPool:
         self._max_sessions = max_sessions
         self._max_open = max_open
         self._idle = idle
-        self._active: OrderedDict[str, Session] = OrderedDict()
+        self._active: OrderedDict[str, ClientSession] = OrderedDict()
         self._evicted: dict[str, float] = {}
         # Serialises loading, evicting and ending, so that no two objects write to one episode.
         self._lock = asyncio.Lock()
@@ -155,7 +155,7 @@ class SessionPool:
         async for left in self._storage.summaries(where):
             self._evicted[left.task_id] = left.times.finished
 
-    async def open(self, name: str) -> Session:
+    async def open(self, name: str) -> ClientSession:
         """The session of that name, loaded or created. Raises ``StorageError`` and ``TooManySessions``."""
         session = self._active.get(name)
         if session is None:
@@ -210,7 +210,7 @@ class SessionPool:
     def _names(self) -> list[str]:
         return [*self._active, *self._evicted]
 
-    async def _load(self, name: str) -> Session:
+    async def _load(self, name: str) -> ClientSession:
         key = SessionKey(self._run_id, name)
         while (found := await self._summary(key)) is not None and found.stop is not StopReason.UNFINISHED:
             # After an end that the client told, the name is that of another session.
@@ -221,7 +221,7 @@ class SessionPool:
             async for stored, _ in self._storage.find(where):
                 episode = SessionEpisode.continued(self._storage, key, self._base_model, stored)
                 last_used = stored.times.finished
-        session = self._active[name] = Session(key, episode, last_used)
+        session = self._active[name] = ClientSession(key, episode, last_used)
         self._evicted.pop(name, None)
         return session
 
@@ -241,7 +241,7 @@ class SessionPool:
         for name in unused[:spare]:
             self._evicted[name] = self._active.pop(name).last_used
 
-    async def _close(self, session: Session, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
+    async def _close(self, session: ClientSession, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
         self._active.pop(session.key.name, None)
         await session.pending.settle()
         if session.unrecorded:

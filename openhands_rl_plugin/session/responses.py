@@ -11,8 +11,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from openhands_rl_plugin.core.messages import error_in, finish_in, logprobs_in, reasoning_in, to_message, usage_in
 from openhands_rl_plugin.core.types import JsonObject, Message, Usage
 from openhands_rl_plugin.models.engines.chunks import places_of_ids
-from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
-from openhands_rl_plugin.models.gateway.token_id_text import (
+from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable
+from openhands_rl_plugin.session.token_id_text import (
     PROMPT_IDS,
     SAMPLED_IDS,
     Json,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from openhands_rl_plugin.models.engines.chunks import ServerEvent
-from openhands_rl_plugin.models.gateway.requests import ClientRequest, Unrecordable
-from openhands_rl_plugin.models.gateway.responses import UpstreamResponse
-from openhands_rl_plugin.models.gateway.token_id_text import Json, dump_object
+from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable
+from openhands_rl_plugin.session.responses import UpstreamResponse
+from openhands_rl_plugin.session.token_id_text import Json, dump_object
 
 STOP_REASONS = {
     "end_turn": "stop",

@@ -21,10 +21,10 @@ from tiny_model import write_adapter, write_model
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.gateway.config import GatewayConfig
-from openhands_rl_plugin.models.gateway.server import running_gateway
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
+from openhands_rl_plugin.session.gateway import running_gateway
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SECRET = "sk-proj-" + "Ab3" * 14

@@ -1,1 +1,0 @@
-"""A recording proxy in front of any OpenAI-compatible server: agents need a change of ``base_url`` only."""
