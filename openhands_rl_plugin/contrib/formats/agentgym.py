@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue
 
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -48,16 +48,9 @@ _SPEAKERS = {"system": "System", "human": "Human", "gpt": "Assistant"}
 class Said(Foreign):
     """One message."""
 
-    speaker: str
+    speaker: Literal["system", "human", "user", "gpt", "assistant"]
     value: str = ""
     loss: bool | None = None
-
-    @field_validator("speaker")
-    @classmethod
-    def _known(cls, speaker: str) -> str:
-        if speaker not in _ROLES:
-            raise ValueError(f"must be human or gpt, not {speaker!r}")
-        return speaker
 
 
 class Played(Foreign):

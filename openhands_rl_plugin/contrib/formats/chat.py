@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
+from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     Ending,
     Imported,
@@ -18,12 +18,11 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     conversation,
     end_of,
     finished,
-    reward_of,
     task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ChatRow,
     ExchangeError,
-    Foreign,
     chat_message,
     chat_messages,
     from_text,
@@ -50,14 +49,10 @@ _ROLES = {
 }
 
 
-class ShareGptRecord(Foreign):
+class ShareGptRecord(ChatRow):
     """One row."""
 
     conversations: tuple[JsonObject, ...]
-    id: str | None = None
-    system: str | None = None
-    tools: JsonValue = None
-    model: str | None = None
 
 
 def recognises_sharegpt(row: Mapping[str, JsonValue]) -> bool:
@@ -70,7 +65,7 @@ def recognises_sharegpt(row: Mapping[str, JsonValue]) -> bool:
 def read_sharegpt(row: JsonObject) -> Imported:
     """An episode of a row. Raises ``ExchangeError``."""
     record = parse(ShareGptRecord, row)
-    messages: list[Message] = [Message(role="system", content=record.system)] if record.system else []
+    messages: list[Message] = []
     pending: list[ToolCall] = []
     for number, each in enumerate(record.conversations):
         speaker = str(each.get("from"))
@@ -92,12 +87,11 @@ def read_sharegpt(row: JsonObject) -> Imported:
         else:
             pending = []
             messages.append(turn)
-    if not messages:
-        raise ExchangeError("conversations: is empty")
-    task = task_of(messages, _ENVIRONMENT, row=record.id)
+    said = record.whole(messages)
+    task = task_of(said, _ENVIRONMENT, record.instance_id, record.task_id, row=record.id)
     origin = Origin(_SHAREGPT, task, record.model)
-    tree = conversation(messages, origin.policy, tools_of(record.tools))
-    return finished(tree, origin, Ending(end_of(messages), {}))
+    tree = conversation(said, origin.policy, tools_of(record.tools))
+    return finished(tree, origin, Ending(end_of(said), {}, record.score))
 
 
 def _calls(text: str, at: int) -> list[ToolCall]:
@@ -109,9 +103,10 @@ def _calls(text: str, at: int) -> list[ToolCall]:
 
 
 _TRL = "trl"
+_PROMPTS = ("question", "query", "instruction", "input")
 
 
-class TrlRecord(Foreign):
+class TrlRecord(ChatRow):
     """One row. ``label`` is KTO's: whether the completion is wanted."""
 
     prompt: JsonValue = None
@@ -119,10 +114,6 @@ class TrlRecord(Foreign):
     chosen: JsonValue = None
     rejected: JsonValue = None
     label: bool | None = None
-    tools: JsonValue = None
-    id: str | None = None
-    instance_id: str | None = None
-    model: str | None = None
 
 
 def recognises_trl(row: Mapping[str, JsonValue]) -> bool:
@@ -138,13 +129,11 @@ def read_trl(row: JsonObject) -> list[Imported]:
     """
     record = parse(TrlRecord, row)
     if record.chosen is None or record.rejected is None:
-        if record.completion is None:
-            raise ExchangeError("completion: is required, or chosen and rejected")
         answer = _messages(record.completion, "completion", "assistant")
-        prompt = _messages(record.prompt, "prompt", "user")
-        task = task_of(prompt or answer, _ENVIRONMENT, record.instance_id, row=record.id, given=len(prompt))
-        return [_episode(record, task, prompt, answer, record.label)]
-    asked, better, worse = record.prompt, record.chosen, record.rejected
+        reward = record.score if record.label is None else float(record.label)
+        return [_episode(record, _messages(record.prompt, "prompt", "user"), answer, reward)]
+    better, worse = record.chosen, record.rejected
+    asked = record.prompt or "\n".join(text for name in _PROMPTS if isinstance(text := row.get(name), str) and text)
     if not asked and isinstance(better, str) and isinstance(worse, str):
         # An implicit prompt is what both begin with.
         asked = "".join(_shared(better, worse)).rpartition(" ")[0]
@@ -156,8 +145,7 @@ def read_trl(row: JsonObject) -> list[Imported]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt or chosen == rejected:
         raise ExchangeError("chosen and rejected: must be two answers to one prompt, or begin with it")
-    task = task_of(prompt, _ENVIRONMENT, record.instance_id, row=record.id, given=len(prompt))
-    return [_episode(record, task, prompt, chosen, True), _episode(record, task, prompt, rejected, False)]
+    return [_episode(record, prompt, chosen, 1.0), _episode(record, prompt, rejected, 0.0)]
 
 
 def _shared[Each](one: Sequence[Each], other: Sequence[Each]) -> list[Each]:
@@ -165,15 +153,13 @@ def _shared[Each](one: Sequence[Each], other: Sequence[Each]) -> list[Each]:
     return [each for each, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
-def _episode(
-    record: TrlRecord, task: Task, prompt: Sequence[Message], answer: Sequence[Message], wanted: bool | None
-) -> Imported:
-    messages = [*prompt, *answer]
-    if not any(message.role == "assistant" for message in answer):
-        raise ExchangeError("there is no answer in it")
+def _episode(record: TrlRecord, prompt: Sequence[Message], answer: Sequence[Message], reward: float | None) -> Imported:
+    messages = record.whole(answer, prompt)
+    given = len(messages) - len(answer)
+    task = task_of(messages, _ENVIRONMENT, record.instance_id, record.task_id, row=record.id, given=given)
     origin = Origin(_TRL, task, record.model)
-    tree = conversation(messages, origin.policy, tools_of(record.tools), given=len(prompt))
-    return finished(tree, origin, Ending(end_of(messages), {}, reward_of(wanted)))
+    tree = conversation(messages, origin.policy, tools_of(record.tools), given=given)
+    return finished(tree, origin, Ending(end_of(messages), {}, reward))
 
 
 def _messages(value: JsonValue, name: str, role: Any) -> Sequence[Message]:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import RLError, problems
-from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, to_message, whole_json
-from openhands_rl_plugin.core.types import Bounded, JsonObject
+from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, text_of, to_message, whole_json, whole_text
+from openhands_rl_plugin.core.types import Bounded, JsonObject, Message
 
 
 class ExchangeError(RLError):
@@ -139,6 +148,27 @@ Finite = Bounded
 """A number of a record."""
 
 
+class ChatRow(Foreign):
+    """What rows of chats have beside their messages, by whichever of its names."""
+
+    id: str | None = None
+    instance_id: str | None = None
+    task_id: str | None = None
+    run_id: str | None = None
+    model: str | None = None
+    tools: JsonValue = Field(None, validation_alias=AliasChoices("tools", "functions"))
+    system: JsonValue = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
+    score: Finite | None = Field(None, validation_alias=AliasChoices("score", "reward"))
+
+    def whole(self, answers: Sequence[Message], prompt: Sequence[Message] = ()) -> tuple[Message, ...]:
+        """The conversation behind the system prompt that stands beside it. Raises ``ExchangeError`` without answers."""
+        if not any(message.role == "assistant" for message in answers):
+            raise ExchangeError("there is no answer in it")
+        said, beside = (*prompt, *answers), whole_text(text_of(self.system) or "")
+        known = not beside or (said[0].role, said[0].content) == ("system", beside)
+        return said if known else (Message(role="system", content=beside), *said)
+
+
 def without_nulls(value: JsonValue) -> Any:
     """``value`` without null fields, at any depth: the inverse of what a columnar dataset does to nested objects."""
     if isinstance(value, dict):
@@ -154,10 +184,16 @@ def tools_of(value: JsonValue) -> tuple[JsonObject, ...]:
     listed = from_text(value) if isinstance(value, str) and value.strip() else value
     tools = without_nulls(listed or [])
     if isinstance(tools, list):
-        tools = [{"type": "function", "function": tool} if _is_tool({"function": tool}) else tool for tool in tools]
+        tools = [_wrapped(tool) if _is_tool({"function": tool}) else tool for tool in tools]
     if not isinstance(tools, list) or not all(map(_is_tool, tools)):
         raise ExchangeError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
     return tuple(tools)
+
+
+def _wrapped(function: JsonObject) -> JsonObject:
+    """Anthropic and MCP have other names for the parameters."""
+    renamed = {"parameters" if name in ("input_schema", "inputSchema") else name: of for name, of in function.items()}
+    return {"type": "function", "function": renamed}
 
 
 def _is_tool(tool: object) -> bool:

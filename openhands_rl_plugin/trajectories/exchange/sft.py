@@ -35,9 +35,8 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ChatRow,
     Conversation,
-    Finite,
-    Foreign,
     LeftOutError,
     parse,
     tools_of,
@@ -66,17 +65,10 @@ _RESULT = "EXECUTION RESULT of [{}]:\n"
 _NAMELESS = "function"
 
 
-class SftRow(Foreign):
+class SftRow(ChatRow):
     """A row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has ``test_result`` and null-filled tools)."""
 
     messages: Annotated[Conversation, Field(min_length=1)]
-    tools: JsonValue = None
-    instance_id: str | None = None
-    id: str | None = None
-    task_id: str | None = None
-    run_id: str | None = None
-    model: str | None = None
-    score: Finite | None = None
     resolved: bool | None = None
     test_result: JsonValue = None
     patch: str | None = None
@@ -142,14 +134,14 @@ def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> I
 def import_text(row: JsonObject) -> Imported:
     """An episode of a row with calls as text. Raises ``ExchangeError``."""
     record = parse(SftRow, row)
-    messages, tools = read_text_messages(record.messages, tools_of(record.tools))
+    messages, tools = read_text_messages(record.whole(record.messages), tools_of(record.tools))
     return _imported("sft-text", record, messages, tools)
 
 
 def import_native(row: JsonObject) -> Imported:
     """An episode of a row with native calls. Raises ``ExchangeError``."""
     record = parse(SftRow, row)
-    return _imported("sft-native", record, record.messages, tools_of(record.tools))
+    return _imported("sft-native", record, record.whole(record.messages), tools_of(record.tools))
 
 
 def read_text_messages(

@@ -49,7 +49,7 @@ def test_rows_of_agent_traj() -> None:
     )
     with pytest.raises(ExchangeError, match="conversations: is required"):
         agentgym.read({"conversations": None, "item_id": "webshop_1"})
-    with pytest.raises(ExchangeError, match="human or gpt"):
+    with pytest.raises(ExchangeError, match="speaker: must be 'system', 'human'"):
         agentgym.read({"conversations": [{"from": "robot", "value": "x"}], "item_id": "webshop_1"})
 
 
@@ -60,13 +60,10 @@ def test_ids_that_begin_anew_in_every_file_are_not_taken_over() -> None:
     assert first.id != other.id and first.id == agentgym.read({**plain(row), "id": "8"}).trajectory.id
 
 
-@pytest.mark.parametrize(
-    ("timestamp", "seconds"),
-    [("1700000000", 1.7e9), ("2023-11-14T22:13:20", 1.7e9), ("2023-11-14T23:13:20+01:00", 1.7e9)],
-)
-def test_timestamps_mean_the_same_everywhere(timestamp: str, seconds: float) -> None:
+@pytest.mark.parametrize("timestamp", ["1700000000", "2023-11-14T22:13:20", "2023-11-14T23:13:20+01:00"])
+def test_timestamps_mean_the_same_everywhere(timestamp: str) -> None:
     (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
-    assert agentgym.read({**plain(row), "timestamp": timestamp}).trajectory.times.finished == seconds
+    assert agentgym.read({**plain(row), "timestamp": timestamp}).trajectory.times.finished == 1.7e9
 
 
 @pytest.mark.parametrize("timestamp", ["1700000000000", "nan", "inf", "noon"])

@@ -15,6 +15,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.messages import reasoning_of
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.formats import formats, recognised
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -90,13 +91,6 @@ def test_outcomes_patches_and_names_survive(tmp_path: Path) -> None:
         name: kept[name] for name in ("traj_id", "patch", "tools")
     }
     assert row["test_result"]["report"] == {"resolved": True}
-    assert [message.get("reasoning_content") for message in row["messages"]] == [
-        None,
-        None,
-        "I should look.",
-        None,
-        None,
-    ]
 
 
 def test_ends(tmp_path: Path) -> None:
@@ -167,7 +161,6 @@ def test_a_row_of_another_format_in_a_file_is_a_bad_record(tmp_path: Path, capsy
     file.write_text("\n".join(json.dumps(RECORDS[name][0]) for name in ("trl", "sharegpt", "trl")))
     assert run("import", file, "--into", tmp_path / "store") == 1
     assert f"{file}:2: is a record of the format sharegpt, not trl" in capsys.readouterr().err
-    assert run("import", file, "--into", tmp_path / "store", "--skip-bad") == 0
 
 
 @pytest.mark.parametrize(
@@ -187,8 +180,6 @@ MALFORMED: list[Any] = [None, 3, "x", [], {}, [None], [3], {"a": None}, [{}], [{
 @pytest.mark.parametrize("name", [name for name in RECORDS if name not in ("predictions",)])
 def test_any_field_may_be_wrong(name: str) -> None:
     """A wrong value in any field of a record is an error of ours or is read; it is never another exception."""
-    from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-
     read = formats()[name].read
     assert read is not None
     wrong: Any

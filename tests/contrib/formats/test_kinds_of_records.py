@@ -159,8 +159,7 @@ def test_a_result_of_two_calls_is_refused(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": "Fix f.", "chosen": [USER, ANSWER], "rejected": [USER, HELD], "score_chosen": 9.0},
-        {"prompt": [USER], "chosen": [ANSWER], "rejected": [HELD]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [HELD], "score_chosen": 9.0},
         {"chosen": "Fix f. Done.", "rejected": "Fix f. Not me."},
     ],
 )
@@ -170,6 +169,35 @@ def test_two_answers_to_one_prompt(row: Any, tmp_path: Path) -> None:
     assert said == [["Fix f.", "Done."], ["Fix f.", "Not me."]] and len({each.task.id for each in found}) == 1
     assert [scores[0].reward for _, scores in stored(tmp_path / "store")] == [1.0, 0.0]
     assert all([node.sampled for node in each.nodes] == [False, True] for each in found)
+
+
+SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
+PAIR = {"chosen": "The one.", "rejected": "The two."}
+SHARED = {"conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "The one."}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "rewards"),
+    [
+        ({"system": [{"type": "text", "text": "S.", "cache_control": None}], "messages": [USER, ANSWER], "reward": 0.5,
+          "tools": [{"name": "bash", "description": "Runs.", "input_schema": SCHEMA}]}, ["S.", "Fix f."], [0.5]),
+        ({"functions": [{"name": "bash", "description": "Runs.", "parameters": SCHEMA}], "messages": [USER, ANSWER],
+          "tools": None, "system_prompt": "S."}, ["S.", "Fix f."], [None]),
+        ({"system": "S.", "messages": [{"role": "system", "content": "S."}, USER, ANSWER]}, ["S.", "Fix f."], [None]),
+        ({"system": "S.", "question": "Q?", "prompt": None, **PAIR}, ["S.", "Q?"], [1.0, 0.0]),
+        ({"system": "", "instruction": "Q?", "input": "x = 1", **PAIR}, ["Q?\nx = 1"], [1.0, 0.0]),
+        ({"example_id": 0, "prompt": [USER], "completion": [ANSWER], "task": "default", "reward": 0.25},
+         ["Fix f."], [0.25]),
+        ({"system": "S.", "tools": "", **SHARED, "id": "t", "reward": None}, ["S.", "Q?"], [None]),
+    ],
+)  # fmt: skip
+def test_what_stands_beside_it(row: Any, prompt: list[str], rewards: list[Any], tmp_path: Path) -> None:
+    found = read([row], tmp_path)
+    assert [[m.content for m in each.messages()[:-1]] for each in found] == [prompt] * len(rewards)
+    assert [scores[0].reward if scores else None for _, scores in stored(tmp_path / "store")] == rewards
+    function = {"name": "bash", "description": "Runs.", "parameters": SCHEMA}
+    assert [*found[0].tools] in ([], [{"type": "function", "function": function}])
+    assert bool(found[0].tools) is bool(row.get("functions") or row.get("tools"))
 
 
 def test_two_rows_are_two_tasks(tmp_path: Path) -> None:
@@ -294,7 +322,8 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
         json.dumps({"id": "y", "messages": [USER, ANSWER], "score": math.nan}).encode(),
         json.dumps({"id": "z", "messages": [USER, calling({**call(), "function": {"arguments": "{}"}})]}).encode(),
         json.dumps({"id": "y", "messages": [USER, ANSWER], "score": 1e300}).encode(),
-        b'{"messages": []}',
+        b"[1]",
+        json.dumps({"messages": [USER], "choices": [{"index": 0, "message": ANSWER}]}).encode(),
         b'{"prompt": "Q", "chosen": "yes", "rejected": "yes"}',
         json.dumps(good[2]).encode(),
     ]
@@ -302,6 +331,8 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert [each.task.id for each in found] == ["\ufffd", "b", "c"] and found[1].messages()[1].content == "byte \ufffd"
     told = capsys.readouterr()
     assert "rows.jsonl:1: not valid JSON" in told.err and "--skip-bad leaves such records out" in told.err
-    assert "3 new trajectories of 3 records, 0 scores; 9 bad records skipped" in told.out
+    assert "3 new trajectories of 3 records, 0 scores; 10 bad records skipped" in told.out
     assert "rows.jsonl:7: score: must be a finite number" in told.err
     assert "rows.jsonl:9: score: must be less than or equal to 1000000000" in told.err
+    assert "rows.jsonl:10: must be a JSON object, not list" in told.err
+    assert run("import", tmp_path / "rows.jsonl", "--into", tmp_path / "store", "--skip-bad") == 0
