@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from itertools import compress
 from operator import ne
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.concurrency import shielded
-from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Node, SamplingParams, Trajectory
@@ -72,7 +72,7 @@ class GrowingEpisode:
         async with self._turn:
             if self._ended:
                 return
-            await self._begin()
+            await self._begin(tree.tools)
             first = self._stored
             marks = self._changes(tree.nodes)
             if len(tree.nodes) > first or marks or tree.head != self._head:
@@ -80,9 +80,9 @@ class GrowingEpisode:
                 await self._grow(nodes, marks, tree.head)
                 self._remember(nodes, marks, tree.head)
 
-    async def _begin(self) -> None:
+    async def _begin(self, tools: tuple[JsonObject, ...]) -> None:
         if not self._begun:
-            await self._storage.begin(self.start)
+            await self._storage.begin(self.start.model_copy(update={"tools": tools or self.start.tools}))
             self._begun = True
 
     async def _grow(self, nodes: tuple[Node, ...], marks: tuple[NodeMark, ...], head: int | None) -> None:
@@ -144,10 +144,10 @@ class EpisodeJournal(GrowingEpisode):
                 await self._storage.end(EpisodeEnd.of(trajectory))
             self._ended = True
 
-    async def _begin(self) -> None:
+    async def _begin(self, tools: tuple[JsonObject, ...]) -> None:
         if not self._begun:
             await self._storage.drop((self.start.id,))
-        await super()._begin()
+        await super()._begin(tools)
 
     def _remember(self, nodes: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> None:
         super()._remember(nodes, marks, head)
@@ -194,10 +194,13 @@ class JournalledEngine:
         return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
 
 
-async def stored_episode(storage: TrajectoryStorage, trajectory_id: str) -> Trajectory | None:
-    """What is stored of an episode, finished or not. Raises ``StorageError``."""
+async def stored_episode(storage: EpisodeSink, trajectory_id: str) -> Trajectory | None:
+    """What is stored of an episode, finished or not; ``None`` where it can only be written. Raises ``StorageError``."""
+    find: Any = getattr(storage, "find", None)
+    if find is None:
+        return None
     where = TrajectoryFilter(ids=(trajectory_id,), finished=None)
-    return next(iter([found async for found, _ in storage.find(where)]), None)
+    return next(iter([found async for found, _ in find(where)]), None)
 
 
 def _facts(node: Node) -> _Facts:

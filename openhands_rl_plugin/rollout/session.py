@@ -7,10 +7,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
-from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, Strategy, TrajectoryStorage, info_of
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
+from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, Strategy, info_of
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
-from openhands_rl_plugin.core.tree import ClippedWorld, DraftNode, EpisodeTree, clip
+from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree, clip
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -28,6 +28,7 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
+from openhands_rl_plugin.rollout.forks import EnvironmentWorld, World
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, JournalledEngine, stored_episode
 
 
@@ -53,11 +54,221 @@ def failed_episode(
     )
 
 
-_Begin = Callable[[Task, Limits], Awaitable[None]]
+class Episode:
+    """One episode while it runs: its tree, its limits, what of it is stored, and its end. Every host records in one.
+
+    ``turns`` counts the answers that were chosen; a host may not be able to read some. ``error`` must stop the whole
+    run.
+    """
+
+    def __init__(
+        self,
+        request: EpisodeRequest,
+        *,
+        strategy: Strategy,
+        strategy_spec: StrategySpec,
+        policy: PolicyRef,
+        limits: Limits,
+        tools: Sequence[JsonObject] = (),
+    ) -> None:
+        self.request = request
+        self.strategy = strategy
+        self.strategy_spec = strategy_spec
+        self.policy = policy
+        self.limits = request.task.limits or limits
+        self.tree = EpisodeTree(tools=tools, clock=time.time)
+        self.turns = 0
+        self.stop: StopReason | None = None
+        self.failure: Failure | None = None
+        self.evidence: JsonObject | None = None
+        self.error: StorageError | ConfigError | None = None
+        self.started = self._began = time.time()
+        self._journal: EpisodeJournal | None = None
+
+    def store_in(self, storage: EpisodeSink) -> None:
+        """Store the episode while it runs."""
+        self._journal = EpisodeJournal(storage, self._start())
+
+    def resume(self, unfinished: Trajectory, storage: EpisodeSink | None) -> bool:
+        """Go on after what is stored; the time limit starts again. False when that is another episode."""
+        self.started = unfinished.times.started
+        # The tools of an environment may be known after its reset only.
+        if self._start().model_copy(update={"tools": unfinished.tools}) != EpisodeStart.of(unfinished):
+            return False
+        self.tree = EpisodeTree.thaw(unfinished, clock=time.time)
+        if storage is not None:
+            self._journal = EpisodeJournal.resumed(storage, unfinished)
+        return True
+
+    async def decide(self, engine: LLMEngine, world: World | None) -> int:
+        """The node that the strategy chooses to execute. All forks of ``world`` are closed, also after an error.
+
+        Raises ``CaughtFailure`` when no answer can be had, and ``ConfigError``, both kept for the end of the episode.
+        """
+        self.failure = None
+        self.tree.turns_left = self.limits.max_turns - max(self.turns, self.tree.turns)
+        self.tree.longest_prompt = self.limits.max_prompt_length
+        try:
+            with boundary(FailureKind.MODEL, "strategy.decide"):
+                chosen = await self.strategy.decide(self.tree, engine, world)
+        except CaughtFailure as caught:
+            self.failure = caught.failure
+            raise
+        except ConfigError as error:
+            self.refuse(error)
+            raise
+        finally:
+            if world is not None:
+                await world.close()
+        self.turns += 1
+        return chosen
+
+    def journalled(self, engine: LLMEngine) -> LLMEngine:
+        """``engine``, which samples only after all before is stored, where this episode is stored."""
+        return engine if self._journal is None else JournalledEngine(engine, self._journal, self.tree)
+
+    def refuse(self, error: ConfigError) -> None:
+        """Fail the episode with an error of the settings, which also stops the run."""
+        self.error = error
+        self.failure = Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary="strategy.decide")
+
+    def observe(self, observation: Observation) -> None:
+        """Add an environment's observation, cut to ``max_obs_length``."""
+        self.tree.observe(clip(observation, self.limits))
+
+    def pay(self, reward: float) -> None:
+        """Pay the last action of an episode that a limit cut, also one that it interrupted."""
+        if self.tree.turns:
+            self.tree.pay(reward)
+
+    def limit_reached(self) -> StopReason | None:
+        """Why the episode is over: its environment has ended it, or a limit is reached; ``None`` when it goes on."""
+        tree, limits = self.tree, self.limits
+        if tree.terminated:
+            return StopReason.TERMINATED
+        if tree.truncated:
+            return StopReason.TRUNCATED
+        if max(self.turns, tree.turns) >= limits.max_turns:
+            return StopReason.MAX_TURNS
+        if limits.max_prompt_length is not None and context_tokens(tree) > limits.max_prompt_length:
+            return StopReason.MAX_TOKENS
+        if limits.timeout is not None and time.time() - self._began > limits.timeout:
+            return StopReason.TIMEOUT
+        return None
+
+    async def keep_up(self) -> None:
+        """Store the nodes since the last call. Raises ``StorageError``."""
+        if self._journal is None:
+            return
+        try:
+            await self._journal.keep(self.tree)
+        except StorageError as error:
+            self.error = error
+            raise
+
+    def freeze(
+        self, *, stop: StopReason | None = None, failure: Failure | None = None, evidence: JsonObject | None = None
+    ) -> Trajectory:
+        """The episode as a trajectory. With a failure it ends as an error; its own failure takes precedence, because
+        it came first and says more. ``stop`` and ``evidence`` take precedence over its own."""
+        failure = self.failure = self.failure or failure
+        return self.tree.freeze(
+            self.request,
+            trajectory_id=trajectory_id(self.request),
+            strategy=self.strategy_spec,
+            policy=self.policy,
+            stop=StopReason.ERROR if failure else stop or self.stop or StopReason.NO_ACTION,
+            times=Times(started=self.started, finished=time.time()),
+            evidence=self.evidence if evidence is None else evidence,
+            failure=failure,
+        )
+
+    async def end(self, trajectory: Trajectory) -> None:
+        """Close the episode in the storage, if it is stored while it runs. Raises ``StorageError``."""
+        if self._journal is not None:
+            await self._journal.end(trajectory)
+
+    def _start(self) -> EpisodeStart:
+        return EpisodeStart.for_request(
+            self.request, strategy=self.strategy_spec, policy=self.policy, started=self.started
+        )
+
+
+class LiveEnvironment:
+    """One episode of one environment, for the host that steps it.
+
+    ``failure`` is its first. After ``gather`` there are ``evidence`` and ``owed``, the reward of the last action of an
+    episode that a limit cut, where the environment pays at the end only. ``forks``: how many the strategy holds at a
+    time.
+    """
+
+    def __init__(self, environment: Environment, *, forks: int = 0) -> None:
+        self.environment = environment
+        self.evidence: JsonObject | None = None
+        self.failure: Failure | None = None
+        self.owed: float | None = None
+        self._begun = self._answered = self._ended = self._closed = False
+        self._concluding = asyncio.Lock()
+        if (reserve := getattr(environment, "reserve", None)) is not None:
+            reserve(forks)
+
+    def world(self, limits: Limits) -> EnvironmentWorld | None:
+        """The episode, for search to fork; ``None`` when the environment cannot be forked."""
+        return EnvironmentWorld(self.environment, limits) if isinstance(self.environment, Forkable) else None
+
+    async def reset(self, task: Task) -> Observation:
+        """Begin. Raises ``CaughtFailure``."""
+        self._begun = True
+        return await self._met("reset", lambda: self.environment.reset(task))
+
+    async def step(self, action: Message) -> Observation:
+        """Execute an answer. Raises ``CaughtFailure``."""
+        self._answered = False
+        observation = await self._met("step", lambda: self.environment.step(action))
+        self._answered = not (observation.terminated or observation.truncated)
+        return observation
+
+    async def gather(self, *, cut: bool = True) -> None:
+        """Collect the evidence of an episode that began, once. ``cut``: whether it is one that a limit ends."""
+        if self._ended or not self._begun:
+            return
+        self._ended = True
+        with suppress(CaughtFailure):
+            cut_short = getattr(self.environment, "cut_short", None)
+            if cut and self._answered and self.failure is None and cut_short is not None:
+                end: Observation | None = await self._met("cut_short", cut_short)
+                self.owed = None if end is None else end.reward
+        with suppress(CaughtFailure):
+            self.evidence = await self._met("evidence", lambda: self.environment.evidence())
+
+    async def close(self) -> None:
+        """Close the environment, once. A failed close leaks a server-side episode, but the episode stays valid."""
+        closed, self._closed = self._closed, True
+        if not closed:
+            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
+                await self.environment.close()
+
+    async def conclude(self) -> None:
+        """``gather``, then ``close``; a second call waits for the first."""
+        async with self._concluding:
+            try:
+                await self.gather()
+            finally:
+                await self.close()
+
+    async def _met[T](self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        ended = self._ended
+        try:
+            with boundary(FailureKind.ENVIRONMENT, f"environment.{what}"):
+                return await call()
+        except CaughtFailure as caught:
+            if ended == self._ended:  # else the end of the episode has interrupted it
+                self.failure = self.failure or caught.failure
+            raise
 
 
 class AgentSession:
-    """Runs one episode of one environment. Single use, like the environment it owns.
+    """Runs one episode of one environment. Single use, like the environment it owns. ``tree`` is the episode's.
 
     With a ``storage`` the episode is stored as it runs: a completion before it is executed, an observation before
     the next completion is requested.
@@ -75,23 +286,22 @@ class AgentSession:
         tools: Sequence[JsonObject] = (),
         storage: EpisodeSink | None = None,
     ) -> None:
-        self._environment = environment
+        self._live = LiveEnvironment(environment, forks=getattr(strategy, "forks", 0))
         self._strategy = strategy
         self._spec = strategy_spec
         self._engine = engine
         self._policy = policy
         self._limits = limits or Limits()
         self._storage = storage
-        self._journal: EpisodeJournal | None = None
-        self._given_tools = tuple(tools)
-        self.tree = EpisodeTree(tools=self._offered(), clock=time.time)
+        self._tools = tuple(tools)
+        self.tree = EpisodeTree()
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Run until a limit is reached. Failures are part of the result; raises ``StorageError``."""
-        start = self._start(request)
+        episode = self._episode(request)
         if self._storage is not None:
-            self._journal = EpisodeJournal(self._storage, start)
-        return await self._run(request, start.started, self._open)
+            episode.store_in(self._storage)
+        return await self._run(episode, self._open)
 
     async def resume(self, request: EpisodeRequest, unfinished: Trajectory) -> Trajectory | None:
         """Resume a stored episode of ``request``, in an environment that is brought back to its state.
@@ -100,159 +310,83 @@ class AgentSession:
         ``None`` when the stored episode is not one of this session, or the environment does not answer as it did:
         then the environment is used up, and the episode has to be restarted.
         """
-        start = self._start(request, unfinished.times.started)
-        # The tools of an environment may be known after its reset only; ``_replay`` compares them.
-        if start.model_copy(update={"tools": unfinished.tools}) != EpisodeStart.of(unfinished):
+        episode = self._episode(request)
+        if not episode.resume(unfinished, self._storage):
             return None
-        self.tree = EpisodeTree.thaw(unfinished, clock=time.time)
-        if self._storage is not None:
-            self._journal = EpisodeJournal.resumed(self._storage, unfinished)
         try:
-            return await self._run(request, start.started, self._replay)
+            return await self._run(episode, self._replay)
         except _DivergedError:
             return None
 
-    def _start(self, request: EpisodeRequest, started: float | None = None) -> EpisodeStart:
-        return EpisodeStart.for_request(
+    def _episode(self, request: EpisodeRequest) -> Episode:
+        return Episode(
             request,
-            strategy=self._spec,
+            strategy=self._strategy,
+            strategy_spec=self._spec,
             policy=self._policy,
-            tools=self.tree.tools,
-            started=time.time() if started is None else started,
+            limits=self._limits,
+            tools=self._offered(),
         )
 
-    async def _run(self, request: EpisodeRequest, started: float, begin: _Begin) -> Trajectory:
-        limits = request.task.limits or self._limits
-        try:
-            stop, failure = await self._play_until_stopped(request, limits, begin)
-            evidence, lost = await self._gather_evidence()
-        finally:
-            await self._close()
-        failure = failure or lost
-        trajectory = self.tree.freeze(
-            request,
-            trajectory_id=trajectory_id(request),
-            strategy=self._spec,
-            policy=self._policy,
-            stop=StopReason.ERROR if failure else stop,
-            times=Times(started=started, finished=time.time()),
-            evidence=evidence,
-            failure=failure,
-        )
-        if self._journal is not None:
-            await self._journal.end(trajectory)
-        return trajectory
-
-    async def _play_until_stopped(
-        self, request: EpisodeRequest, limits: Limits, begin: _Begin
-    ) -> tuple[StopReason, Failure | None]:
+    async def _run(self, episode: Episode, begin: Callable[[Episode], Awaitable[None]]) -> Trajectory:
+        stop, failure, live = StopReason.TIMEOUT, None, self._live
+        self.tree = episode.tree
         try:
             try:
-                async with asyncio.timeout(limits.timeout):
-                    await begin(request.task, limits)
-                    stop = await self._play(limits)
+                async with asyncio.timeout(episode.limits.timeout):
+                    await begin(episode)
+                    stop = await self._roll_out(episode)
             except TimeoutError:
-                stop = StopReason.TIMEOUT
-            await self._cut()
-            return stop, None
-        except CaughtFailure as caught:
-            return StopReason.ERROR, caught.failure
+                pass
+            except CaughtFailure as caught:
+                failure = caught.failure
+            await live.gather(cut=failure is None)
+        finally:
+            await live.close()
+        if live.owed is not None:
+            episode.pay(live.owed)
+        trajectory = episode.freeze(stop=stop, failure=failure or live.failure, evidence=live.evidence)
+        await episode.end(trajectory)
+        return trajectory
 
-    async def _gather_evidence(self) -> tuple[JsonObject | None, Failure | None]:
-        try:
-            with boundary(FailureKind.ENVIRONMENT, "environment.evidence"):
-                return await self._environment.evidence(), None
-        except CaughtFailure as caught:
-            return None, caught.failure
+    async def _roll_out(self, episode: Episode) -> StopReason:
+        engine = episode.journalled(self._engine)
+        while (stop := episode.limit_reached()) is None:
+            episode.tree.commit(await episode.decide(engine, self._live.world(episode.limits)))
+            await episode.keep_up()
+            await self._act(episode)
+        return stop
 
-    async def _open(self, task: Task, limits: Limits) -> None:
-        self.tree.observe(await self._reset(task, limits))
-        self.tree.tools = self._offered()
-        if self._journal is not None:
-            self._journal.start = self._journal.start.model_copy(update={"tools": self.tree.tools})
-        await self._keep()
+    async def _act(self, episode: Episode) -> None:
+        episode.observe(await self._live.step(episode.tree.action))
+        await episode.keep_up()
+
+    async def _open(self, episode: Episode) -> None:
+        episode.observe(await self._live.reset(episode.request.task))
+        episode.tree.tools = self._offered()
+        await episode.keep_up()
 
     def _offered(self) -> tuple[JsonObject, ...]:
-        return self._given_tools or info_of(self._environment).tools
+        return self._tools or info_of(self._live.environment).tools
 
-    async def _replay(self, task: Task, limits: Limits) -> None:
+    async def _replay(self, episode: Episode) -> None:
         """Replay the actions, then execute the committed answer, which may not have been executed."""
-        path = [self.tree.nodes[index] for index in self.tree.path()]
+        tree, live, limits = episode.tree, self._live, episode.limits
+        path = [tree.nodes[index] for index in tree.path()]
         if not path:
-            return await self._open(task, limits)
-        answer = await self._reset(task, limits)
-        if self._offered() != self.tree.tools:
+            return await self._open(episode)
+        answer = clip(await live.reset(episode.request.task), limits)
+        if self._offered() != tree.tools:
             raise _DivergedError
         at = _heard(path, 0, answer)
         while at < len(path) and path[at].executed:
-            answer = await self._step(path[at].message, limits)
+            answer = clip(await live.step(path[at].message), limits)
             if answer.reward != path[at].reward:
                 raise _DivergedError
             at = _heard(path, at + 1, answer)
-        self.tree.terminated, self.tree.truncated = answer.terminated, answer.truncated
+        tree.terminated, tree.truncated = answer.terminated, answer.truncated
         if at < len(path):
-            await self._act(limits)
-
-    async def _play(self, limits: Limits) -> StopReason:
-        engine = self._engine
-        live = self._environment
-        world = ClippedWorld(live, limits) if isinstance(live, Forkable) else None
-        if self._journal is not None:
-            engine = JournalledEngine(engine, self._journal, self.tree)
-        self.tree.longest_prompt = limits.max_prompt_length
-        while (stop := reached(self.tree, limits)) is None:
-            self.tree.turns_left = limits.max_turns - self.tree.turns
-            with boundary(FailureKind.MODEL, "strategy.decide"):
-                chosen = await self._strategy.decide(self.tree, engine, world)
-            self.tree.commit(chosen)
-            await self._keep()
-            await self._act(limits)
-        return stop
-
-    async def _cut(self) -> None:
-        """Ask for the reward of an episode that a limit cut, where it is paid at the end only."""
-        if self.tree.terminated or self.tree.truncated or not self.tree.turns:
-            return
-        if self.tree.answered and (reward := await truncation_reward(self._environment)) is not None:
-            self.tree.pay(reward)
-            await self._keep()
-
-    async def _act(self, limits: Limits) -> None:
-        self.tree.observe(await self._step(self.tree.action, limits))
-        await self._keep()
-
-    async def _reset(self, task: Task, limits: Limits) -> Observation:
-        reserve_forks(self._environment, getattr(self._strategy, "forks", 0))
-        with boundary(FailureKind.ENVIRONMENT, "environment.reset"):
-            return clip(await self._environment.reset(task), limits)
-
-    async def _step(self, action: Message, limits: Limits) -> Observation:
-        with boundary(FailureKind.ENVIRONMENT, "environment.step"):
-            return clip(await self._environment.step(action), limits)
-
-    async def _keep(self) -> None:
-        if self._journal is not None:
-            await self._journal.keep(self.tree)
-
-    async def _close(self) -> None:
-        # A failed close leaks a server-side episode but does not affect the finished one.
-        with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
-            await self._environment.close()
-
-
-def reserve_forks(environment: Environment, forks: int) -> None:
-    """Let the next ``reset`` find room for ``forks`` forks as well, where the environment's server has bounds."""
-    if (reserve := getattr(environment, "reserve", None)) is not None:
-        reserve(forks)
-
-
-async def truncation_reward(environment: Environment) -> float | None:
-    """The reward that the last action gets where a limit ends the episode after it. Raises ``CaughtFailure``."""
-    if (cut_short := getattr(environment, "cut_short", None)) is None:
-        return None
-    with boundary(FailureKind.ENVIRONMENT, "environment.cut_short"):
-        observation: Observation | None = await cut_short()
-    return None if observation is None else observation.reward
+            await self._act(episode)
 
 
 class _DivergedError(Exception):
@@ -267,19 +401,6 @@ def _heard(path: Sequence[DraftNode], at: int, answer: Observation) -> int:
     if end < len(path) and (not path[end].sampled or answer.terminated or answer.truncated):
         raise _DivergedError
     return end
-
-
-def reached(tree: EpisodeTree, limits: Limits) -> StopReason | None:
-    """The reason to stop now, or ``None``."""
-    if tree.terminated:
-        return StopReason.TERMINATED
-    if tree.truncated:
-        return StopReason.TRUNCATED
-    if tree.turns >= limits.max_turns:
-        return StopReason.MAX_TURNS
-    if limits.max_prompt_length is not None and context_tokens(tree) > limits.max_prompt_length:
-        return StopReason.MAX_TOKENS
-    return None
 
 
 def context_tokens(tree: EpisodeTree) -> int:
@@ -323,7 +444,7 @@ class SessionRunner:
         strategy_spec: StrategySpec,
         base_model: str,
         limits: Limits | None = None,
-        storage: TrajectoryStorage | None = None,
+        storage: EpisodeSink | None = None,
     ) -> None:
         self._make_environment = make_environment
         self._make_strategy = make_strategy

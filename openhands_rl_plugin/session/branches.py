@@ -10,81 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
-from openhands_rl_plugin.core.concurrency import background, shielded
-from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, InfrastructureError, boundary
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
 from openhands_rl_plugin.core.messages import WireMessage, says, to_message
-from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
+from openhands_rl_plugin.rollout.forks import OpenForks
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.token_id_text import Json
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
-
-# Seconds for a fork to open, and to close: copying a workspace and starting its shell take one or two.
-_TIMEOUT = 10.0
-
-
-class OpenForks:
-    """Forks that are being created or in use."""
-
-    def __init__(self) -> None:
-        self._making: set[asyncio.Task[Any]] = set()
-        self._open: set[Environment] = set()
-        self._closed = False
-
-    async def add[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
-        """Wait for a fork. If the caller is cancelled, ``close`` closes the fork.
-
-        Raises ``InfrastructureError`` after ``close``.
-        """
-        if self._closed:
-            make.close()
-            raise InfrastructureError("the search has ended: no more forks")
-        task = asyncio.create_task(self._made(make))
-        self._making.add(task)
-        task.add_done_callback(self._making.discard)
-        return await asyncio.shield(task)
-
-    def closed(self, branch: Environment) -> None:
-        """A fork was closed by its user."""
-        self._open.discard(branch)
-
-    async def close(self) -> None:
-        """Close all forks, also those that are still being created. One that does not open or close in time is
-        abandoned. Closing continues even when the caller is cancelled."""
-        await shielded(self._close_all())
-
-    async def _close_all(self) -> None:
-        self._closed = True
-        if self._making:
-            await asyncio.wait(self._making, timeout=_TIMEOUT)
-        await asyncio.gather(*(_close(branch) for branch in list(self._open)))
-
-    async def _made[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
-        branch = await make
-        self._open.add(branch)
-        return branch
-
-
-async def _close(branch: Environment) -> None:
-    with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
-        async with asyncio.timeout(_TIMEOUT):
-            await branch.close()
-
-
-class SessionWorld(Forkable, Protocol):
-    """The live session during one decision, for strategies that search in forks of it."""
-
-    async def close(self) -> None:
-        """Close all forks."""
-        ...
-
 
 Complete = Callable[[Json], Json]
 """A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""
@@ -178,7 +119,7 @@ class HeldBranch:
 
 
 class BranchWorld:
-    """A ``SessionWorld``: the live session of a host at one decision, which is only forked. ``turn``: its request;
+    """A ``World``: the live session of a host at one decision, which is only forked. ``turn``: its request;
     ``calls``: the session's, if they are put back into its prompts."""
 
     def __init__(self, live: Branch, turn: Turn, engine: SessionEngine, calls: SampledCalls | None = None) -> None:

@@ -7,7 +7,6 @@ OpenHands.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -15,32 +14,29 @@ from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background, bound
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
+from openhands_rl_plugin.core.errors import boundary
 from openhands_rl_plugin.core.messages import to_message
-from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
-from openhands_rl_plugin.core.records import PROMPT, EpisodeStart, trajectory_id
-from openhands_rl_plugin.core.tree import EpisodeTree, clip
+from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.records import PROMPT
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
     FailureKind,
     JsonObject,
     Limits,
-    Observation,
     PolicyRef,
     SamplingParams,
     Score,
     StopReason,
     StrategySpec,
-    Times,
     Tokens,
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
-from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink
-from openhands_rl_plugin.rollout.session import context_tokens, reached
-from openhands_rl_plugin.session.branches import SessionWorld
+from openhands_rl_plugin.rollout.forks import World
+from openhands_rl_plugin.rollout.journal import EpisodeSink
+from openhands_rl_plugin.rollout.session import Episode
 from openhands_rl_plugin.session.conversation import WorkspaceConversation
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
@@ -53,7 +49,7 @@ _SEEDS = 2**31
 _LARGEST_ID = 2**63 - 1
 
 
-class Session:
+class Session(Episode):
     """One episode. A host asks it for each completion; its runner freezes it at the end.
 
     ``environment_mode``: the model sees only the environment's observations; else it works in a workspace with the
@@ -80,29 +76,25 @@ class Session:
         workspace: TaskWorkspace | None = None,
         token_ids: bool = True,
     ) -> None:
-        self.request = request
+        super().__init__(
+            request,
+            strategy=strategy,
+            strategy_spec=strategy_spec,
+            policy=PolicyRef.from_served_name(base_model, request.served_model or base_model),
+            limits=_limits_of(settings, environment_mode),
+        )
         self.settings = settings
-        self.strategy = strategy
-        self.strategy_spec = strategy_spec
         self.base_model = base_model
         self.environment_mode = environment_mode
         self.workspace = workspace
         self.token_ids = token_ids
-        self.limits = request.task.limits or _limits_of(settings, environment_mode)
         # The length of an answer is bounded by the limits, which may be the task's own.
         self.sampling = merge_sampling(
             request.sampling, settings.sampling_params().model_copy(update={"max_tokens": None})
         )
-        self.tree = EpisodeTree(clock=time.time)
-        self.turns = 0
-        self.stop: StopReason | None = None
-        self.failure: Failure | None = None
-        self.evidence: JsonObject | None = None
-        self.error: StorageError | ConfigError | None = None
         self.opinion: Score | None = None
-        self.started = time.time()
         self.note: JsonObject = {}
-        self.world: Callable[[Turn, SessionEngine], SessionWorld | None] | None = None
+        self.world: Callable[[Turn, SessionEngine], World | None] | None = None
         self.reads: Callable[[Json], str | None] | None = None
         self.samples = True
         self.exact = True
@@ -110,7 +102,6 @@ class Session:
         self._engine: SessionEngine | None = None
         self._conversation: WorkspaceConversation | None = None
         self._turn = asyncio.Lock()
-        self._journal: EpisodeJournal | None = None
         self._sink: LoopBoundStorage | None = None
         self._checked_nodes = 0
         self._wrong_tokens = False
@@ -140,22 +131,11 @@ class Session:
                 raise EpisodeOver(stop)
             turn = Turn(body, wire, tree.messages(), rewritten)
             engine.open(turn)
-            self.failure = None
-            world = self.world(turn, engine) if self.world is not None else None
-            decided = False
+            turns = self.turns
             try:
-                with boundary(FailureKind.MODEL, "strategy.decide"):
-                    chosen = await self.decide(engine, world)
-                decided = True
-            except CaughtFailure as caught:
-                self.failure = caught.failure
-                raise
-            except ConfigError as error:
-                self.refuse(error)
-                raise
+                chosen = await self.decide(engine, self.world(turn, engine) if self.world is not None else None)
             finally:
-                engine.close(decided=decided)
-            self.turns += 1
+                engine.close(decided=self.turns > turns)
             conversation.acted(chosen)
             if self.calls is not None:
                 self.calls.add(tree.nodes[chosen].message)
@@ -181,16 +161,6 @@ class Session:
         tree.nodes[tree.head].metadata["malformed"] = why
         self._conversation.unread(tree.head)
 
-    async def decide(self, engine: LLMEngine, world: SessionWorld | None) -> int:
-        """The node that the strategy chooses to execute. All forks of ``world`` are closed, also after an error."""
-        self.tree.turns_left = self.limits.max_turns - max(self.turns, self.tree.turns)
-        self.tree.longest_prompt = self.limits.max_prompt_length
-        try:
-            return await self.strategy.decide(self.tree, engine, world)
-        finally:
-            if world is not None:
-                await world.close()
-
     def end_here(self, stop: StopReason) -> None:
         """Set why the episode ended. A last answer that search simulated is marked as a real one."""
         self.stop = stop
@@ -208,10 +178,8 @@ class Session:
             self._keep_in(other._sink)
 
     def _keep_in(self, sink: LoopBoundStorage) -> None:
-        start = EpisodeStart.for_request(
-            self.request, strategy=self.strategy_spec, policy=self._policy, started=self.started
-        )
-        self._sink, self._journal = sink, EpisodeJournal(sink, start)
+        self._sink = sink
+        self.store_in(sink)
 
     def keep(self) -> None:
         """Store the nodes since the last call. Blocks: do not call it on the storage's event loop or that of
@@ -221,53 +189,19 @@ class Session:
 
     async def keep_up(self) -> None:
         """``keep`` for callers on the loop of ``background``, where strategies modify the tree."""
-        if self._journal is None:
-            return
         self._drop_wrong_tokens()
         self._note_prompt()
-        try:
-            await self._journal.keep(self.tree)
-        except StorageError as error:
-            self.error = error
-            raise
+        await super().keep_up()
 
     async def end(self, trajectory: Trajectory) -> None:
         """Close the episode in the storage, if it is stored while it runs. Raises ``StorageError``."""
-        if self._journal is not None:
-            await self._in_background(self._journal.end(trajectory))
+        await self._in_background(super().end(trajectory))
         if self._sink is not None and self.opinion is not None:
             score = self.opinion.model_copy(update={"trajectory_id": trajectory.id})
             await self._in_background(self._sink.add_scores((score,)))
 
     async def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background().loop))
-
-    def refuse(self, error: ConfigError) -> None:
-        """Fail the episode with an error of the settings, which also stops the run."""
-        self.error = error
-        self.failure = Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary="strategy.decide")
-
-    def observe(self, observation: Observation) -> None:
-        """Add an environment's observation, cut to ``max_obs_length``."""
-        self.tree.observe(clip(observation, self.limits))
-
-    def pay(self, reward: float) -> None:
-        """Pay the last action of an episode that a limit cut, also one that it interrupted."""
-        if self.tree.turns:
-            self.tree.pay(reward)
-
-    def limit_reached(self) -> StopReason | None:
-        """The limit that was reached, or ``None``. Answers that OpenHands could not parse count as turns."""
-        if (stop := reached(self.tree, self.limits.model_copy(update={"max_prompt_length": None}))) is not None:
-            return stop
-        if self.turns >= self.limits.max_turns:
-            return StopReason.MAX_TURNS
-        longest = self.limits.max_prompt_length
-        if longest is not None and context_tokens(self.tree) > longest:
-            return StopReason.MAX_TOKENS
-        if self.limits.timeout is not None and time.time() - self.started > self.limits.timeout:
-            return StopReason.TIMEOUT
-        return None
 
     def sampling_for(self, asked: SamplingParams | None, number: int) -> SamplingParams:
         """The sampling parameters of a completion: the strategy's, else the request's, else the settings'.
@@ -282,20 +216,10 @@ class Session:
     def freeze(
         self, *, stop: StopReason | None = None, failure: Failure | None = None, evidence: JsonObject | None = None
     ) -> Trajectory:
-        """The episode as a trajectory. With a failure it ends as an error; the agent's own failure takes precedence,
-        because it came first and says more. ``stop`` and ``evidence`` take precedence over the agent's."""
-        failure = self.failure = self.failure or failure or self._drop_wrong_tokens()
+        """As ``Episode.freeze``."""
+        failure = self.failure or failure or self._drop_wrong_tokens()
         self._note_prompt()
-        return self.tree.freeze(
-            self.request,
-            trajectory_id=trajectory_id(self.request),
-            strategy=self.strategy_spec,
-            policy=self._policy,
-            stop=StopReason.ERROR if failure else stop or self.stop or StopReason.NO_ACTION,
-            times=Times(started=self.started, finished=time.time()),
-            evidence=self.evidence if evidence is None else evidence,
-            failure=failure,
-        )
+        return super().freeze(stop=stop, failure=failure, evidence=evidence)
 
     def note_wrong_tokens(self) -> None:
         """The server sent token ids that are not whole numbers."""
@@ -318,10 +242,6 @@ class Session:
             node.tokens = None
         message = "the model server's token ids are not whole numbers"
         return Failure(kind=FailureKind.MODEL, message=message, boundary="openhands.recorder")
-
-    @property
-    def _policy(self) -> PolicyRef:
-        return PolicyRef.from_served_name(self.base_model, self.request.served_model or self.base_model)
 
 
 _BOUND: ContextVar[Session | None] = ContextVar("rl_session", default=None)

@@ -14,14 +14,14 @@ from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.machine import without_collection
-from openhands_rl_plugin.core.protocols import Strategy
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, PolicyRef, Trajectory
+from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.models.engines.server_models import ServedEngines
 from openhands_rl_plugin.rollout.journal import EpisodeSink
-from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.session.session import Session
 
 _UNUSED = "StandardReAct"
@@ -152,47 +152,47 @@ def require_server(settings: RLSettings) -> None:
             raise ConfigError(f"[rl.serving] {key}: OpenHands needs a policy server; set it")
 
 
-class EnvironmentSessions:
-    """An ``EpisodeRunner`` over ``AgentSession`` and the server of ``[rl.serving]``. Imports no OpenHands.
+class EnvironmentSessions(SessionRunner):
+    """A ``SessionRunner`` over the server of ``[rl.serving]``. Imports no OpenHands.
 
-    With a ``storage`` episodes are stored while they run. Raises ``ConfigError`` when there is no server or model, the
-    strategy cannot be created, or another agent than ``RLAgent`` is asked for.
+    Raises ``ConfigError`` when there is no server or model, the strategy cannot be created, or another agent than
+    ``RLAgent`` is asked for.
     """
 
     def __init__(
         self, settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
     ) -> None:
         require_server(settings)
-        self._settings = settings
-        self._options = options or HostOptions()
-        if self._options.agent != RL_AGENT:
-            raise ConfigError(f"{self._options.agent} works in workspaces only; environment mode needs {RL_AGENT}")
-        self._storage = storage
-        self._spec = self._options.strategy_spec(settings)
-        self._make_strategy()
-        self._gate = asyncio.Semaphore(self._options.sessions or settings.max_workers)
-        self._engines = ServedEngines(settings, token_ids=self._options.token_ids)
+        options = options or HostOptions()
+        if options.agent != RL_AGENT:
+            raise ConfigError(f"{options.agent} works in workspaces only; environment mode needs {RL_AGENT}")
+        spec, base_model = options.strategy_spec(settings), settings.serving.model
+        self._gate = asyncio.Semaphore(options.sessions or settings.max_workers)
+        self._engines = engines = ServedEngines(settings, token_ids=options.token_ids)
+
+        def make_strategy(request: EpisodeRequest | None = None) -> Strategy:
+            return registry.build("strategies", spec.name, spec.options)
+
+        def make_engine(request: EpisodeRequest) -> LLMEngine:
+            sampling = merge_sampling(request.sampling, settings.sampling_params())
+            return SeededEngine(engines(request.served_model or base_model), sampling, request.seed)
+
+        make_strategy()
+        super().__init__(
+            make_environment=lambda request: make_environment(settings),
+            make_strategy=make_strategy,
+            make_engine=make_engine,
+            strategy_spec=spec,
+            base_model=base_model,
+            limits=settings.limits(),
+            storage=storage,
+        )
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
-        settings, base_model = self._settings, self._settings.serving.model
-        served = request.served_model or base_model
-        sampling = merge_sampling(request.sampling, settings.sampling_params())
         async with self._gate:
-            session = AgentSession(
-                environment=make_environment(settings),
-                strategy=self._make_strategy(),
-                strategy_spec=self._spec,
-                engine=SeededEngine(self._engines(served), sampling, request.seed),
-                policy=PolicyRef.from_served_name(base_model, served),
-                limits=settings.limits(),
-                storage=self._storage,
-            )
-            return await session.run(request)
+            return await super().run(request)
 
     async def close(self) -> None:
         """Close the connections to the model server."""
         await self._engines.close()
-
-    def _make_strategy(self) -> Strategy:
-        return registry.build("strategies", self._spec.name, self._spec.options)

@@ -21,6 +21,7 @@ from openhands_rl_plugin.core.concurrency import Job
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.rollout import scoring
+from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session
 
 
@@ -30,15 +31,6 @@ class EpisodeRuntime(Protocol):
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """The evidence and the environment's failure, if any. Blocks; a second call returns the same."""
-        ...
-
-
-@runtime_checkable
-class OwesReward(Protocol):
-    """A runtime whose environment may pay an episode that a limit cut when it is concluded."""
-
-    def take_owed(self) -> float | None:
-        """The reward that the last action earned by that, once; ``None`` where there is none."""
         ...
 
 
@@ -139,8 +131,9 @@ def end_evidence(
     if isinstance(runtime, EpisodeRuntime):
         evidence, broken = runtime.conclude()
         failure = failure or broken
-    if isinstance(runtime, OwesReward) and (owed := runtime.take_owed()) is not None:
-        episode.pay(owed)
+    live = getattr(runtime, "live", None)
+    if isinstance(live, LiveEnvironment) and live.owed is not None:
+        episode.pay(live.owed)
     asked = workspace_command(episode.settings.reward)
     if asked is not None and failure is None:
         ran = (

@@ -59,8 +59,9 @@ from openhands_rl_plugin.hosts.v0.settings import (
     refuse,
     watch_for_rl_section,
 )
+from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.session.branches import BranchWorld, Complete, SessionWorld
+from openhands_rl_plugin.session.branches import BranchWorld, Complete
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.session import Session, current_episode
 from openhands_rl_plugin.session.token_id_text import Json
@@ -223,12 +224,12 @@ class RLAgent(CodeActAgent):
         with deciding(self._state.session_id, job, _last_event(self._state)):
             return job.result()
 
-    def _world(self, turn: Turn, engine: SessionEngine) -> SessionWorld | None:
+    def _world(self, turn: Turn, engine: SessionEngine) -> World | None:
         """The live session, for the strategy to fork."""
         assert self._session is not None and self._state is not None
         runtime = runtime_of(self._state.session_id)
         if isinstance(runtime, EnvironmentRuntime):
-            return runtime.world(self._session.limits)
+            return runtime.live.world(self._session.limits)
         if not (isinstance(runtime, WorkspaceRuntime) and runtime.forkable):
             return None
         live = SessionBranch(self, self._state, runtime, runtime, *self._seen, threading.Event())

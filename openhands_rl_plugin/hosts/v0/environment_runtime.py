@@ -1,8 +1,9 @@
 """The environment runtime: puts an ``Environment`` behind OpenHands' ``Runtime``.
 
 Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"``. The agent
-sends ``MCPAction``s named ``RESET_TOOL`` and ``STEP_TOOL`` and gets ``EnvironmentReply`` JSON. A failure of the
-environment is such a reply, too: after an exception here the controller would wait for an observation forever.
+sends ``MCPAction``s: ``RESET_TOOL`` first, which costs no completion, then ``STEP_TOOL`` with each of the policy's
+answers. It gets ``EnvironmentReply`` JSON, so that OpenHands' event log holds rewards and ends of episodes, too. A
+failure of the environment is such a reply: after an exception here the controller would wait forever.
 """
 
 from __future__ import annotations
@@ -26,21 +27,34 @@ from pydantic import ValidationError
 from openhands_rl_plugin.config.build import make_environment, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import describe
-from openhands_rl_plugin.core.protocols import Environment
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Limits, Message, Task
+from openhands_rl_plugin.core.errors import CaughtFailure, describe
+from openhands_rl_plugin.core.protocols import Environment, info_of
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, Task
+from openhands_rl_plugin.core.types import Observation as Answer
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
-from openhands_rl_plugin.hosts.shared.hosted_environment import (
-    RESET_TOOL,
-    STEP_TOOL,
-    EnvironmentReply,
-    EnvironmentWorld,
-    HostedEnvironment,
-)
 from openhands_rl_plugin.hosts.shared.standalone_run import task_from_environment_variable
 from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime
 from openhands_rl_plugin.hosts.v0.settings import host_settings
+from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import current_episode
+
+RESET_TOOL = "environment_reset"
+STEP_TOOL = "environment_step"
+
+_WANTS_CALLS = (
+    "OpenHands' controller passes the text of an answer only, and this environment wants its tools called: set "
+    "react_format = true in [rl] (tools of your own: template in [rl.environment])"
+)
+
+
+class EnvironmentReply(Answer):
+    """One reply of the environment; ``messages`` open the conversation after a reset and continue it after a step.
+
+    ``failure`` is set when the environment could not answer; the agent then ends the episode.
+    """
+
+    evidence: JsonObject | None = None
+    failure: Failure | None = None
 
 
 class EnvironmentRuntime(SessionRuntime):
@@ -54,11 +68,10 @@ class EnvironmentRuntime(SessionRuntime):
             task, strategy = task_from_environment_variable(settings), make_strategy(settings)
         else:
             settings, task, strategy = episode.settings, episode.request.task, episode.strategy
-        self._instructed_by_user = episode is None
+        self._instructed_by_user = episode is None and not task.instruction
+        self._task = task
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
-        self.hosted = HostedEnvironment(
-            self.make_environment(settings, task), task, forks=getattr(strategy, "forks", 0)
-        )
+        self.live = LiveEnvironment(self.make_environment(settings, task), forks=getattr(strategy, "forks", 0))
         super().__init__(config, *args, **kwargs)
 
     def unsupported(self, what: str) -> ErrorObservation:
@@ -67,10 +80,6 @@ class EnvironmentRuntime(SessionRuntime):
             f"This runtime is an environment and has no {what}: only {RESET_TOOL} and {STEP_TOOL} work."
         )
 
-    def world(self, limits: Limits) -> EnvironmentWorld | None:
-        """The live episode, for search to fork; ``limits`` are the episode's."""
-        return self.hosted.world(limits)
-
     def make_environment(self, settings: RLSettings, task: Task) -> Environment:
         """The environment of the task. Override it to use another one."""
         return make_environment(settings)
@@ -78,7 +87,8 @@ class EnvironmentRuntime(SessionRuntime):
     def on_event(self, event: Event) -> None:
         """Also takes the user's first message (``-t``) as the instruction of a task that no runner provided."""
         if self._instructed_by_user and isinstance(event, MessageAction) and event.source == EventSource.USER:
-            self.hosted.instruct(event.content)
+            self._task = self._task.model_copy(update={"instruction": event.content})
+            self._instructed_by_user = False
         super().on_event(event)
 
     async def connect(self) -> None:
@@ -88,12 +98,8 @@ class EnvironmentRuntime(SessionRuntime):
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """Evidence (``None`` when the episode never began) and failure, if any; closes the environment. Blocks."""
-        background().wait_for(self.hosted.conclude())
-        return self.hosted.evidence, self.hosted.failure
-
-    def take_owed(self) -> float | None:
-        """The reward that ``conclude`` earned the last action of an episode that a limit cut, once."""
-        return self.hosted.take_owed()
+        background().wait_for(self.live.conclude())
+        return self.live.evidence, self.live.failure
 
     def close(self) -> None:
         """Close the environment, once. Blocks."""
@@ -108,8 +114,25 @@ class EnvironmentRuntime(SessionRuntime):
             return ErrorObservation(f"There is no tool {action.name!r}; the environment has {RESET_TOOL}, {STEP_TOOL}.")
         # Connections belong to one event loop, and OpenHands closes the current one before it closes the runtime.
         # Blocking is fine: this thread serves only this session.
-        reply = background().wait_for(self.hosted.reply_to(action.name, action.arguments))
+        reply = background().wait_for(self._reply_to(action))
         return MCPObservation(content=reply.model_dump_json(), name=action.name, arguments=action.arguments)
+
+    async def _reply_to(self, action: MCPAction) -> EnvironmentReply:
+        live, content = self.live, action.arguments.get("content")
+        try:
+            if action.name == RESET_TOOL:
+                answer = await live.reset(self._task)
+                if info_of(live.environment).tools:
+                    return _failed(_WANTS_CALLS)
+            elif isinstance(content, str):
+                answer = await live.step(Message(role="assistant", content=content))
+            else:
+                return _failed(f"{STEP_TOOL} needs the policy's answer as text in 'content'")
+        except CaughtFailure as caught:
+            return EnvironmentReply(failure=caught.failure)
+        if answer.terminated or answer.truncated:
+            await live.gather()
+        return EnvironmentReply(**dict(answer), evidence=live.evidence, failure=live.failure)
 
     def get_microagents_from_selected_repo(self, selected_repository: str | None) -> list[BaseMicroagent]:
         """None: an environment has no files."""

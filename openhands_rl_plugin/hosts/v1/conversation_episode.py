@@ -32,7 +32,8 @@ from openhands_rl_plugin.hosts.v1.session_llm import Unrecorded, model_server
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, StockWorkspace
 from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
-from openhands_rl_plugin.session.branches import BranchWorld, SessionWorld
+from openhands_rl_plugin.rollout.forks import World
+from openhands_rl_plugin.session.branches import BranchWorld
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
@@ -262,7 +263,7 @@ class ConversationEpisode:
             return LLMBadRequestError(str(error))
         return None
 
-    def _world(self, turn: Turn, engine: SessionEngine) -> SessionWorld | None:
+    def _world(self, turn: Turn, engine: SessionEngine) -> World | None:
         runtime, conversation = runtime_of(self.session), self.conversation
         if not (isinstance(runtime, ConversationWorkspace) and runtime.forks) or conversation is None:
             return None

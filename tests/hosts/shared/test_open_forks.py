@@ -8,7 +8,7 @@ import pytest
 
 from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.core.types import Limits, Task
-from openhands_rl_plugin.hosts.shared.hosted_environment import EnvironmentWorld
+from openhands_rl_plugin.rollout.forks import EnvironmentWorld
 
 
 class Lingering(PlanningEnvironment):

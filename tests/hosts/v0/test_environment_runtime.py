@@ -23,21 +23,17 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     FailureKind,
-    JsonObject,
-    Message,
-    Observation,
     StrategySpec,
     Task,
 )
-from openhands_rl_plugin.hosts.shared.hosted_environment import (
+from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, task_from_environment_variable
+from openhands_rl_plugin.hosts.v0 import environment_runtime
+from openhands_rl_plugin.hosts.v0.environment_runtime import (
     RESET_TOOL,
     STEP_TOOL,
     EnvironmentReply,
-    HostedEnvironment,
+    EnvironmentRuntime,
 )
-from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, task_from_environment_variable
-from openhands_rl_plugin.hosts.v0 import environment_runtime
-from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentRuntime
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, bind_episode
 
@@ -136,7 +132,8 @@ def test_a_server_that_dies_in_mid_episode():
         act(runtime, "search[shoes]")
     failure = act(runtime, "search[boots]").failure
     assert failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and failure.boundary == "environment.step"
-    assert runtime.conclude() == (None, failure)
+    evidence, why = runtime.conclude()
+    assert evidence is not None and evidence["steps"] == 1 and why == failure, "what it has of itself is kept"
     runtime.close()
     runtime.event_stream.close()
 
@@ -144,7 +141,7 @@ def test_a_server_that_dies_in_mid_episode():
 def test_plain_openhands_runs_take_their_task_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(TASK_INDEX_VARIABLE, "12")
     runtime = make_runtime(None)
-    assert runtime.hosted._task == Task(id="webshop-12", environment="webshop", data={"idx": 12})
+    assert runtime._task == Task(id="webshop-12", environment="webshop", data={"idx": 12})
     runtime.close()
     runtime.event_stream.close()
     monkeypatch.setenv(TASK_INDEX_VARIABLE, "twelve")
@@ -165,41 +162,3 @@ def test_the_users_words_reach_the_model_in_a_plain_run(shop: str, monkeypatch: 
     assert "Task: buy something soft" in (opening.messages[0].content or "")
     runtime.close()
     runtime.event_stream.close()
-
-
-class Counting:
-    """An environment in process that counts how it is used; ``broken`` names a method that raises."""
-
-    def __init__(self, broken: str = "") -> None:
-        self.calls: list[str] = []
-        self._broken = broken
-
-    async def reset(self, task: Task) -> Observation:
-        return self._answer("reset", Observation(messages=(Message(role="user", content=task.id),)))
-
-    async def step(self, action: Message) -> Observation:
-        return self._answer("step", Observation(reward=1.0, terminated=action.content == "end"))
-
-    async def evidence(self) -> JsonObject:
-        return self._answer("evidence", {"seen": len(self.calls)})
-
-    async def close(self) -> None:
-        self._answer("close", None)
-
-    def _answer[T](self, name: str, answer: T) -> T:
-        self.calls.append(name)
-        if name == self._broken:
-            raise RuntimeError(f"{name} broke")
-        return answer
-
-
-TASK = Task(id="t", environment="counting")
-
-
-async def play(environment: Counting, *contents: str) -> tuple[HostedEnvironment, list[EnvironmentReply]]:
-    play = HostedEnvironment(environment, TASK)
-    replies = [await play.reply_to(RESET_TOOL, {})]
-    replies += [await play.reply_to(STEP_TOOL, {"content": content}) for content in contents]
-    await play.conclude()
-    await play.conclude()
-    return play, replies
