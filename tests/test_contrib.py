@@ -21,11 +21,8 @@ PACKAGE = ROOT / "openhands_rl_plugin"
 BESIDE = {("demo", "webshop"), ("demo", "repair")}
 MODEL = "--model model --base-url http://127.0.0.1:9/v1 --dry-run"
 
-QUICK = (
-    *("core/test_tree.py", "environments/http/test_fork.py", "rollout/test_session.py"),
-    "apps/rollout/test_play.py::test_what_a_task_is",
-)
-"""Values, an environment's server, a recorded session and tasks by name; the slow test runs all of them."""
+QUICK = ("environments/http/test_fork.py", "rollout/test_session.py")
+"""An environment's server and a recorded session; the slow test runs all of them."""
 
 
 @pytest.fixture(scope="module")

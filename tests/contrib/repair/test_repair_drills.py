@@ -119,7 +119,7 @@ def test_drills_show_no_function_that_is_held_out() -> None:
     assert min(len(others), len(shown), 2 * len(strange)) > 3 and not others & strange
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_short_drill_is_a_line_and_the_script_that_mends_it(instances: tuple[Instance, ...], level: int) -> None:
     at_level = repair_instances(level, "train")[:2]  # type: ignore[arg-type]
     episodes = [played(each, 3) for each in at_level]

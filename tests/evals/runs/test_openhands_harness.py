@@ -26,6 +26,7 @@ print(Agent.get_cls("RLAgent").__module__, type(agent).__name__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("openhands.agenthub") is None, reason="OpenHands V0 is not installed")
 def test_rl_agent_is_selected_by_name_with_a_plain_configuration():
     environ = {"PATH": "/usr/bin:/bin", "LOG_LEVEL": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": "/tmp"}

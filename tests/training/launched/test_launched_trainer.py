@@ -69,10 +69,8 @@ def _defunct(pid: int) -> bool:
 SPLIT = {"sharding": "layers", "gradient_checkpointing": True}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param({"sharding": "none"}, id="replicated", marks=pytest.mark.slow), pytest.param(SPLIT, id="sharded")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"sharding": "none"}, SPLIT], ids=["replicated", "sharded"])
 def test_a_course_of_calls_ends_where_one_process_ends(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     """As a loop makes it: train, save, probe, go on from what was saved, in another trainer."""
     samples = make_samples(7)

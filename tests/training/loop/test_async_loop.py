@@ -246,6 +246,7 @@ async def test_a_cancelled_loop_ends_with_the_step_under_way(world: ShopWorld, t
     await finish(parts)
 
 
+@pytest.mark.slow
 async def test_a_state_of_one_loop_is_read_by_the_other(world: ShopWorld, tmp_path: Path) -> None:
     plan, parts = make_plan("swap", iterations=1, demonstrations=()), world.parts(tmp_path)
     with pytest.raises(Killed):

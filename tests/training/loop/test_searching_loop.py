@@ -68,7 +68,8 @@ class Likelihood:
         return await self.estimate(search, state)
 
 
-@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_of_what_a_search_proposes_it_is_said_in_how_many_states_it_differs(
     world: ShopWorld, tmp_path: Path, kind: str
 ) -> None:

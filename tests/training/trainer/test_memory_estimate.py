@@ -27,24 +27,13 @@ def test_parameters_are_counted_exactly(model: Path) -> None:
     assert estimate_memory(model, EXACT, longest=100).weights == 4 * size.parameters + 16 * size.trained
 
 
-@pytest.mark.parametrize(
-    ("dtype", "checkpointing"),
-    [
-        ("float32", False),
-        pytest.param("bfloat16", True, marks=pytest.mark.slow),
-        pytest.param("float32", True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     "shape",
-    [
-        pytest.param({}, id="heads"),
-        pytest.param({"intermediate_size": 2048}, id="wide", marks=pytest.mark.slow),
-        pytest.param(
-            {"hidden_size": 512, "num_hidden_layers": 12, "num_key_value_heads": 8}, id="deep", marks=pytest.mark.slow
-        ),
-    ],
+    [{}, {"intermediate_size": 2048}, {"hidden_size": 512, "num_hidden_layers": 12, "num_key_value_heads": 8}],
+    ids=["heads", "wide", "deep"],
 )
 def test_a_training_step_allocates_what_was_estimated(
     shape: dict[str, int], dtype: str, checkpointing: bool, tmp_path: Path

@@ -80,7 +80,7 @@ def test_both_find_the_same(mongodb: MongoServer, tmp_path: Path) -> None:
         for storage in both:
             runner.run(filled(storage))
 
-        @settings(max_examples=40)
+        @settings(max_examples=20)
         @given(ASKED)
         def ask(fields: dict[str, Any]) -> None:
             where = TrajectoryFilter(**fields)
