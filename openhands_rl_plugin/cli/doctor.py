@@ -23,10 +23,10 @@ from rich.text import Text
 
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of
 from openhands_rl_plugin.cli.options.stores import open_store
-from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.build import check_environment_server, open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, HostName, installed_hosts, version_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.config.toml import load_settings, read_document, table_of
 from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
@@ -90,9 +90,14 @@ _INSTRUCTIONS: Mapping[PromptName, str] = {
     "compact": "RLAgent's short ones ([rl.workspace] prompt), under 700 tokens",
 }
 
+_OF_ENVIRONMENTS = {"env_name", "env_port", "env_server_base", "environment"}
+
 
 async def check_all(config: Path | None, *, probe: bool = False, registration: bool = True) -> list[Finding]:
-    """Every check. Servers are checked only with a ``config``; without it the other checks use the defaults."""
+    """Every check. Servers are checked only with a ``config``; without it the other checks use the defaults.
+
+    The environment is checked where ``config`` names one and its ``[core] runtime`` is not a workspace.
+    """
     findings = list(check_installation(registration=registration))
     settings = RLSettings()
     if config is not None:
@@ -108,7 +113,9 @@ async def check_all(config: Path | None, *, probe: bool = False, registration: b
     if settings.serving.base_url:
         serving = settings.serving
         findings += check_model_server(serving.base_url, serving.model, serving.api_key(), probe=probe)
-    findings.append(check_environment_server(settings.environment_url))
+    runtime = (table_of(read_document(config), ("core",)) or {}).get("runtime")
+    if settings.model_fields_set & _OF_ENVIRONMENTS and not str(runtime).endswith("WorkspaceRuntime"):
+        findings.append(check_environment(settings))
     return findings
 
 
@@ -401,17 +408,14 @@ def _is_here(url: str) -> bool:
     return is_loopback(urlsplit(url).hostname or "")
 
 
-def check_environment_server(url: str) -> Finding:
-    """Whether an HTTP server answers; the content is up to the environment."""
-    what = f"environment server {url}"
-    remedy = "start it, for example with `openhands-rl env webshop`, or change [rl] env_server_base and env_port"
+def check_environment(settings: RLSettings) -> Finding:
+    """Whether the environment of ``[rl] env_name`` can be used: its server listens, or its library is installed."""
+    what = f"environment {settings.env_name}"
     try:
-        answer = httpx.get(url, timeout=SECONDS, trust_env=False)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return (warn if _is_here(url) else fail)(what, f"no answer: {describe(error)}", remedy)
-    if answer.status_code >= 500:
-        return warn(what, f"answers {answer.status_code}", "look at the server's own log")
-    return ok(what, f"answers ({answer.status_code})")
+        check_environment_server(settings)
+    except RLError as error:
+        return (warn if _is_here(settings.environment_url) else fail)(what, str(error), "")
+    return ok(what, "can be used")
 
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}

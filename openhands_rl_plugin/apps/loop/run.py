@@ -49,7 +49,7 @@ from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import needs_logprobs
 from openhands_rl_plugin.training.learn import check_fits
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
-from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
+from openhands_rl_plugin.training.loop.facts import FACTS, RunFacts, StageChange
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
 from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener, LoopParts
@@ -200,7 +200,10 @@ class LoopJob:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The finished stages, the changes of the success rate on held-out tasks by SFT and by RL, and the report."""
+    """The finished stages, the changes of the success rate on held-out tasks by SFT and by RL, and the report.
+
+    ``report``: the run's page, or its facts as JSON where nothing installed writes the page.
+    """
 
     state: LoopState
     changes: tuple[StageChange, ...]
@@ -324,7 +327,8 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
             )
             state = await make_loop(plan, parts, job.settings.loop, reporting).run()
             await reporting.write(state)
-            return LoopResult(state, reporting.facts.changes, reporting.path)
+            page = reporting.path
+            return LoopResult(state, reporting.facts.changes, page if page.is_file() else page.with_name(FACTS))
     finally:
         await storage.close()
 

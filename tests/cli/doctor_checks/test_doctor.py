@@ -23,7 +23,6 @@ from openhands_rl_plugin.cli.doctor import (
     Level,
     check_adapters,
     check_all,
-    check_environment_server,
     check_installation,
     check_model_server,
 )
@@ -117,8 +116,6 @@ def test_a_server_that_is_away_is_told() -> None:
     ):
         (found,) = check_model_server(url, "", None, probe=probe)
         assert found.level is level and "openhands-rl serve" in found.remedy
-    assert check_environment_server("http://127.0.0.1:9").level is Level.WARN
-    assert check_environment_server("http://shop.invalid").level is Level.FAIL
 
 
 def test_the_file_that_init_writes_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +125,23 @@ def test_the_file_that_init_writes_is_in_order(tmp_path: Path, monkeypatch: pyte
     assert cli.main(["doctor", "--quick", "--config", "config.toml"]) == 0
 
 
-def test_an_environment_is_found() -> None:
+@pytest.mark.parametrize(
+    ("sections", "level"),
+    [
+        ('[core]\nruntime = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"\n[rl]\nenv_name = "webshop"', None),
+        ("[rl]\nmax_turns = 3", None),
+        ("[rl]\nenv_port = 9", Level.WARN),
+        ('[rl]\nenv_server_base = "http://shop.invalid"', Level.FAIL),
+        ('[rl]\nenv_server_base = "SHOP"', Level.OK),
+        ('[rl]\nenv_name = "gymnasium/FrozenLake-v1"', Level.OK),
+    ],
+)
+async def test_an_environment_is_checked_where_one_is_used(tmp_path: Path, sections: str, level: Level | None) -> None:
+    config = tmp_path / "config.toml"
     with running_shop() as url:
-        assert check_environment_server(url).level is Level.OK
+        config.write_text(f'{sections.replace("SHOP", url)}\n[rl.storage]\npath = "{tmp_path}/store"\n')
+        found = await check_all(config, registration=False)
+    assert [each.level for each in found if each.what.startswith("environment")] == ([level] if level else [])
 
 
 def published(root: Path) -> AdapterStore:
@@ -175,7 +186,6 @@ async def test_the_store_is_counted_and_its_permissions_are_looked_at(tmp_path: 
     findings = await check_all(config, registration=False)
     assert of(findings, "stored episodes").said.startswith("1 and 0 unfinished")
     assert of(findings, "permissions").level is Level.OK
-    assert of(findings, "environment server").level is Level.WARN
     folder.chmod(0o755)
     told = of(await check_all(config, registration=False), "permissions")
     assert told.level is Level.WARN and told.remedy == f"chmod 700 {folder}"
@@ -218,7 +228,7 @@ def test_the_command_fails_when_a_check_does(tmp_path: Path, capsys: pytest.Capt
     config.write_text(f'{away}path = "{tmp_path}/store"\n[rl.serving]\nadapters_path = "{tmp_path}/adapters"\n')
     assert cli.main(["doctor", "check", "--quick", "--config", str(config)]) == 1
     printed = capsys.readouterr().out
-    assert "\nfail environment server" in printed and "\nok   storage" in printed
+    assert "\nfail environment webshop" in printed and "\nok   storage" in printed
     assert cli.main(["doctor", "check", "--quick", "--json", "--config", str(config)]) == 1
     found = capsys.readouterr().out
     assert {"ok", "fail"} <= {each["level"] for each in json.loads(found)}
