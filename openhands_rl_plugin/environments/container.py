@@ -6,10 +6,10 @@ import base64
 import errno
 import json
 import os
+import re
 import shlex
 import socket
 import threading
-from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
@@ -19,73 +19,34 @@ from openhands_rl_plugin.environments.workspace.supervisor import LONG_STATE, SC
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 
 LONGEST_LINE = 64 * 1024**2
-"""Bytes of a request or an answer."""
+"""Bytes of a request or a reply."""
 _SLACK = 30.0
-"""Seconds that the owner has beyond a command's own limit, to say how it ended."""
-
-
-class Executed(NamedTuple):
-    """The result of one command, as its owner reads it."""
-
-    return_code: int
-    stdout: str = ""
-    stderr: str = ""
-
-
-def execute(place: ContainerPlace, command: str, *, timeout: float | None) -> Executed:
-    """Run ``command`` by the container's bash. Blocks; from any thread, also several at a time.
-
-    ``timeout``: seconds, after which the owner gives the command up. Raises ``InfrastructureError``.
-    """
-    request = json.dumps({"command": command, "timeout": timeout}).encode() + b"\n"
-    try:
-        with socket.socket(socket.AF_UNIX) as line:
-            line.settimeout(None if timeout is None else timeout + _SLACK)
-            line.connect(str(place.socket))
-            line.sendall(request)
-            with line.makefile("rb") as answers:
-                said = answers.readline(LONGEST_LINE)
-    except OSError as error:
-        raise InfrastructureError(f"the container's owner does not answer: {error}") from error
-    try:
-        answer = json.loads(said)
-        if "error" in answer:
-            raise InfrastructureError(f"the container: {answer['error']}")
-        return Executed(**answer)
-    except (ValueError, TypeError) as error:
-        raise InfrastructureError("the container's owner ended before a command was answered") from error
-
-
+"""Seconds that the owner has beyond a command's own limit, to reply."""
 MOST_SHOWN = 64 * 1024
 """Bytes from the beginning, and from the end, of an output."""
 PIECE = 64 * 1024
 """Bytes that one command carries: programs take 128 KiB of one argument."""
-_MARK = "openhands-rl-answer"
-_NEEDED = "base64 cat head mkdir mv rm sleep tail tee tr wc"
+_MARK = "openhands-rl-answer"  # owners add lines, and differ in how they report an exit code
+_NEEDED = "base64 cat head mkdir mv rm tail tee timeout tr wc"
 
 # Job control gives the command a process group of its own, which can be interrupted and killed.
 _RUN = rf"""
 d=${{BASH_SOURCE%/*}} limit=$1 start=$2
 cwd=$start
 [[ -s $d/cwd ]] && {{ IFS= read -r -d '' cwd < "$d/cwd" || :; }}
-before=$(wc -c < "$d/output") seen=$(cat "$d/seen") long= why=
+before=$(wc -c < "$d/output") seen=$(cat "$d/seen") long= why=none began=$SECONDS
 [[ -r $d/state ]] && (( $(wc -c < "$d/state") > {LONG_STATE} )) && long=long
-rm -f "$d/new" "$d/new.cwd" "$d/why"
+rm -f "$d/new" "$d/new.cwd"
 set -m
-bash -c "$(<"$d/script")" bash "$d/state" "$d/command" "$cwd" "$start" "$d/new" "$long" </dev/null >>"$d/output" 2>&1 &
+timeout -s KILL "${{limit:-0}}" bash -c "$(<"$d/script")" \
+bash "$d/state" "$d/command" "$cwd" "$start" "$d/new" "$long" </dev/null >>"$d/output" 2>&1 &
 group=$!
 echo "$group" | tee "$d/running" >> "$d/groups"
-( began=$SECONDS
-while sleep 0.5; do
-[[ $limit ]] && (( SECONDS - began >= limit )) && {{ echo time > "$d/why"; kill -KILL -- "-$group"; break; }}
-done ) </dev/null >/dev/null 2>&1 &
-watch=$!
 wait "$group" 2>/dev/null
 code=$?
-kill -KILL -- "-$watch" 2>/dev/null
 rm -f "$d/running"
-[[ -s $d/why ]] && why=$(<"$d/why")
-if [[ ! $why && $(tail -n 1 "$d/new" 2>/dev/null) == "#complete" && -s $d/new.cwd ]]; then
+[[ $limit && $code == 137 ]] && (( SECONDS - began >= limit )) && {{ why=time; kill -KILL -- "-$group"; }} 2>/dev/null
+if [[ $why == none && $(tail -n 1 "$d/new" 2>/dev/null) == "#complete" && -s $d/new.cwd ]]; then
 mv -f "$d/new" "$d/state"; mv -f "$d/new.cwd" "$d/cwd"
 fi
 size=$(wc -c < "$d/output")
@@ -96,7 +57,7 @@ local size=$(($2 - $1)) half={MOST_SHOWN}
 echo "$size"
 if (( size <= 2 * half )); then part "$1" "$size"; echo; else part "$1" "$half"; part "$(($2 - half))" "$half"; fi
 }}
-echo "$code ${{why:-none}}"
+echo "$code $why"
 {{ [[ -s $d/cwd ]] && cat "$d/cwd" || printf '%s\0' "$start"; }} | base64 | tr -d '\n'; echo
 ends "$seen" "$before"
 ends "$before" "$size"
@@ -124,28 +85,9 @@ size=$(wc -c < "$path") || exit 1
 (( size <= most )) || { echo "larger than $((most >> 20)) MiB" >&2; exit 1; }
 echo file; base64 < "$path" | tr -d '\n'; echo
 elif [[ -e $path ]]; then echo other; echo
-else echo missing; [[ -d ${path%/*}/ ]] && echo parent || echo
+else echo missing; echo
 fi
 """
-
-
-def marked(command: str) -> str:
-    """``command``, with its output of both kinds and its exit code in what ``answer`` reads.
-
-    What an owner tells of an exit code, and which lines it adds, differs from one kind of container to another.
-    """
-    return f"echo {_MARK}; {{ {command}\n}} </dev/null 2>&1; echo {_MARK} $?"
-
-
-def answer(printed: str) -> tuple[int, list[str]]:
-    """The exit code of a ``marked`` command, and its lines. Raises ``ValueError`` where it was cut on its way."""
-    lines = printed.splitlines()
-    start = lines.index(_MARK)
-    for at in range(len(lines) - 1, start, -1):
-        mark, _, code = lines[at].partition(" ")
-        if mark == _MARK:
-            return int(code), lines[start + 1 : at]
-    raise ValueError("no end")
 
 
 def end(folder: str) -> str:
@@ -166,7 +108,7 @@ SECONDS = 60.0
 class ContainerShell:
     """``cd``, variables, functions and background processes last from command to command. Thread-safe.
 
-    The first and the last 64 KiB of an output are told.
+    The first and the last 64 KiB of an output are shown. ``start``: the directory in which commands begin.
     ``failure``: how the container, or the session's folder in it, failed last; empty where neither did.
     """
 
@@ -177,10 +119,10 @@ class ContainerShell:
         self._one_at_a_time = threading.Lock()
         self._folder = folder = shlex.quote(place.folder)
         missing = '{ echo "the image has no $each"; exit 1; }'
-        self._asked(
+        (self.start,) = self._asked(
             f'for each in {_NEEDED}; do command -v "$each" >/dev/null || {missing}; done\n'
-            f"umask 077 && mkdir {folder} && cd {folder} && : > output && : > groups && echo 0 > seen\n"
-            f"{_piped(SCRIPT)} > script && {_piped(_RUN)} > run && pwd"
+            f"pwd && umask 077 && mkdir {folder} && cd {folder} && : > output && : > groups && echo 0 > seen\n"
+            f"{_piped(SCRIPT)} > script && {_piped(_RUN)} > run"
         )
 
     def run(self, command: str, *, timeout: float | None) -> CommandResult:
@@ -191,7 +133,7 @@ class ContainerShell:
         with self._one_at_a_time:
             written = self.put(whole_text(command).encode(errors="surrogateescape"), "command")
             limit = "" if timeout is None else str(max(1, round(timeout)))
-            run = shlex.join(["bash", f"{self.place.folder}/run", limit, self.place.start])
+            run = shlex.join(["bash", f"{self.place.folder}/run", limit, self.start])
             lines = self._asked(f"{written} && {run} 2>/dev/null", None if timeout is None else timeout + SECONDS)
         try:
             ended, cwd, *parts = lines
@@ -206,8 +148,7 @@ class ContainerShell:
                 python=python.strip(),
             )
         except (ValueError, TypeError) as error:
-            self.failure = "the container's answer to a command is none of the session's"
-            raise InfrastructureError(self.failure) from error
+            raise self._failed("the container's answer to a command is none of the session's") from error
 
     def put(self, data: bytes, name: str) -> str:
         """Write a file of the session's folder, up to its last piece, which the command that is returned writes.
@@ -235,25 +176,36 @@ class ContainerShell:
 
     def ask(self, command: str, timeout: float | None = SECONDS) -> tuple[int, list[str]]:
         """The exit code and the lines of one command of the session's own. Raises ``InfrastructureError``."""
+        marked = f"echo {_MARK}; {{ {command}\n}} </dev/null 2>&1; echo {_MARK} $?"
         try:
-            ran = execute(self.place, marked(command), timeout=timeout)
-        except InfrastructureError as error:
-            self.failure = str(error)
-            raise
-        try:
-            return answer(ran.stdout)
-        except ValueError:
-            said = f"{ran.stdout}\n{ran.stderr}".strip().splitlines()
-            why = f"exit code {ran.return_code}: {said[-1]}" if ran.return_code and said else "it was cut on its way"
-            self.failure = f"the container's answer to a command is none: {why}"
-            raise InfrastructureError(self.failure) from None
+            with socket.socket(socket.AF_UNIX) as line:
+                line.settimeout(None if timeout is None else timeout + _SLACK)
+                line.connect(str(self.place.socket))
+                line.sendall(json.dumps({"command": marked, "timeout": timeout}).encode() + b"\n")
+                with line.makefile("rb") as replies:
+                    reply = json.loads(replies.readline(LONGEST_LINE))
+        except OSError as error:
+            raise self._failed(f"the container's owner does not answer: {error}") from error
+        except ValueError as error:
+            raise self._failed("the container's owner ended before a command was answered") from error
+        if "error" in reply:
+            raise self._failed(f"the container: {reply['error']}")
+        found = re.search(rf"^{_MARK}\n(.*)^{_MARK} (\d+)$", "\n".join(reply["stdout"].splitlines()), re.M | re.S)
+        if found is None:
+            code, printed = reply["return_code"], f"{reply['stdout']}\n{reply['stderr']}".strip().splitlines()
+            why = f"exit code {code}: {printed[-1]}" if code and printed else "it was cut on its way"
+            raise self._failed(f"the container's answer to a command is none: {why}")
+        return int(found[2]), found[1].splitlines()
+
+    def _failed(self, why: str) -> InfrastructureError:
+        self.failure = why
+        return InfrastructureError(why)
 
     def _asked(self, command: str, timeout: float | None = SECONDS) -> list[str]:
         code, lines = self.ask(command, timeout)
         if code:
             why = lines[-1] if lines else f"exit code {code}"
-            self.failure = f"a command of the session failed in the container: {why}"
-            raise InfrastructureError(self.failure)
+            raise self._failed(f"a command of the session failed in the container: {why}")
         return lines
 
 
@@ -280,12 +232,9 @@ class ContainerFiles:
     def __init__(self, shell: ContainerShell) -> None:
         self._shell = shell
         self._known: dict[str, tuple[str, bytes]] = {}
-        self._folders: set[str] = set()
 
     def kind(self, path: str) -> FileKind | None:
         """The kind of the file at ``path``, links followed; ``None`` where there is none."""
-        if path in self._folders:
-            return "directory"
         kind = self._look(path)[0]
         return kind if kind in ("file", "directory", "other") else None
 
@@ -326,12 +275,10 @@ class ContainerFiles:
                 raise _refused(lines, path)
             try:
                 kind, content = lines
-                found = content.encode() if kind == "missing" else base64.b64decode(content)
+                found = base64.b64decode(content)
             except ValueError as error:
                 raise OSError(errno.EIO, "the container's answer about it is none of the session's", path) from error
             self._known[path] = kind, found
-            if found == b"parent" and kind == "missing":
-                self._folders.add(path.rpartition("/")[0] or "/")
         return self._known[path]
 
 

@@ -32,7 +32,7 @@ from openhands_rl_plugin.apps.rollout.episode_program import (
     run_program,
 )
 from openhands_rl_plugin.config.rollout import options_from_trainer
-from openhands_rl_plugin.contrib.trainers.harbor_episode import directory_of, served
+from openhands_rl_plugin.contrib.trainers.harbor_episode import served
 from openhands_rl_plugin.contrib.trainers.rows import rollout_details
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments import container
@@ -40,11 +40,11 @@ from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 FACTS = "openhands_rl"
-"""Where the metadata of a trial has what the episode came to."""
+"""The key of a trial's metadata under which the result of the episode stands."""
 
 _PROGRAM = "openhands_rl_plugin.contrib.trainers.harbor_episode"
 # Of suites, of their grading and of our own sandbox: Harbor's task, verifier and environment are in their place.
-_SAID = frozenset({"suite", "backend", "mirror", "cache", "network", "test_timeout"})
+_SET_BY_HARBOR = frozenset({"suite", "backend", "mirror", "cache", "network", "test_timeout"})
 _OF_HARBOR = inspect.signature(BaseAgent.__init__).parameters.keys() | {"override_setup_timeout_sec"}
 _SECONDS = 60
 
@@ -54,16 +54,16 @@ class EpisodeFailedError(RuntimeError):
 
 
 class EpisodeInfrastructureError(RuntimeError):
-    """The same, of a server or an environment that was away: worth a retry."""
+    """A server or an environment was away: worth a retry."""
 
 
 class OpenHandsHarborAgent(BaseAgent):
-    """Plays a task by OpenHands V1, in the Python that ``OPENHANDS_RL_PYTHON`` names.
+    """Attempts a task with OpenHands V1, in the Python that ``OPENHANDS_RL_PYTHON`` names.
 
     ``model_name`` is ``PROVIDER/NAME``, of an endpoint with OpenAI's protocol at Harbor's ``base_url`` or ``api_base``.
-    ``collect_rollout_details``: for training; ids and logprobs are asked for, and an episode without them, or whose
-    answers are no samples of the policy, fails. ``store``: a folder that keeps the episodes, in which ``session_id``
-    names the run. The other arguments are options of ``openhands-rl rollout``, with underscores.
+    ``collect_rollout_details``: for training. Ids and logprobs are requested, and an episode fails without them, or
+    where its completions are not samples of the policy. ``store``: a folder that keeps the episodes, in which
+    ``session_id`` names the run. The other arguments are options of ``openhands-rl rollout``, with underscores.
     """
 
     capabilities = AgentCapabilities(atif=True, base_url=True)
@@ -80,11 +80,11 @@ class OpenHandsHarborAgent(BaseAgent):
         store: str = "",
         **given: Any,
     ) -> None:
-        """Raises ``ValueError`` for what no episode can be played with."""
+        """Raises ``ValueError`` for options with which no episode can be rolled out."""
         ours = {name: given.pop(name) for name in [*given] if name not in _OF_HARBOR}
         super().__init__(logs_dir, model_name, *args, **given)
         try:
-            options = options_from_trainer(ours, "agent.kwargs", "Harbor", _SAID)
+            options = options_from_trainer(ours, "agent.kwargs", "Harbor", _SET_BY_HARBOR)
         except ConfigError as error:
             raise _Refused(str(error)) from error
         connection = self.model_connection
@@ -118,20 +118,19 @@ class OpenHandsHarborAgent(BaseAgent):
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Raises ``EpisodeInfrastructureError`` or ``EpisodeFailedError``, in one line."""
-        start = await directory_of(environment, _SECONDS)
         folder = f"/tmp/.{uuid.uuid4().hex}"
         try:
             async with served(environment) as socket:
-                place = {"socket": str(socket), "folder": folder, "start": start}
-                played = await self._play(environment.environment_name, instruction, place)
+                place = {"socket": str(socket), "folder": folder}
+                rollout = await self._roll_out(environment.environment_name, instruction, place)
         except BaseException:
             # The command that runs would write on while the verifier looks.
             ending = environment.exec(container.end(folder), timeout_sec=_SECONDS)
             await asyncio.gather(ending, return_exceptions=True)
             raise
-        self._fill(context, played)
+        self._fill(context, rollout)
 
-    async def _play(self, name: str, instruction: str, place: dict[str, str]) -> PlayedRollout:
+    async def _roll_out(self, name: str, instruction: str, place: dict[str, str]) -> PlayedRollout:
         asked = {
             **{"name": name, "instruction": instruction, "place": place, "options": self._options},
             **{"store": self._store, "documents": str(self.logs_dir.absolute())},

@@ -1,4 +1,4 @@
-"""Plays one episode in a container that Harbor owns: ``python -m openhands_rl_plugin.contrib.trainers.harbor_episode``.
+"""``python -m openhands_rl_plugin.contrib.trainers.harbor_episode``: one episode in a container that Harbor owns.
 
 Standard input is a ``ContainerEpisode`` as JSON; standard output a ``PlayedRollout`` without a reward, which is
 Harbor's to give, or one with a ``failure``. Exit code 3: no valid episode.
@@ -16,7 +16,7 @@ import tempfile
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import AsyncExitStack, asynccontextmanager, redirect_stdout, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError, 
 from openhands_rl_plugin.core.files import scratch_folder, write_file
 from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory, redacting_logger
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, Limits, Task, Trajectory
-from openhands_rl_plugin.environments.container import LONGEST_LINE, answer, marked
+from openhands_rl_plugin.environments.container import LONGEST_LINE
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.runs.suites import REPLIES
@@ -51,7 +51,7 @@ _LIMITS = {"max_turns": 50, "max_response_length": 4096, "max_obs_length": 7500}
 
 
 class ContainerEpisode(Frozen):
-    """The task ``name`` with its ``instruction``, and how it is played. ``store``: a folder that keeps the episode;
+    """The task ``name`` with its ``instruction``, and how it is rolled out. ``store``: a folder that keeps the episode;
     ``documents``: one for it as ATIF."""
 
     name: str
@@ -63,9 +63,9 @@ class ContainerEpisode(Frozen):
 
 
 async def play_in_container(asked: ContainerEpisode) -> PlayedRollout:
-    """Play one episode. A failed one is returned with its ``failure``.
+    """Roll out one episode. A failed one is returned with its ``failure``.
 
-    Raises ``ConfigError`` for what no episode can be played with, ``InfrastructureError`` where nothing answers at the
+    Raises ``ConfigError`` where no episode can be rolled out, ``InfrastructureError`` where nothing answers at the
     endpoint, and ``StorageError``.
     """
     options, settings = asked.options, await asyncio.to_thread(_settings, asked.options)
@@ -113,22 +113,20 @@ def _host_options(options: PlayOptions) -> HostOptions:
 
 
 def _request(asked: ContainerEpisode, settings: RLSettings) -> EpisodeRequest:
-    """A new episode, also where its run plays the task several times: what was done before is in another container."""
+    """A new episode, also where its run attempts the task several times: each attempt has another container."""
     options = asked.options
     run_id = options.run_id or f"harbor-{uuid.uuid4().hex}"
     sample = options.sample if "sample" in options.model_fields_set else secrets.randbelow(2**31)
-    seed = (run_id, asked.name, str(sample))
-    if options.seed is not None:
-        seed = (str(options.seed), asked.name, str(options.sample))
-    said = {name: getattr(settings, name) for name in Limits.model_fields if name in settings.model_fields_set}
-    limits = Limits.model_validate({**_LIMITS, **said, "timeout": options.timeout})
+    numbered = (run_id, sample) if options.seed is None else (options.seed, options.sample)
+    given = {name: getattr(settings, name) for name in Limits.model_fields if name in settings.model_fields_set}
+    limits = Limits.model_validate({**_LIMITS, **given, "timeout": options.timeout})
     task = Task(id=asked.name, environment=ENVIRONMENT, instruction=asked.instruction, limits=limits)
     return EpisodeRequest(
         task=task,
         run_id=run_id,
         group_id=options.group_id or f"{run_id}/{asked.name}",
         sample=sample,
-        seed=zlib.crc32("\0".join(seed).encode()) % 2**31,
+        seed=zlib.crc32(f"{numbered[0]}\0{asked.name}\0{numbered[1]}".encode()) % 2**31,
         served_model=None if options.model == settings.serving.model else options.model,
     )
 
@@ -144,12 +142,12 @@ def _write(trajectory: Trajectory, folder: Path) -> None:
         documents = [*atif.rows(redact_trajectory(trajectory), ())]
     except LeftOutError:
         return
-    names = ["trajectory.json", *(f"trajectory.cont-{number}.json" for number in range(1, len(documents)))]
     for number, document in enumerate(documents):
+        name = f"trajectory.cont-{number}.json" if number else "trajectory.json"
         if number + 1 < len(documents):
-            document["continued_trajectory_ref"] = names[number + 1]
+            document["continued_trajectory_ref"] = f"trajectory.cont-{number + 1}.json"
         try:
-            write_file(folder / names[number], json.dumps(document, indent=1))
+            write_file(folder / name, json.dumps(document, indent=1))
         except StorageError as error:
             _LOG.warning("%s", error)
 
@@ -174,23 +172,13 @@ class Runs(Protocol):
         ...
 
 
-async def directory_of(environment: Runs, seconds: int) -> str:
-    """Where its commands begin; ``/`` where it does not say that. Raises what ``exec`` raises."""
-    ran = await environment.exec(marked("pwd"), timeout_sec=seconds)
-    try:
-        code, lines = answer(ran.stdout or "")
-    except ValueError:
-        return "/"
-    return lines[0] if not code and lines else "/"
-
-
 @asynccontextmanager
 async def served(environment: Runs) -> AsyncIterator[Path]:
     """The socket at which commands are run in ``environment``, until the end of the block, which cancels the rest."""
     running: set[asyncio.Task[None]] = set()
 
     def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(_serve(environment, reader, writer))
+        task = asyncio.create_task(_run_one(environment, reader, writer))
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -208,41 +196,22 @@ async def served(environment: Runs) -> AsyncIterator[Path]:
             await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _serve(environment: Runs, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
+async def _run_one(environment: Runs, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Runs the command of a request. What an environment raises is the reply: the episode fails of it."""
+    with closing(writer), suppress(ConnectionError):
         asked = json.loads(await reader.readline())
         limit = asked["timeout"]
-        call = asyncio.ensure_future(
-            environment.exec(asked["command"], timeout_sec=None if limit is None else math.ceil(limit))
-        )
-        gone = asyncio.ensure_future(reader.read())  # nothing more is sent: this ends where the other side does
         try:
-            await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
-            if call.done():
-                writer.write(json.dumps(_answer(call)).encode() + b"\n")
-                await writer.drain()
-        finally:
-            for each in (call, gone):
-                each.cancel()
-            await asyncio.gather(call, gone, return_exceptions=True)
-    except (ValueError, KeyError, ConnectionError):
-        pass  # no request, or nobody who waits for the answer
-    finally:
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-def _answer(call: asyncio.Future[Ran]) -> dict[str, object]:
-    # What environments raise differs from one to another; the episode fails of it, by its kind.
-    if (error := call.exception()) is not None:
-        return {"error": describe(error)}
-    ran = call.result()
-    return {"return_code": ran.return_code, "stdout": ran.stdout or "", "stderr": ran.stderr or ""}
+            ran = await environment.exec(asked["command"], timeout_sec=None if limit is None else math.ceil(limit))
+            reply = {"return_code": ran.return_code, "stdout": ran.stdout or "", "stderr": ran.stderr or ""}
+        except Exception as error:
+            reply = {"error": describe(error)}
+        writer.write(json.dumps(reply).encode() + b"\n")
+        await writer.drain()
 
 
 def main() -> int:
-    """The program."""
+    """Roll out the episode on standard input. Returns the exit code."""
     os.environ.setdefault("LOG_LEVEL", "ERROR")
     try:
         with redirect_stdout(sys.stderr):
@@ -250,8 +219,8 @@ def main() -> int:
             played = asyncio.run(play_in_container(asked))
     except (RLError, ValidationError) as error:
         kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
-        said = redact_text(" ".join(str(error).split()))[:1000]
-        failure = {"kind": kind, "message": said, "boundary": "rollout.start"}
+        message = redact_text(" ".join(str(error).split()))[:1000]
+        failure = {"kind": kind, "message": message, "boundary": "rollout.start"}
         print(json.dumps({"schema_version": 1, "reward": None, "failure": failure, "segments": []}))
         return INVALID
     print(played.model_dump_json())

@@ -15,12 +15,11 @@ class ContainerPlace(Frozen):
     Its owner listens at ``socket`` of this machine, in a folder that no other user reads. A connection is one command,
     a line ``{"command": text, "timeout": seconds or null}``, answered by ``{"return_code", "stdout", "stderr"}``, or by
     ``{"error"}`` where it could not be run. A command whose connection is closed is given up. ``folder`` is this
-    session's own in the container; ``start`` the directory in which its commands begin.
+    session's own in the container.
     """
 
     socket: Path
     folder: str
-    start: str
 
 
 class WorkspaceMount(Frozen):

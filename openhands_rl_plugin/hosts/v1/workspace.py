@@ -129,8 +129,8 @@ class ContainerWorkspace:
     forks = False
 
     def __init__(self, place: ContainerPlace) -> None:
-        self.start = self.inside = place.start
         self._shell = ContainerShell(place)
+        self.start = self.inside = self._shell.start
         self.private = temporary_folder("container")
 
     def begin(self) -> None:

@@ -10,10 +10,10 @@ import pytest
 from folder_container import FolderContainer, Ran
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.contrib.trainers.harbor_episode import directory_of, served
+from openhands_rl_plugin.contrib.trainers.harbor_episode import served
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments import container as container_module
-from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell, execute
+from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 
 pytestmark = needs_bubblewrap
@@ -29,7 +29,7 @@ async def container(tmp_path: Path) -> FolderContainer:
 @pytest.fixture
 async def place(container: FolderContainer) -> AsyncIterator[ContainerPlace]:
     async with served(container) as socket:
-        yield ContainerPlace(socket=socket, folder=FOLDER, start="/app")
+        yield ContainerPlace(socket=socket, folder=FOLDER)
 
 
 @pytest.fixture
@@ -112,9 +112,7 @@ async def test_files_are_read_and_written_with_the_rights_there(shell: Container
         for path, kind in {"/app": "directory", "/app/": "directory", "/app/run": "file", "/dev/null": "other"}.items():
             assert ContainerFiles(shell).kind(path) == kind
         absent = ContainerFiles(shell)
-        assert (absent.kind("/app/none"), absent.kind("/app")) == (None, "directory")
-        absent = ContainerFiles(shell)
-        assert (absent.kind("/none/none"), absent.kind("/none")) == (None, None)
+        assert (absent.kind("/app/none"), absent.kind("/none/none")) == (None, None)
         listed = ContainerFiles(shell)
         assert listed.entries("/app") == [("link", "other"), ("new folder", "directory"), ("run", "file")]
         assert listed.entries("/app/new folder") == [("it's", "file")]
@@ -133,15 +131,15 @@ async def test_files_are_read_and_written_with_the_rights_there(shell: Container
     assert shell.failure == "", "what is wrong with a path is no failure of the container"
 
 
-async def test_where_commands_begin_is_known_whatever_the_owner_adds(container: FolderContainer):
+async def test_where_commands_begin_is_known_whatever_the_owner_adds(place: ContainerPlace, container: FolderContainer):
     plain = FolderContainer.exec
 
     async def chatty(command: str, *, timeout_sec: float | None = None) -> Ran:
         return await plain(container, f"echo Welcome\n{command}\necho Bye", timeout_sec=timeout_sec)
 
-    assert await directory_of(container, 20) == "/app"
     container.exec = chatty  # pyright: ignore[reportAttributeAccessIssue]
-    assert await directory_of(container, 20) == "/app"
+    shell = await asyncio.to_thread(ContainerShell, place)
+    assert shell.start == "/app" and await said(shell, "pwd") == "/app\n"
 
 
 class Broken(FolderContainer):
@@ -158,7 +156,7 @@ class Broken(FolderContainer):
 async def test_an_owner_that_fails_is_an_infrastructure_failure_in_one_line(tmp_path: Path):
     broken = Broken(tmp_path / "root")
     async with served(broken) as socket:
-        place = ContainerPlace(socket=socket, folder=FOLDER, start="/app")
+        place = ContainerPlace(socket=socket, folder=FOLDER)
         for answer, why in (
             (broken.answer, "RuntimeError: the sandbox is gone$"),
             (Ran("", "no such service", 125), "exit code 125: no such service$"),
@@ -168,7 +166,7 @@ async def test_an_owner_that_fails_is_an_infrastructure_failure_in_one_line(tmp_
             with pytest.raises(InfrastructureError, match=why):
                 await asyncio.to_thread(ContainerShell, place)
     with pytest.raises(InfrastructureError, match="does not answer"):
-        await asyncio.to_thread(execute, place, "true", timeout=1.0)
+        await asyncio.to_thread(ContainerShell, place)
 
 
 async def test_an_image_without_what_a_session_needs_is_named(place: ContainerPlace, container: FolderContainer):

@@ -43,7 +43,7 @@ async def container(tmp_path: Path) -> FolderContainer:
 @pytest.fixture
 async def place(container: FolderContainer) -> AsyncIterator[ContainerPlace]:
     async with served(container) as socket:
-        yield ContainerPlace(socket=socket, folder="/tmp/.session", start="/app")
+        yield ContainerPlace(socket=socket, folder="/tmp/.session")
 
 
 def terminal(command: str, id: str, **more: Any) -> dict[str, Any]:
