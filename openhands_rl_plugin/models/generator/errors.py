@@ -33,10 +33,6 @@ class NotFound(ServingError, status=404, kind="NotFoundError"):
     """A model, an adapter or a path does not exist."""
 
 
-class Unauthorized(ServingError, status=401, kind="Unauthorized"):
-    """The API key is missing or wrong."""
-
-
 class Overloaded(ServingError, status=503, kind="ServiceUnavailableError"):
     """The queue is full, or the server is stopping."""
 
