@@ -242,8 +242,7 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
     state = LoopState.load(tmp_path / "next" / "state.json")
     assert state.start == first and state.records[0].adapter == first
     assert state.adapter is not None and adapters.get(state.adapter).parent == first
-    printed = capsys.readouterr().out
-    assert f"After RL against {first}: " in printed
+    assert f"After RL against {first}: " in (printed := capsys.readouterr().out)
     assert Path(printed.rpartition("; report: ")[2].strip()).is_file(), "with the studio that writes it, and without"
     run_id = (tmp_path / "next" / "run_id").read_text()
     measured = [t for t, _ in stored(tmp_path / "trajectories") if t.run_id == f"{run_id}/evaluate-base"]

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.statistics import NOTHING, Estimate
 from openhands_rl_plugin.core.types import FailureKind, Frozen, Trajectory
-from openhands_rl_plugin.training.loop.facts import HeldOut, RunFacts, success_of
+from openhands_rl_plugin.training.loop.facts import FACTS, HeldOut, RunFacts, success_of
 from openhands_rl_plugin.training.loop.facts import evaluations as measured
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.stages import LoopListener
@@ -235,6 +235,11 @@ class RunReport(LoopListener):
         self._storage = storage
         self._adapters = adapters
         self._model = model
+
+    @property
+    def written(self) -> Path:
+        """The run's page, or its facts as JSON where nothing installed writes the page."""
+        return self.path if self.path.is_file() else self.path.with_name(FACTS)
 
     async def stage_saved(self, state: LoopState) -> None:
         """Write both."""

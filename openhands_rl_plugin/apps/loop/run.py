@@ -49,7 +49,7 @@ from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import needs_logprobs
 from openhands_rl_plugin.training.learn import check_fits
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
-from openhands_rl_plugin.training.loop.facts import FACTS, RunFacts, StageChange
+from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
 from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener, LoopParts
@@ -202,7 +202,7 @@ class LoopJob:
 class LoopResult:
     """The finished stages, the changes of the success rate on held-out tasks by SFT and by RL, and the report.
 
-    ``report``: the run's page, or its facts as JSON where nothing installed writes the page.
+    ``report``: see ``RunReport.written``.
     """
 
     state: LoopState
@@ -249,7 +249,7 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
 
 
 def _evaluation(settings: RLSettings) -> SamplingParams:
-    """How held-out tasks are played: as in training, or at a temperature of their own."""
+    """The sampling of held-out tasks: as in training, or at a temperature of their own."""
     chosen = settings.loop.evaluation_temperature
     if chosen < 0:
         return settings.sampling_params()
@@ -272,8 +272,8 @@ def _warm_start(settings: RLSettings) -> TrainingSettings:
 def _criterion(job: LoopJob) -> SuccessRule | None:
     """The environment's or the reward's criterion, unless ``[rl.loop] success_at`` says another."""
     settings = job.settings
-    said = settings.loop.success_at != LoopSettings.model_fields["success_at"].default
-    if said or job.tasks.suite.software or not judged_by_return(settings.reward):
+    changed = settings.loop.success_at != LoopSettings.model_fields["success_at"].default
+    if changed or job.tasks.suite.software or not judged_by_return(settings.reward):
         return None
     return success_rule(job.tasks.held_out[0].task.environment, settings.reward)
 
@@ -327,8 +327,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
             )
             state = await make_loop(plan, parts, job.settings.loop, reporting).run()
             await reporting.write(state)
-            page = reporting.path
-            return LoopResult(state, reporting.facts.changes, page if page.is_file() else page.with_name(FACTS))
+            return LoopResult(state, reporting.facts.changes, reporting.written)
     finally:
         await storage.close()
 
@@ -375,7 +374,7 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
 
 @asynccontextmanager
 async def _open_evaluator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner | None]:
-    """The runner of the held-out tasks, where they are played by another strategy, or in an environment that is told
+    """The runner of the held-out tasks, where they have another strategy, or an environment that is given
     another last turn."""
     settings, last = evaluated_by(job.settings), _training(job.settings).max_turns
     if settings is None and (job.tasks.suite.software or last == job.settings.max_turns):
@@ -386,14 +385,14 @@ async def _open_evaluator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIter
 
 
 def _training(settings: RLSettings) -> RLSettings:
-    """The settings of the training episodes: some environments are told ``max_turns``, and end an episode at it."""
+    """The settings of the training episodes: some environments are given ``max_turns``, and end an episode at it."""
     return settings.model_copy(update={"max_turns": settings.loop.training_max_turns or settings.max_turns})
 
 
 @asynccontextmanager
 async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
     """The runner of the job's tasks, by the model server that ``settings`` name; it grades where tasks have tests."""
-    plan = _played(job, settings)
+    plan = _evaluation_plan(job, settings)
     options = options_of(plan, job.tasks.suite, job.processes)
     async with open_runner(settings, options, storage=storage, workers=job.processes) as runner:
         if job.backend is None:
@@ -405,7 +404,7 @@ async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectorySto
         yield GradedRunner(player, tasks.entries)
 
 
-def _played(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
+def _evaluation_plan(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
     """The plan of ``openhands-rl evaluate`` for the same tasks."""
     return EvaluationPlan(
         suite=job.tasks.suite.name,

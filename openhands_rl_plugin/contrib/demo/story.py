@@ -100,7 +100,7 @@ async def _run(stage: _Stage, listener: LoopListener | None) -> DemoResult:
         await runner.close()
         await storage.close()
     compared = tuple(change.sentence("goals") for change in reporting.facts.changes)
-    return DemoResult(state=state, comparisons=compared, report=reporting.path)
+    return DemoResult(state=state, comparisons=compared, report=reporting.written)
 
 
 @contextlib.contextmanager

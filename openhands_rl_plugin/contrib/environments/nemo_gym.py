@@ -59,8 +59,8 @@ class GymRow:
 
     @classmethod
     def of(cls, body: JsonObject, task: str, environment: str) -> GymRow:
-        """Check a row. Raises ``BadEnvironmentError`` that says why it cannot be played as a conversation in text."""
-        where = f"task '{task}' cannot be played"
+        """Check a row. Raises ``BadEnvironmentError`` for one that is no conversation in text, with the reason."""
+        where = f"task '{task}' cannot be rolled out"
         parameters = body.get(PARAMETERS)
         found: JsonObject = parameters if isinstance(parameters, dict) else {}
         turns = tuple(_turns(found.get("input"), where))
@@ -81,7 +81,7 @@ class GymRow:
 def _tools(parameters: JsonObject, where: str) -> ServerTools:
     given = parameters.get("tools")
     tools: list[JsonObject] = []
-    # The model is told of tools that it may not use, but no call of them is wanted.
+    # The prompt describes tools that the model may not use, but no call of them is wanted.
     for tool in given if isinstance(given, list) and parameters.get("tool_choice") != "none" else ():
         kind = tool.get("type", "function") if isinstance(tool, dict) else tool
         if not isinstance(tool, dict) or kind != "function":
@@ -132,7 +132,7 @@ class NeMoGymClient(BaseEnvClient):
 
     A task's dataset row is ``data["row"]``; every request contains it, and its prompt precedes the first observation.
     ``/verify`` gets all responses, calls and their outputs, as NeMo Gym's ``simple_agent`` sends them. What a call's
-    endpoint refuses (400, 422, 500) is told to the model; a row that cannot be played in text is refused by ``reset``.
+    endpoint refuses (400, 422, 500) is shown to the model; ``reset`` refuses a row that is no conversation in text.
     A server does not report an unknown episode (after a restart, for example), so it must not be restarted while
     episodes run.
     """
@@ -148,7 +148,7 @@ class NeMoGymClient(BaseEnvClient):
         self._verifies = False
         self._acted = 0
         self._output: list[JsonValue] = []
-        self._told: tuple[tuple[ToolCall, str], ...] = ()
+        self._results: tuple[tuple[ToolCall, str], ...] = ()
         self._verified_as: ServerAnswer | None = None
 
     @property
@@ -225,25 +225,25 @@ class NeMoGymClient(BaseEnvClient):
         if unknown := [call.name for call in called.calls if call.name not in row.tools]:
             raise row.tools.refused(unknown[0])
         self._acted += 1
-        items, self._told = _items(called, self._acted), ()
+        items, self._results = _items(called, self._acted), ()
         if not self._verifies:
             return self._stepped(await self._graded("/step", items), called)
         self._output += items
         if not called.calls or self._call_is_answer(row):
             return await self._verified()
         outputs = [await self._output_of(call) for call in called.calls]
-        self._told = tuple(zip(called.calls, outputs, strict=True))
+        self._results = tuple(zip(called.calls, outputs, strict=True))
         for at, output in enumerate(outputs, 1):
             self._output.append({"type": "function_call_output", "call_id": _id(self._acted, at), "output": output})
         return ServerAnswer(state="\n\n".join(outputs), reward=0.0, done=False)
 
     def reply(self, action: Message, state: str) -> tuple[Message, ...]:
         """The outputs of calls, of a tool's where the response had calls of its own; then what else was observed."""
-        if not self._told:
+        if not self._results:
             return super().reply(action, state)
-        outputs = [output or _SILENCE for _, output in self._told]
-        told = replies(action, [call for call, _ in self._told], outputs)
-        return (*told, Message(role="user", content=state)) if state and not self._verifies else told
+        outputs = [output or _SILENCE for _, output in self._results]
+        shown = replies(action, [call for call, _ in self._results], outputs)
+        return (*shown, Message(role="user", content=state)) if state and not self._verifies else shown
 
     async def cut_short(self) -> Observation | None:
         """``POST /verify`` for an episode that a limit cut, as NeMo Gym's agents do at their limit of steps."""
@@ -297,11 +297,12 @@ class NeMoGymClient(BaseEnvClient):
 
     def _stepped(self, answer: JsonObject, called: CalledAction) -> ServerAnswer:
         info = answer.get("info")
-        told = info.get("tool_outputs") if isinstance(info, dict) else None
-        outputs = [str(each.get("output")) for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+        given = info.get("tool_outputs") if isinstance(info, dict) else None
+        given = given if isinstance(given, list) else []
+        outputs = [str(each.get("output")) for each in given if isinstance(each, dict)]
         if called.calls and len(outputs) == len(called.calls):
-            self._told = tuple(zip(called.calls, outputs, strict=True))
-        state = _observed(answer, "/step") or ("" if self._told else _SILENCE)
+            self._results = tuple(zip(called.calls, outputs, strict=True))
+        state = _observed(answer, "/step") or ("" if self._results else _SILENCE)
         return ServerAnswer.parse({**answer, "state": state}, "/step")
 
     async def _verified(self) -> ServerAnswer:
@@ -341,7 +342,7 @@ def _id(turn: int, number: int) -> str:
 
 
 def _items(called: CalledAction, turn: int) -> list[JsonValue]:
-    """One turn of the model in OpenAI's format for responses: what it said, then its calls."""
+    """One turn of the model in OpenAI's format for responses: its text, then its calls."""
     items: list[JsonValue] = []
     if called.said or not called.calls:
         text: JsonObject = {"type": "output_text", "text": called.said, "annotations": []}

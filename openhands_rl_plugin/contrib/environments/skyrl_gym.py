@@ -66,11 +66,11 @@ class SkyRLGymEnvironment(GymEpisode):
             raise BadEnvironmentError(f"{self.name}: step must return observations, reward and done, not {found!r:.80}")
         info = {"metadata": plain(found.get("metadata")), "postprocessed_action": found.get("postprocessed_action")}
         reward, done = number(found["reward"], self.name), bool(found["done"])
-        said = self._messages(found["observations"] or [])
-        if not said and not done:
-            # An answer that the environment has nothing to say to is followed by the next one.
-            said = (Message(role="user", content="(no observation)"),)
-        return Seen(said, reward, terminated=done, info=info)
+        messages = self._messages(found["observations"] or [])
+        if not messages and not done:
+            # The environment has no observation for this answer; the next answer follows.
+            messages = (Message(role="user", content="(no observation)"),)
+        return Seen(messages, reward, terminated=done, info=info)
 
     def shut(self) -> None:
         """``close``."""

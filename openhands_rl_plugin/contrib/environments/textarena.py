@@ -83,8 +83,8 @@ class TextArenaEnvironment(GymEpisode):
     """``reset(num_players, seed)``, ``step`` and ``get_observation`` of one game.
 
     The first observation is shown whole, later ones as far as they are new. The reward of the last step is the player's
-    own of ``close``; TextArena pays none before. Games draw from Python's global random generator: each episode has its
-    own (``PrivateRandom``).
+    own of ``close``; TextArena gives none before. Games draw from Python's global random generator: each
+    episode has its own (``PrivateRandom``).
     """
 
     Options: ClassVar[type[GymOptions]] = TextArenaOptions
@@ -188,8 +188,8 @@ class TextArenaEnvironment(GymEpisode):
         reward = number(rewards.get(seat) if isinstance(rewards, dict) else None, self.name)
         own = details.get(seat, {}) if isinstance(details, dict) else {}
         reason = str(own.get("reason") or "The game is over.") if isinstance(own, dict) else "The game is over."
-        said = messages or (Message(role="user", content=reason),)
-        return Seen(said, reward, terminated=True, info={"game": plain(own), "step": plain(info)})
+        shown = messages or (Message(role="user", content=reason),)
+        return Seen(shown, reward, terminated=True, info={"game": plain(own), "step": plain(info)})
 
 
 def _text(seen: object) -> str:

@@ -154,8 +154,8 @@ class VerifiersProcess:
             if "refused" not in found:
                 self._url.set_result(found["url"])
                 return
-            said = redact_text(str(found["refused"]))
-            self._url.set_exception(BadEnvironmentError(f"verifiers cannot run this: {said}"))
+            why = redact_text(str(found["refused"]))
+            self._url.set_exception(BadEnvironmentError(f"verifiers cannot run this: {why}"))
         except (OSError, ValueError, TypeError, LookupError):
             self._url.set_exception(self._gone())
         self.discard()
@@ -168,8 +168,8 @@ class VerifiersProcess:
     def _gone(self) -> InfrastructureError:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # what it wrote last is read meanwhile
-        said = " ".join(redact_text("".join(self._words)).split())[-300:]
-        return InfrastructureError(f"the process of verifiers ended: {said or self._process.poll()}")
+        printed = " ".join(redact_text("".join(self._words)).split())[-300:]
+        return InfrastructureError(f"the process of verifiers ended: {printed or self._process.poll()}")
 
 
 _PROCESSES: dict[tuple[int, str, str], VerifiersProcess] = {}
@@ -198,9 +198,9 @@ class VerifiersOptions(Frozen):
     ``OPENHANDS_RL_VERIFIERS_PYTHON``, or this one). ``path`` are further folders with modules of tasksets.
 
     ``taskset``: its id, a module or package (default: what follows the slash in ``env_name``); ``taskset_options`` are
-    its config, and ``env`` further settings of verifiers' ``[env]``, such as the models of other roles. ``role``: the
-    one that is played (default: the first). ``harness``: one of verifiers' own instead of a chat loop in its process;
-    ``runtime``: where its programs run.
+    its config, and ``env`` further settings of verifiers' ``[env]``, such as the models of other roles, or a harness of
+    its own in place of a chat loop: ``{agent = {harness = {id = ...}, runtime = {type = ...}}}``. ``role``: the one of
+    the policy (default: the first).
 
     ``template``: the model family in whose format tools are called in the text; empty: by the server's own tool calls.
 
@@ -217,8 +217,6 @@ class VerifiersOptions(Frozen):
     taskset_options: JsonObject = Field(default_factory=dict)
     env: JsonObject = Field(default_factory=dict)
     role: str = ""
-    harness: str = ""
-    runtime: JsonObject = Field(default_factory=lambda: {"type": "subprocess"})
     pass_env: tuple[str, ...] = ()
     template: str = "hermes"
     max_turns: int = Field(default=0, ge=0)
@@ -228,7 +226,7 @@ class VerifiersOptions(Frozen):
 
 class VerifiersEnvironment:
     """A task's number is its position in the taskset. The conversation is verifiers' own: system prompt, user turns,
-    tool results. The last step pays ``trace.reward``; the evidence has each reward function's score and weight.
+    tool results. The reward of the last step is ``trace.reward``; the evidence has each function's score and weight.
 
     An episode cannot be forked: verifiers holds its state. A trace without a reward fails; it is never a 0.
     """
@@ -247,7 +245,7 @@ class VerifiersEnvironment:
         self._episode: JsonValue = None
         self._idx: int | None = None
         self._name = "verifiers"
-        self._said: list[Message] = []
+        self._answers: list[Message] = []
         self._rewards: list[float] = []
         self._end: JsonObject | None = None
         self._running = False  # it waits for an answer
@@ -273,8 +271,6 @@ class VerifiersEnvironment:
         setup: JsonObject = {
             "env": {**options.env, "taskset": {**options.taskset_options, "id": taskset}},
             "role": options.role,
-            "harness": options.harness,
-            "runtime": options.runtime,
             "max_turns": options.max_turns,
             "path": [*options.path],
         }
@@ -288,7 +284,7 @@ class VerifiersEnvironment:
             raise BadEnvironmentError(f"{self._name}: task {self._idx} ended before the model was asked")
         tools = request.get("tools")
         self._tools = tuple(each for each in tools if isinstance(each, dict)) if isinstance(tools, list) else ()
-        return Observation(messages=self._opening(self._heard(request)))
+        return Observation(messages=self._opening(self._new_messages(request)))
 
     async def step(self, action: Message) -> Observation:
         """Give verifiers the answer; the observation is what is new in its next request, or the end."""
@@ -303,12 +299,12 @@ class VerifiersEnvironment:
         # Around calls in the text stands speech; without calls the text is passed as it was sampled.
         content = (read.speech if calls and not action.tool_calls else action.content) or ""
         answer = Message(role="assistant", content=content, tool_calls=calls)
-        self._said.append(answer)
+        self._answers.append(answer)
         line = await self._ask("answer", {"episode": self._episode, "answer": to_wire(answer)})
         request = line.get("request")
         if isinstance(request, dict):
             self._rewards.append(0.0)
-            return Observation(messages=self._told(calls, self._heard(request)))
+            return Observation(messages=self._results_of(calls, self._new_messages(request)))
         self._rewards.append(reward := self._finish(line))
         truncated = bool((self._end or {}).get("truncated"))
         return Observation(reward=reward, terminated=not truncated, truncated=truncated)
@@ -375,14 +371,15 @@ class VerifiersEnvironment:
             raise BadEnvironmentError(f"{self._name}: verifiers recorded {what} for task {self._idx}")
         return float(reward)
 
-    def _heard(self, request: JsonObject) -> list[Message]:
+    def _new_messages(self, request: JsonObject) -> list[Message]:
         """The messages of a request after those that are known. Raises ``BadEnvironmentError`` for another history."""
         given = request.get("messages")
         found = [to_message(each) for each in (given if isinstance(given, list) else []) if isinstance(each, dict)]
         answers = [at for at, each in enumerate(found) if each.role == "assistant"]
-        if self._said and [_words(found[at]) for at in answers[-len(self._said) :]] != [*map(_words, self._said)]:
+        own = [*map(_words, self._answers)]
+        if own and [_words(found[at]) for at in answers[-len(own) :]] != own:
             raise BadEnvironmentError(f"{self._name}: the harness rewrote the conversation, which cannot be recorded")
-        return found[answers[-1] + 1 :] if self._said else found
+        return found[answers[-1] + 1 :] if own else found
 
     def _opening(self, messages: list[Message]) -> tuple[Message, ...]:
         given = "\n\n".join(each.content or "" for each in messages if each.role == "system")
@@ -390,7 +387,7 @@ class VerifiersEnvironment:
         system = (Message(role="system", content=text),) if text else ()
         return (*system, *(each for each in messages if each.role != "system"))
 
-    def _told(self, calls: tuple[ToolCall, ...], messages: list[Message]) -> tuple[Message, ...]:
+    def _results_of(self, calls: tuple[ToolCall, ...], messages: list[Message]) -> tuple[Message, ...]:
         by_id = {call.id: call for call in calls}
         results = [
             (by_id[each.tool_call_id or ""], each.content or "") for each in messages if each.tool_call_id in by_id

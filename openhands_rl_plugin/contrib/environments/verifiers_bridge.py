@@ -1,7 +1,7 @@
 """The other end: executed by the Python that has verifiers, which runs the episodes while this package answers.
 
 The text of this file is executed (``python -c``), so it imports the standard library and verifiers only. The first line
-on stdin is the set-up as JSON, ``{"env": {...}, "role", "runtime", "harness", "max_turns"}``; the one line on stdout is
+on stdin is the set-up as JSON, ``{"env": {...}, "role", "max_turns"}``; the one line on stdout is
 ``{"url": ...}`` of its server on loopback, or ``{"refused": why}``. The end of stdin ends everything. Then:
 
 * ``POST URL/start`` with ``{"index"}`` starts an episode, ``POST URL/answer`` with ``{"episode", "answer": message or
@@ -72,8 +72,8 @@ def policy_harness(vf):
                         return ProgramResult(exit_code=0, stdout="", stderr="")
                     for call in message.tool_calls:
                         text = await self.call(call, dispatch, opened, call_mcp)
-                        told = {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": text}
-                        messages.append(told)
+                        result = {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": text}
+                        messages.append(result)
 
         async def call(self, call, dispatch, opened, call_mcp):
             try:
@@ -110,12 +110,12 @@ class Bridge:
         others = [name for name in roles if name != self.role and not (raw.get(name) or {}).get("model")]
         if others:
             raise ValueError(
-                f"{taskset} is played by several models: give {', '.join(others)} a model and a client in env, as in "
+                f"{taskset} needs several models: give {', '.join(others)} a model and a client in env, as in "
                 f"env = {{ {others[0]} = {{ model = ..., client = {{ base_url = ... }} }} }}, or choose another role"
             )
         seat = dict(raw.get(self.role) or {})
-        seat.setdefault("harness", {"id": setup["harness"] or POLICY})
-        seat.setdefault("runtime", setup["runtime"])
+        seat.setdefault("harness", {"id": POLICY})
+        seat.setdefault("runtime", {"type": "subprocess"})
         seat.setdefault("max_turns", setup["max_turns"] or None)
         self.env = load_environment(resolve_env_config({**raw, self.role: seat}))
         self.tasks, self.stream = [], iter(self.env.taskset)
@@ -150,28 +150,28 @@ class Bridge:
 
     async def start(self, request):
         number, asked = next(self.numbers), await request.json()
-        episode = self.episodes[number] = types.SimpleNamespace(said=asyncio.Queue(), heard=asyncio.Queue())
+        episode = self.episodes[number] = types.SimpleNamespace(sent=asyncio.Queue(), received=asyncio.Queue())
         episode.running = asyncio.create_task(self.play(number, asked["index"]))
         return await self.next(number)
 
     async def answer(self, request):
         given = await request.json()
-        self.episodes[given["episode"]].heard.put_nowait(given["answer"])
+        self.episodes[given["episode"]].received.put_nowait(given["answer"])
         if given.get("left"):  # nobody waits for its end
             self.episodes[given["episode"]].end = asyncio.create_task(self.next(given["episode"]))
             return web.json_response({})
         return await self.next(given["episode"])
 
     async def next(self, number):
-        found = await self.episodes[number].said.get()
+        found = await self.episodes[number].sent.get()
         if "request" not in found:
             del self.episodes[number]
         return web.json_response({"episode": number, **found})
 
     async def complete(self, request):
         episode, body = self.episodes[int(request.match_info["episode"])], await request.json()
-        episode.said.put_nowait({"request": {"messages": body["messages"], "tools": body.get("tools") or []}})
-        message = await episode.heard.get()
+        episode.sent.put_nowait({"request": {"messages": body["messages"], "tools": body.get("tools") or []}})
+        message = await episode.received.get()
         if message is None:
             for trace in episode.slot.traces:
                 trace.stop("max_total_tokens")
@@ -192,8 +192,8 @@ class Bridge:
 
     async def play(self, number, index):
         (found,) = await asyncio.gather(self.run(number, index), return_exceptions=True)
-        ended = {"failed": told(found)} if isinstance(found, BaseException) else {"end": found}
-        self.episodes[number].said.put_nowait(ended)
+        ended = {"failed": described(found)} if isinstance(found, BaseException) else {"end": found}
+        self.episodes[number].sent.put_nowait(ended)
 
     async def run(self, number, index):
         self.episodes[number].slot = slot = self.env.slots(self.task(index))[0]
@@ -219,7 +219,7 @@ class Bridge:
         }
 
 
-def told(error):
+def described(error):
     return f"{type(error).__name__}: {error}"[:2000]
 
 
@@ -234,7 +234,7 @@ async def make(setup):
 async def main():
     (bridge,) = await asyncio.gather(make(json.loads(sys.stdin.readline())), return_exceptions=True)
     if isinstance(bridge, BaseException):
-        print(json.dumps({"refused": told(bridge)}), file=OUT)
+        print(json.dumps({"refused": described(bridge)}), file=OUT)
     else:
         await bridge.serve()
 

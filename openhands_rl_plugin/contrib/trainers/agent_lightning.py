@@ -1,7 +1,7 @@
 """OpenHands as the agent of agent-lightning 1.0: what ``agentlightning.local.agent_class`` names.
 
 agent-lightning starts a process a rollout, answers its calls through a proxy that records ids and logprobs, and merges
-what was recorded into sequences itself. So an episode here asks for no token ids, and only its reward is told.
+what was recorded into sequences itself. So an episode here asks for no token ids, and only its reward is sent.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class OpenHandsAgent:
                 capture_output=True,
                 check=False,
             )
-        played = read_episode(ended.returncode, ended.stdout, ended.stderr)
-        if isinstance(played, str) or played.reward is None:
-            raise SystemExit(played if isinstance(played, str) else "grader: the episode has no reward")
-        if played.off_policy and "/mode/train/" in endpoint:
-            raise SystemExit(f"configuration: this episode is not to be trained on: {played.off_policy}")
-        _tell(_given("AGL_EVENT_URL"), played.reward)
+        rollout = read_episode(ended.returncode, ended.stdout, ended.stderr)
+        if isinstance(rollout, str) or rollout.reward is None:
+            raise SystemExit(rollout if isinstance(rollout, str) else "grader: the episode has no reward")
+        if rollout.off_policy and "/mode/train/" in endpoint:
+            raise SystemExit(f"configuration: this episode is not to be trained on: {rollout.off_policy}")
+        _send(_given("AGL_EVENT_URL"), rollout.reward)
 
 
 def _python() -> str:
@@ -66,14 +66,14 @@ def _python() -> str:
         raise SystemExit(f"configuration: {error}") from error
 
 
-def _tell(url: str, reward: float) -> None:
+def _send(url: str, reward: float) -> None:
     key = os.environ.get("AGL_KEY")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(transport=httpx.HTTPTransport(retries=_TRIES), timeout=_SECONDS, headers=headers) as client:
         try:
             client.post(url, json={"event_type": "reward", "data": {"value": reward}}).raise_for_status()
         except httpx.HTTPError as error:
-            raise SystemExit(f"infrastructure: the reward could not be told to {url}: {error}") from error
+            raise SystemExit(f"infrastructure: the reward could not be sent to {url}: {error}") from error
 
 
 def _given(name: str) -> str:

@@ -136,28 +136,28 @@ class OpenHandsHarborAgent(BaseAgent):
             **{"store": self._store, "documents": str(self.logs_dir.absolute())},
         }
         command = [self._python, "-P", "-m", _PROGRAM]
-        played = await run_program(command, json.dumps(asked), key=self._key, seconds=self._seconds)
-        if isinstance(played, str):
-            kind = EpisodeInfrastructureError if played.startswith("infrastructure: ") else EpisodeFailedError
-            raise kind(played)
-        if self._details and played.off_policy:
-            raise EpisodeFailedError(f"configuration: this episode is not to be trained on: {played.off_policy}")
-        return played
+        rollout = await run_program(command, json.dumps(asked), key=self._key, seconds=self._seconds)
+        if isinstance(rollout, str):
+            kind = EpisodeInfrastructureError if rollout.startswith("infrastructure: ") else EpisodeFailedError
+            raise kind(rollout)
+        if self._details and rollout.off_policy:
+            raise EpisodeFailedError(f"configuration: this episode is not to be trained on: {rollout.off_policy}")
+        return rollout
 
-    def _fill(self, context: AgentContext, played: PlayedRollout) -> None:
-        usage = played.usage
+    def _fill(self, context: AgentContext, rollout: PlayedRollout) -> None:
+        usage = rollout.usage
         context.n_input_tokens, context.n_cache_tokens = usage.prompt_tokens, usage.cached_tokens
         context.n_output_tokens = usage.completion_tokens
         # The first three are Terminus' names, which trainers read.
         context.metadata = {
-            "n_episodes": played.turns,
-            "summarization_count": max(0, len(played.segments) - 1),
-            "all_messages": [each.model_dump(mode="json", exclude_none=True) for each in played.messages],
-            FACTS: facts_of(played),
+            "n_episodes": rollout.turns,
+            "summarization_count": max(0, len(rollout.segments) - 1),
+            "all_messages": [each.model_dump(mode="json", exclude_none=True) for each in rollout.messages],
+            FACTS: facts_of(rollout),
         }
         if self._details:
             try:
-                context.rollout_details = [*rollout_details(played.segments, temperature=self._temperature)]
+                context.rollout_details = [*rollout_details(rollout.segments, temperature=self._temperature)]
             except ExchangeError as error:
                 raise EpisodeFailedError(f"model: {error}") from error
 

@@ -62,7 +62,7 @@ class ContainerEpisode(Frozen):
     documents: Path | None = None
 
 
-async def play_in_container(asked: ContainerEpisode) -> PlayedRollout:
+async def roll_out_in_container(asked: ContainerEpisode) -> PlayedRollout:
     """Roll out one episode. A failed one is returned with its ``failure``.
 
     Raises ``ConfigError`` where no episode can be rolled out, ``InfrastructureError`` where nothing answers at the
@@ -201,11 +201,12 @@ async def _run_one(environment: Runs, reader: asyncio.StreamReader, writer: asyn
     with closing(writer), suppress(ConnectionError):
         asked = json.loads(await reader.readline())
         limit = asked["timeout"]
-        try:
-            ran = await environment.exec(asked["command"], timeout_sec=None if limit is None else math.ceil(limit))
+        call = environment.exec(asked["command"], timeout_sec=None if limit is None else math.ceil(limit))
+        (ran,) = await asyncio.gather(call, return_exceptions=True)
+        if isinstance(ran, BaseException):
+            reply = {"error": describe(ran)}
+        else:
             reply = {"return_code": ran.return_code, "stdout": ran.stdout or "", "stderr": ran.stderr or ""}
-        except Exception as error:
-            reply = {"error": describe(error)}
         writer.write(json.dumps(reply).encode() + b"\n")
         await writer.drain()
 
@@ -216,15 +217,15 @@ def main() -> int:
     try:
         with redirect_stdout(sys.stderr):
             asked = ContainerEpisode.model_validate_json(sys.stdin.read(), strict=False)
-            played = asyncio.run(play_in_container(asked))
+            rollout = asyncio.run(roll_out_in_container(asked))
     except (RLError, ValidationError) as error:
         kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
         message = redact_text(" ".join(str(error).split()))[:1000]
         failure = {"kind": kind, "message": message, "boundary": "rollout.start"}
         print(json.dumps({"schema_version": 1, "reward": None, "failure": failure, "segments": []}))
         return INVALID
-    print(played.model_dump_json())
-    return 0 if played.failure is None else INVALID
+    print(rollout.model_dump_json())
+    return 0 if rollout.failure is None else INVALID
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def batch_columns(
     reward of the others. Where one episode is left to compare, nothing of it is trained either: its advantage would be
     its reward. ``evaluation``: neither is needed. Raises ``ExchangeError``, also where no episode is valid.
     """
-    valid = [played for played in rollouts if played is not None]
+    valid = [rollout for rollout in rollouts if rollout is not None]
     if not valid:
         raise ExchangeError("no episode of the batch is valid")
     mean = sum(map(outcome, valid)) / len(valid)
@@ -39,7 +39,7 @@ def batch_columns(
     empty = lone = 0
     for _, members in groupby(zip(rollouts, trajectory_ids, groups, strict=True), key=lambda each: each[2]):
         group = list(members)
-        kept = [(played, identity) for played, identity, _ in group if played is not None]
+        kept = [(rollout, identity) for rollout, identity, _ in group if rollout is not None]
         alone = len(kept) == 1 < len(group) and not evaluation
         lone += alone
         if not kept and not evaluation:
@@ -47,11 +47,11 @@ def batch_columns(
             token = valid[0].segments[0].input_ids[0]
             row = dict(zip(NAMES["SkyRL"], ([token], [token], [0], [0.0]), strict=True))
             rows.append(row | _step(group[0][1], mean, "abort", last=True))
-        for played, identity in kept:
-            reward, made = outcome(played), segments(played.segments, "SkyRL", temperature=temperature)
+        for rollout, identity in kept:
+            reward, made = outcome(rollout), segments(rollout.segments, "SkyRL", temperature=temperature)
             for number, row in enumerate(made, 1):
                 last = number == len(made)
-                step = _step(identity, reward if last else 0.0, "length" if played.cut_short else "stop", last=last)
+                step = _step(identity, reward if last else 0.0, "length" if rollout.cut_short else "stop", last=last)
                 rows.append(row | step | ({"loss_masks": [0] * len(row["loss_masks"])} if alone else {}))  # pyright: ignore
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {
@@ -68,26 +68,26 @@ def _step(identity: object, reward: float, stop: str, *, last: bool) -> dict[str
 
 
 def agent_loop_rows(
-    played: PlayedRollout, *, longest_prompt: int, longest_response: int, temperature: float = 1.0
+    rollout: PlayedRollout, *, longest_prompt: int, longest_response: int, temperature: float = 1.0
 ) -> list[dict[str, Any]]:
     """The fields of verl 0.9's ``AgentLoopOutput``, one for each sequence of an episode.
 
     The limits are ``data.max_prompt_length`` and ``data.max_response_length``, in tokens. Raises ``ExchangeError`` for
     a failed episode (raise it on: verl then drops the whole prompt), and for a row that verl would cut without a word.
     """
-    reward = outcome(played)
-    rows: list[dict[str, Any]] = [*segments(played.segments, "verl", temperature=temperature)]
-    for sample, row in zip(played.segments, rows, strict=True):
+    reward = outcome(rollout)
+    rows: list[dict[str, Any]] = [*segments(rollout.segments, "verl", temperature=temperature)]
+    for sample, row in zip(rollout.segments, rows, strict=True):
         limits = {"prompt_ids": (longest_prompt, "prompt"), "response_ids": (longest_response, "response")}
         for name, (limit, part) in limits.items():
             if (size := len(row[name])) > limit:
                 setting = f"data.max_{part}_length = {limit}"
-                raise ExchangeError(f"{played.task_id}: {size} tokens are more than {setting}; raise it")
+                raise ExchangeError(f"{rollout.task_id}: {size} tokens are more than {setting}; raise it")
         version = 0 if sample.policy is None else sample.policy.version or 0
         row |= {
             "reward_score": reward,
-            "num_turns": 2 * played.turns,
-            "metrics": {"generate_sequences": played.seconds},
+            "num_turns": 2 * rollout.turns,
+            "metrics": {"generate_sequences": rollout.seconds},
             "extra_fields": {"min_global_steps": version, "max_global_steps": version},
         }
     return rows

@@ -79,13 +79,13 @@ class OpenHandsGenerator(GeneratorInterface):
             async with free:
                 return await self._program.play(task, **self._endpoint, run_id=self._run_id, **named, **sampling)
 
-        played = await together(one(*each) for each in zip(tasks, identities, strict=True))
-        valid = [None if isinstance(each, str) else each for each in played]
+        found = await together(one(*each) for each in zip(tasks, identities, strict=True))
+        valid = [None if isinstance(each, str) else each for each in found]
         if not evaluation and (off := next((each.off_policy for each in valid if each and each.off_policy), "")):
             raise TrainingError(f"completions that are no samples of the policy cannot be reinforced: {off}")
         if not any(valid):
-            why = next(each for each in played if isinstance(each, str))
-            raise TrainingError(f"no episode of {len(played)} in the batch is valid, and nothing is trained: {why}")
+            why = next(each for each in found if isinstance(each, str))
+            raise TrainingError(f"no episode of {len(found)} in the batch is valid, and nothing is trained: {why}")
         names = [each.instance_id for each in identities]
         return batch_columns(valid, identities, names, temperature=sampling["temperature"], evaluation=evaluation)
 

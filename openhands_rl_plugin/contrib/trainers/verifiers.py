@@ -44,7 +44,7 @@ _OWN = {"base_url", "model", "base_model", "api_key_env", "suite", "temperature"
 
 
 class SuiteTask(NamedTuple):
-    """``instruction`` is what the agent is told first; ``options`` choose the task on the command line."""
+    """``instruction`` is what the agent gets first; ``options`` choose the task on the command line."""
 
     id: str
     instruction: str
@@ -96,7 +96,7 @@ _EpisodeFields: Any = create_model("_EpisodeFields", __base__=vf.BaseConfig, **_
 
 
 class EpisodeConfig(_EpisodeFields):
-    """How an episode is played."""
+    """How an episode is rolled out."""
 
 
 class OpenHandsHarnessConfig(vf.HarnessConfig):
@@ -108,7 +108,7 @@ class OpenHandsHarnessConfig(vf.HarnessConfig):
     store: Path | None = None
     """A folder in which episodes are kept as well; by default they go with the runtime."""
     episode: EpisodeConfig = EpisodeConfig()
-    """How an episode is played: the options of `openhands-rl rollout`, over [rl] of the file `config`."""
+    """How an episode is rolled out: the options of `openhands-rl rollout`, over [rl] of the file `config`."""
 
 
 class OpenHandsTasksetConfig(vf.TasksetConfig):
@@ -201,12 +201,12 @@ class OpenHandsHarness(vf.Harness[OpenHandsHarnessConfig]):
         python = checked_interpreter(self.config.python)
         command = rollout_command(python, data.options, endpoint, ctx.model, options, self.config.store)
         result = await runtime.run_program(command, {**self.config.resolved_env, SECRET: secret})
-        played = read_episode(result.exit_code, result.stdout, result.stderr)
-        if isinstance(played, str):
-            return vf.ProgramResult(result.exit_code or 1, "", played)
-        if played.off_policy and isinstance(ctx.client, vf.TrainClientConfig):
-            return vf.ProgramResult(1, "", f"configuration: this episode is not to be trained on: {played.off_policy}")
-        trace.info[FACTS] = facts_of(played)
+        rollout = read_episode(result.exit_code, result.stdout, result.stderr)
+        if isinstance(rollout, str):
+            return vf.ProgramResult(result.exit_code or 1, "", rollout)
+        if rollout.off_policy and isinstance(ctx.client, vf.TrainClientConfig):
+            return vf.ProgramResult(1, "", f"configuration: this episode is not to be trained on: {rollout.off_policy}")
+        trace.info[FACTS] = facts_of(rollout)
         return vf.ProgramResult(0, "", "")
 
 

@@ -162,13 +162,13 @@ class OpenHandsAgentLoop(AgentLoopBase):
             return await self.server_manager.generate(name, prompt_ids=list(ids), sampling_params=asked)
 
         with _ENDPOINT.open(sample, self.tokenizer, longest) as (url, key):
-            played = await self._program.play(task, url, MODEL, key=key, temperature=temperature)
-        if isinstance(played, str):
-            raise InfrastructureError(f"{task[:80]}: {played}")
-        if played.off_policy:
-            raise ConfigError(f"completions that are no samples of the policy cannot be trained: {played.off_policy}")
+            rollout = await self._program.play(task, url, MODEL, key=key, temperature=temperature)
+        if isinstance(rollout, str):
+            raise InfrastructureError(f"{task[:80]}: {rollout}")
+        if rollout.off_policy:
+            raise ConfigError(f"completions that are no samples of the policy cannot be trained: {rollout.off_policy}")
         rows = agent_loop_rows(
-            played,
+            rollout,
             longest_prompt=sizes.prompt_length,
             longest_response=sizes.response_length,
             temperature=temperature,

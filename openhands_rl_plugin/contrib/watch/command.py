@@ -20,7 +20,6 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra
-from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ EPILOG = """actions:
   run        (default) judge what comes into [rl.storage], train candidates, let them in through the gates
   status     what is in use, what it waits for, and the last lines of the journal
   rollback   use the version before, or --to another one, or --to base; its episodes are not learnt from any more
-  pause      the step in progress ends, and no other begins
-  resume     go on
 
 examples:
   openhands-rl watch --config config.toml --once          # from cron: all that can be done now, then exit
@@ -48,9 +45,8 @@ _RUN = "run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The action, the settings, and how episodes of the held-out suite are played."""
-    actions = [_RUN, "status", "rollback", "pause", "resume"]
-    parser.add_argument("action", nargs="?", choices=actions, default=_RUN, help="what to do")
+    """The action, the settings, and how episodes of the held-out suite are rolled out."""
+    parser.add_argument("action", nargs="?", choices=[_RUN, "status", "rollback"], default=_RUN, help="what to do")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a config.toml with an [rl] section")
     weights = "folder of the base model's weights (default: as the model server says)"
     parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
@@ -60,15 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     force = "rollback: also to a candidate that was held back"
     parser.add_argument("--force", action="store_true", help=force)
     parser.add_argument("--json", action="store_true", help="status: print JSON")
-    played = parser.add_argument_group("held-out suite")
-    add_bounds(played)
-    add_repositories(played)
-    add_native(played)
+    held_out = parser.add_argument_group("held-out suite")
+    add_bounds(held_out)
+    add_repositories(held_out)
+    add_native(held_out)
 
 
 def run(args: argparse.Namespace) -> int:
     """Watch, or answer about it. Raises ``RLError`` when the settings, the servers or the store are unusable."""
-    from openhands_rl_plugin.contrib.watch.journal import PAUSED, Journal, status_of
+    from openhands_rl_plugin.contrib.watch.journal import Journal, status_of
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     settings = load_settings(args.config)
@@ -80,12 +76,6 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(status, indent=1) if args.json else sayable("\n".join(lines)))
         case "rollback":
             print(sayable(ENDING.run(_rollback(args, settings, adapters, journal))))
-        case "pause":
-            write_file(journal.folder / PAUSED, "openhands-rl watch resume removes this file\n", parents=True)
-            print("paused: the step in progress ends, and no other begins until `openhands-rl watch resume`")
-        case "resume":
-            print("the watch goes on" if journal.paused else "it was not paused")
-            (journal.folder / PAUSED).unlink(missing_ok=True)
         case _:
             return _watch(args, settings, adapters, journal.folder)
     return 0

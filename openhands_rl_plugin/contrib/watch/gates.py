@@ -66,7 +66,7 @@ class Verdict:
 
     gate: str
     passed: bool
-    said: str
+    sentence: str
     figures: JsonObject
 
 
@@ -106,8 +106,8 @@ def held_out_gate(
         sentences.append(f"{found}{change.n} tasks{of}, {len(lost)} done worse)")
         figures[name] = {"mean": change.mean, "low": change.low, "high": change.high, "n": change.n, "worse": [*lost]}
     allowed = f"a loss of {margin:g} is allowed"
-    said = f"{candidate} {'passed' if passed else 'was held back by'} the held-out suite: {'; '.join(sentences)}"
-    return Verdict(HELD_OUT, passed, f"{said}; {allowed}", {"gate": HELD_OUT, "comparisons": figures})
+    sentence = f"{candidate} {'passed' if passed else 'was held back by'} the held-out suite: {'; '.join(sentences)}"
+    return Verdict(HELD_OUT, passed, f"{sentence}; {allowed}", {"gate": HELD_OUT, "comparisons": figures})
 
 
 def safety_gate(

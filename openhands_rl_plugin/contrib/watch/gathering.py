@@ -42,7 +42,7 @@ _LONGEST_REASON = 120
 
 @dataclass(frozen=True)
 class Judgement:
-    """``value``: the reward that is learnt from. ``good``: whether it is a success. ``by``: who said so."""
+    """``value``: the reward that is learnt from. ``good``: whether it is a success. ``by``: who judged it."""
 
     value: float
     good: bool

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject, JsonValu
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
-JOURNAL, PAUSED = "journal.jsonl", "paused"
+JOURNAL = "journal.jsonl"
 CANARY, HELD_OUT, SAFETY = "canary", "held-out", "safety"
 """The gates."""
 _LAST = 8
@@ -192,11 +192,6 @@ class Journal:
         """The state that follows from all lines."""
         return state_of(self.read())
 
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is to begin now."""
-        return (self.folder / PAUSED).exists()
-
 
 def state_of(entries: Sequence[Entry]) -> State:
     """The state that follows from these lines. Raises ``StorageError`` for figures that do not fit their step."""
@@ -258,7 +253,7 @@ def status_of(journal: Journal, adapters: AdapterStore, name: str) -> tuple[Json
     """
     entries = journal.read()
     state, current, now = state_of(entries), adapters.current(name), None
-    lines = [f"{name}: {current.name if current else 'the base model'} is in use{', paused' if journal.paused else ''}"]
+    lines = [f"{name}: {current.name if current else 'the base model'} is in use"]
     if (going := state.round) is not None:
         now = going.model_dump(mode="json", exclude={"latest", "others"})
         now |= {"episodes": len(going.episodes), "stage": going.stage}
@@ -271,7 +266,6 @@ def status_of(journal: Journal, adapters: AdapterStore, name: str) -> tuple[Json
     status: JsonObject = {
         "adapter": name,
         "in_use": current.name if current is not None else None,
-        "paused": journal.paused,
         "rounds": state.rounds,
         "learnt": len(state.learnt),
         "admitted": [*state.admitted],

@@ -73,8 +73,8 @@ class Watch:
         digest, state = gates.digest_of(self.job.tasks), self._journal.state()
         if not state.suite:
             count = len(self.job.tasks.held_out)
-            said = f"the held-out suite is {count} tasks of {self.job.tasks.suite.name} from now on"
-            self._note(WatchStep.FROZEN, said, figures={"digest": digest, "tasks": count})
+            sentence = f"the held-out suite is {count} tasks of {self.job.tasks.suite.name} from now on"
+            self._note(WatchStep.FROZEN, sentence, figures={"digest": digest, "tasks": count})
         elif state.suite != digest:
             raise ConfigError(
                 "[rl.watch] suite: its tasks are others than those that former versions were measured on, so nothing "
@@ -93,7 +93,7 @@ class Watch:
 
     async def look(self) -> bool:
         """Do all that can be done now; whether nothing went wrong. Raises ``StorageError`` of the journal itself."""
-        while not self._journal.paused:
+        while True:
             state = self._journal.state()
             try:
                 if not await self._advance(state):
@@ -101,7 +101,6 @@ class Watch:
             except RLError as error:
                 self._could_not(state, error)
                 return False
-        return True
 
     async def _advance(self, state: State) -> bool:
         """One step; false where there is nothing to do now."""
@@ -167,8 +166,8 @@ class Watch:
         figures: JsonObject = {"judged": count, "good": good, "new": new, "open": {**judged.open}, "missing": missing}
         if figures != state.judged:
             aside = "".join(f"; {count} wait: {why}" for why, count in judged.open.items())
-            said = f"{count} episodes are judged, {good} of them successes{aside}"
-            self._note(WatchStep.JUDGED, f"{said}; {missing}" if missing else said, figures=figures)
+            sentence = f"{count} episodes are judged, {good} of them successes{aside}"
+            self._note(WatchStep.JUDGED, f"{sentence}; {missing}" if missing else sentence, figures=figures)
 
     def _gather(self, state: State, found: gathering.Material, about: Collection[str]) -> None:
         latest, parent = self.adapters.latest(self._name), self._in_use()
@@ -192,12 +191,12 @@ class Watch:
         except (TrainingError, CaughtFailure) as error:
             if state.failures + 1 < _MOST_TRIES:
                 raise
-            said = f"round {current.number} ends: its training failed {_MOST_TRIES} times: {error}"
-            self._note(WatchStep.HELD, said, round=current.number, figures={"gate": TRAINING})
+            sentence = f"round {current.number} ends: its training failed {_MOST_TRIES} times: {error}"
+            self._note(WatchStep.HELD, sentence, round=current.number, figures={"gate": TRAINING})
             return
-        said = f"{adapter.name} was trained on {dataset.used} episodes by {dataset.algorithm}"
+        sentence = f"{adapter.name} was trained on {dataset.used} episodes by {dataset.algorithm}"
         figures: JsonObject = {**adapter.metrics, "seconds": time.monotonic() - started}
-        self._note(WatchStep.TRAINED, said, round=current.number, adapter=adapter.name, figures=figures)
+        self._note(WatchStep.TRAINED, sentence, round=current.number, adapter=adapter.name, figures=figures)
 
     def _candidate(self, settings: TrainingSettings, dataset: TrainingDataset, current: Round) -> Adapter:
         """Train the round's version, from the last checkpoint, or find the one that a killed process has written.
@@ -240,8 +239,8 @@ class Watch:
             verdict = Verdict(CANARY, False, f"{candidate.name} was held back by the canary: {error}", {"gate": CANARY})
         else:
             nats = "" if difference is None else f", {difference:.4f} nats from the trainer's logprobs"
-            said = f"{candidate.name} passed the canary: every server loaded it and answers with it{nats}"
-            verdict = Verdict(CANARY, True, said, {"gate": CANARY, "difference": difference})
+            sentence = f"{candidate.name} passed the canary: every server loaded it and answers with it{nats}"
+            verdict = Verdict(CANARY, True, sentence, {"gate": CANARY, "difference": difference})
         await self._decide(current, candidate, verdict)
 
     async def _measure(self, state: State, current: Round, version: str) -> None:
@@ -252,9 +251,9 @@ class Watch:
             served = await self.publisher.served_model(adapter)
         run_id = f"{self.job.run_id}/heldout/{version or 'base'}/{state.restarts}"
         found = await gates.measure(self.job, self.storage, version=version, run_id=run_id, served_model=served)
-        said = f"{version or 'the base model'} succeeds in {found.mean:.3f} of {len(found.success)} tasks"
+        sentence = f"{version or 'the base model'} succeeds in {found.mean:.3f} of {len(found.success)} tasks"
         figures = found.model_dump(mode="json", exclude={"version"})
-        self._note(WatchStep.MEASURED, said, round=current.number, adapter=version, figures=figures)
+        self._note(WatchStep.MEASURED, sentence, round=current.number, adapter=version, figures=figures)
 
     def _held_out(self, state: State, candidate: Adapter) -> Verdict:
         used = state.measured[self._in_use()]
@@ -270,7 +269,7 @@ class Watch:
             except PublishError as error:
                 log.warning("%s stays loaded: %s", candidate.name, error)
         step = WatchStep.PASSED if verdict.passed else WatchStep.HELD
-        self._note(step, verdict.said, round=current.number, adapter=candidate.name, figures=verdict.figures)
+        self._note(step, verdict.sentence, round=current.number, adapter=candidate.name, figures=verdict.figures)
 
     async def _admit(self, current: Round, candidate: Adapter) -> None:
         with self._journal.alone():
@@ -279,8 +278,8 @@ class Watch:
                 return  # somebody rolled back meanwhile
             if self._in_use() != candidate.name:
                 await self.publisher.publish(candidate)
-            said = f"{candidate.name} is in use"
-            self._note(WatchStep.ADMITTED, said, round=current.number, adapter=candidate.name)
+            sentence = f"{candidate.name} is in use"
+            self._note(WatchStep.ADMITTED, sentence, round=current.number, adapter=candidate.name)
 
     def _could_not(self, state: State, error: RLError) -> None:
         figures: JsonObject = {}
@@ -289,13 +288,13 @@ class Watch:
         elif isinstance(error, TrainingError | CaughtFailure):
             figures = {"failed": True}
         number = state.round.number if state.round is not None else 0
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        self._note(WatchStep.COULD_NOT, said, round=number, figures=figures)
+        sentence = (str(error) or type(error).__name__).splitlines()[0]
+        self._note(WatchStep.COULD_NOT, sentence, round=number, figures=figures)
 
     def _note(
-        self, step: WatchStep, said: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None
+        self, step: WatchStep, sentence: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None
     ) -> None:
-        self.say(self._journal.append(step, said, round=round, adapter=adapter, figures=figures))
+        self.say(self._journal.append(step, sentence, round=round, adapter=adapter, figures=figures))
 
     def _checkpoints(self, number: int) -> Path:
         return self._journal.folder / "training" / f"round-{number:04d}"

@@ -6,6 +6,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated
@@ -46,8 +47,8 @@ class StepBody(ShopRequest):
     action: str
 
 
-def simple_reset_answer(key: str, session: WebShopSession) -> dict[str, JsonValue]:
-    """The answer to a reset in the simple protocol."""
+def reset_response(key: str, session: WebShopSession) -> dict[str, JsonValue]:
+    """The response to `POST /reset`."""
     return {
         "state": session.observation,
         "reward": 0.0,
@@ -57,8 +58,8 @@ def simple_reset_answer(key: str, session: WebShopSession) -> dict[str, JsonValu
     }
 
 
-def simple_step_answer(session: WebShopSession, result: StepResult) -> dict[str, JsonValue]:
-    """The answer to a step in the simple protocol; `info` is filled when the episode is done."""
+def step_response(session: WebShopSession, result: StepResult) -> dict[str, JsonValue]:
+    """The response to `POST /step`; `info` is filled when the episode is done."""
     return {
         "state": result.state,
         "reward": result.reward,
@@ -69,25 +70,10 @@ def simple_step_answer(session: WebShopSession, result: StepResult) -> dict[str,
 
 
 def _evidence(session: WebShopSession) -> dict[str, JsonValue]:
-    purchase = session.purchase
-    evidence: dict[str, JsonValue] = {
-        "goal_index": session.goal.index,
-        "instruction": session.goal.instruction,
-        "steps": session.steps,
-        "purchase": None,
-    }
-    if purchase is not None:
-        judged = purchase.breakdown
-        evidence["purchase"] = {
-            "asin": purchase.asin,
-            "options": dict(purchase.options),
-            "r_type": judged.r_type,
-            "r_att": judged.r_att,
-            "r_option": judged.r_option,
-            "r_price": judged.r_price,
-            "reward": judged.reward,
-        }
-    return evidence
+    bought = session.purchase
+    parts = asdict(bought.breakdown) | {"asin": bought.asin, "options": dict(bought.options)} if bought else None
+    goal = session.goal
+    return {"goal_index": goal.index, "instruction": goal.instruction, "steps": session.steps, "purchase": parts}
 
 
 class UnknownSessionError(RLError):
@@ -149,11 +135,11 @@ def create_app(world: WebShop, *, max_sessions: int = 10_000) -> Starlette:
         BadFieldError: HTTPStatus.UNPROCESSABLE_ENTITY,
         UnknownSessionError: HTTPStatus.NOT_FOUND,
     }
-    handlers = {error: partial(_error_answer, status) for error, status in statuses.items()}
+    handlers = {error: partial(_error_response, status) for error, status in statuses.items()}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-async def _error_answer(status: HTTPStatus, request: Request, error: Exception) -> Response:
+async def _error_response(status: HTTPStatus, request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, status_code=status)
 
 
@@ -186,7 +172,7 @@ class _ShopRoutes:
         session = self._start(key, body.idx)
         if body.session is None:
             self._latest[body.idx] = key
-        return JSONResponse(simple_reset_answer(key, session))
+        return JSONResponse(reset_response(key, session))
 
     def _start(self, key: str, goal_index: int) -> WebShopSession:
         if goal_index >= len(self._world.goals):
@@ -208,7 +194,7 @@ class _ShopRoutes:
     async def step(self, request: Request) -> Response:
         body = await _body(request, StepBody)
         session = self._sessions.get(self._key(body))
-        return JSONResponse(simple_step_answer(session, session.step(body.action)))
+        return JSONResponse(step_response(session, session.step(body.action)))
 
     async def close(self, request: Request) -> Response:
         body = await _body(request, ShopRequest)
@@ -257,13 +243,13 @@ def running_webshop(
         ConfigError: a public host has no key.
         PortUnavailableError: the address cannot be listened on; the message names the remedy.
     """
-    door = AccessRules(required_key(host, api_key_env, protects="its sessions"))
+    rules = AccessRules(required_key(host, api_key_env, protects="its sessions"))
     with listening(host, port) as listener:
         app = create_app(world or WebShop())
         with serving(
             app,
             listener,
-            access=door,
+            access=rules,
             routes=[route.path for route in app.routes if isinstance(route, Route)],
             max_body_bytes=MAX_BODY_BYTES,
             lifespan="off",

@@ -132,12 +132,7 @@ async def test_files_are_read_and_written_with_the_rights_there(shell: Container
 
 
 async def test_where_commands_begin_is_known_whatever_the_owner_adds(place: ContainerPlace, container: FolderContainer):
-    plain = FolderContainer.exec
-
-    async def chatty(command: str, *, timeout_sec: float | None = None) -> Ran:
-        return await plain(container, f"echo Welcome\n{command}\necho Bye", timeout_sec=timeout_sec)
-
-    container.exec = chatty  # pyright: ignore[reportAttributeAccessIssue]
+    container.around = "echo Welcome\n{}\necho Bye"
     shell = await asyncio.to_thread(ContainerShell, place)
     assert shell.start == "/app" and await said(shell, "pwd") == "/app\n"
 
@@ -170,11 +165,6 @@ async def test_an_owner_that_fails_is_an_infrastructure_failure_in_one_line(tmp_
 
 
 async def test_an_image_without_what_a_session_needs_is_named(place: ContainerPlace, container: FolderContainer):
-    without = FolderContainer.exec
-
-    async def bare(command: str, *, timeout_sec: float | None = None) -> Ran:
-        return await without(container, f"PATH=/nothing\n{command}", timeout_sec=timeout_sec)
-
-    container.exec = bare  # pyright: ignore[reportAttributeAccessIssue]
+    container.around = "PATH=/nothing\n{}"
     with pytest.raises(InfrastructureError, match="the image has no base64"):
         await asyncio.to_thread(ContainerShell, place)

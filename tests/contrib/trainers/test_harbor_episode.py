@@ -14,7 +14,7 @@ from scripted_model import LOGPROB, ScriptedModel, call, prompt_ids, says, serve
 
 from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.config.rollout import PlayOptions
-from openhands_rl_plugin.contrib.trainers.harbor_episode import ContainerEpisode, play_in_container, served
+from openhands_rl_plugin.contrib.trainers.harbor_episode import ContainerEpisode, roll_out_in_container, served
 from openhands_rl_plugin.contrib.trainers.rows import rollout_details
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
@@ -88,7 +88,7 @@ async def test_the_tools_of_openhands_work_in_the_container(
             finish(),
         ],
     )
-    played = await play_in_container(episode(model, place, tmp_path))
+    played = await roll_out_in_container(episode(model, place, tmp_path))
     assert (played.failure, played.reward, played.off_policy, played.turns) == (None, None, "", 9)
     assert (container.root / "app/hello.txt").read_text() == "Hello, world!\n"
     told = {each.tool_call_id: each.content or "" for each in played.messages if each.role == "tool"}
@@ -132,7 +132,7 @@ async def test_a_command_goes_on_after_its_time_and_can_be_interrupted(
             finish(),
         ],
     )
-    played = await play_in_container(episode(model, place, tmp_path))
+    played = await roll_out_in_container(episode(model, place, tmp_path))
     told = {each.tool_call_id: each.content or "" for each in played.messages if each.role == "tool"}
     assert played.failure is None
     assert "timed out after 1.0 seconds" in told["1"]
@@ -151,7 +151,7 @@ async def test_a_container_that_fails_is_a_failed_episode_whatever_the_agent_mak
 
     container.exec = failing  # pyright: ignore[reportAttributeAccessIssue]
     model.script("policy", [terminal("pwd", "1"), finish()])
-    played = await play_in_container(episode(model, place, tmp_path))
+    played = await roll_out_in_container(episode(model, place, tmp_path))
     assert played.failure is not None and played.segments == ()
     assert (played.failure.kind.value, played.failure.boundary) == ("infrastructure", "container")
     assert "the sandbox is gone" in played.failure.message
@@ -164,6 +164,6 @@ async def test_what_cannot_be_played_there_is_said_before_or_instead(
     config.write_text('[rl]\nrollout_strategy = "MCTS"\n', encoding="utf-8")
     model.policies["policy"] = lambda body: finish()
     with pytest.raises(ConfigError, match=r"MCTS.*fork"):
-        await play_in_container(episode(model, place, tmp_path, config=config))
+        await roll_out_in_container(episode(model, place, tmp_path, config=config))
     with pytest.raises(ConfigError, match="V0 does not work in a container"):
-        await play_in_container(episode(model, place, tmp_path, host="v0"))
+        await roll_out_in_container(episode(model, place, tmp_path, host="v0"))

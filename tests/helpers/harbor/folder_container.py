@@ -27,6 +27,7 @@ class FolderContainer:
 
     def __init__(self, root: Path, start: str = "/app") -> None:
         self.root, self.start = root, start
+        self.around = "{}"  # what an owner adds to each command
         data, logs = ("app", "tmp", "usr", "etc", "dev", "proc", "tests"), ("agent", "verifier", "artifacts")
         for name in (*data, *(f"logs/{each}" for each in logs)):
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -38,7 +39,8 @@ class FolderContainer:
         """Raises ``TimeoutError``; what was started goes on then, as in a container."""
         bwrap = shutil.which("bwrap") or _packaged()
         shown = [word for path in ("/usr", "/etc", "/proc") for word in ("--ro-bind", path, path)] + ["--dev", "/dev"]
-        words = [bwrap, "--bind", str(self.root), "/", *shown, "--chdir", self.start, "--", "bash", "-c", command]
+        around = self.around.format(command)
+        words = [bwrap, "--bind", str(self.root), "/", *shown, "--chdir", self.start, "--", "bash", "-c", around]
         process = await asyncio.create_subprocess_exec(
             *words,
             env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "GREETING": "Hello, world!"},
