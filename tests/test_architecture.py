@@ -274,7 +274,7 @@ TORCH_ROOMS = (
         (
             {"aiohttp", "multidict", "yarl"},
             # The bridge is executed by the Python of verifiers, which has it.
-            ("session/", "environments/openenv.py", "contrib/environments/verifiers_bridge.py"),
+            ("environments/openenv.py", "contrib/environments/verifiers_bridge.py"),
         ),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
         ({"ray"}, ("hosts/pool/ray", "contrib/rollouts/service.py", "contrib/trainers/skyrl.py")),

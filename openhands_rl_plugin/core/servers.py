@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
+    import uvicorn
     from prometheus_client import CollectorRegistry
 
 _LOG = redacting_logger(__name__)
@@ -149,6 +151,7 @@ def sendable_key(key: str, option: str) -> str:
     return key
 
 
+@lru_cache(256)
 def is_loopback(host: str) -> bool:
     """Whether an address or name is this machine's own, reachable from nowhere else."""
     try:
@@ -242,7 +245,8 @@ def note_failure(error: BaseException) -> str:
 class GuardMiddleware:
     """Starlette middleware: access, bodies of bounded size, errors in OpenAI's form, ``/metrics`` and the access log.
 
-    The application gets a request when its body has arrived.
+    The application gets a request when its body has arrived. One that routes by itself writes ``scope["rl_route"]``, by
+    which ``/metrics`` tells its requests apart.
     """
 
     def __init__(
@@ -292,7 +296,8 @@ class GuardMiddleware:
                 await _refuse(Refusal(503, "ServiceUnavailableError", "The server is stopping."), send)
         finally:
             seconds = time.perf_counter() - started
-            self._metrics.ended(scope["method"], scope["path"], status, seconds, scope.get("client"))
+            route = scope.get("rl_route", "")
+            self._metrics.ended(scope["method"], scope["path"], status, seconds, scope.get("client"), route)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[str, str] = {}
@@ -304,6 +309,10 @@ class GuardMiddleware:
         too_large = Refusal(413, "BadRequestError", over)
         if (refused := self._access.refusal(scope["method"], scope["path"], headers)) is not None:
             return await _refuse(refused, send)
+        if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+            # It would be a thousand times as large as it announces.
+            text = "Compressed bodies are not read: send it as it is."
+            return await _refuse(Refusal(415, "UnsupportedMediaType", text), send)
         if not (announced.isascii() and announced.isdigit()) or len(announced) > 18:
             text = "The Content-Length is not a number of bytes."
             return await _refuse(Refusal(400, "BadRequestError", text), send)
@@ -397,21 +406,7 @@ def serving(
     ``registry`` holds more metrics. ``options`` are those of ``uvicorn.Config``. Raises
     ``InfrastructureError`` when it does not start.
     """
-    import uvicorn
-
-    guard = GuardMiddleware(app, access, max_body_bytes=max_body_bytes, metrics=RequestMetrics(registry, routes))
-    common: dict[str, Any] = {
-        "log_level": "warning",
-        "access_log": False,
-        "timeout_graceful_shutdown": STOP_SECONDS,
-        "timeout_keep_alive": IDLE_SECONDS,
-        "limit_concurrency": MOST_CONNECTIONS,
-        "http": "h11",
-        "ws": "none",
-        "backlog": BACKLOG,
-        "server_header": False,
-    }
-    server = uvicorn.Server(uvicorn.Config(guard, **common | options))
+    server = _server(app, access, RequestMetrics(registry, routes), max_body_bytes, options)
     thread = threading.Thread(target=server.run, args=([listener],), name="http-server", daemon=True)
     thread.start()
     try:
@@ -424,3 +419,50 @@ def serving(
     finally:
         server.should_exit = True
         thread.join()
+
+
+@asynccontextmanager
+async def serving_here(
+    app: ASGIApp, listener: socket.socket, *, access: AccessRules, max_body_bytes: int, **options: Any
+) -> AsyncIterator[str]:
+    """``serving`` in this event loop, for an application that shares it with its caller. Signals stay the caller's."""
+    server = _server(app, access, RequestMetrics(), max_body_bytes, {"lifespan": "off", **options})
+    task = asyncio.create_task(server.serve([listener]))
+    try:
+        while not server.started and not task.done():
+            await asyncio.sleep(0.001)
+        yield url_of(listener)
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _server(
+    app: ASGIApp,
+    access: AccessRules | None,
+    metrics: RequestMetrics,
+    max_body_bytes: int,
+    options: Mapping[str, Any],
+) -> uvicorn.Server:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    common: dict[str, Any] = {
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": STOP_SECONDS,
+        "timeout_keep_alive": IDLE_SECONDS,
+        "limit_concurrency": MOST_CONNECTIONS,
+        "http": "h11",
+        "ws": "none",
+        "backlog": BACKLOG,
+        "server_header": False,
+        "proxy_headers": False,
+        **options,
+    }
+    guard = GuardMiddleware(app, access, max_body_bytes=max_body_bytes, metrics=metrics)
+    return Server(uvicorn.Config(guard, **common))

@@ -218,7 +218,7 @@ class Tokens(Frozen):
     @staticmethod
     def known_logprobs(values: Sequence[float], count: int) -> tuple[float, ...]:
         """A logprob for each of ``count`` ids, or nothing where one is missing, no number, or out of range."""
-        known = len(values) == count and all(-LARGEST <= value <= LARGEST for value in values)
+        known = len(values) == count and all(map(LARGEST.__ge__, map(abs, values)))
         return tuple(values) if known else ()
 
 

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
-import aiohttp
-from multidict import CIMultiDict
-from yarl import URL
+import httpx
 
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.replies import JSON, Reply, error_reply
+from openhands_rl_plugin.session.upstream import PlainTransport, http_client
 
 # Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
 _OWN = frozenset(
     {
-        "accept-encoding",
-        "api-key",
-        "authorization",
-        "connection",
-        "content-encoding",
-        "content-length",
-        "cookie",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "x-api-key",
-        "x-goog-api-key",
+        b"accept-encoding",
+        b"api-key",
+        b"authorization",
+        b"connection",
+        b"content-encoding",
+        b"content-length",
+        b"cookie",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-api-key",
+        b"x-goog-api-key",
     }
 )
-_NOT_PASSED_BACK = _OWN | {"content-type", "date", "server"}
-_KEY_HEADERS = ("api-key", "authorization", "x-api-key", "x-goog-api-key")
-_CONNECT_SECONDS = 10.0
-_READ_BUFFER = 2**20
+_NOT_PASSED_BACK = {name.decode() for name in _OWN} | {"content-type", "date", "server"}
+_KEY_HEADERS = (b"api-key", b"authorization", b"x-api-key", b"x-goog-api-key")
+_WAITS = {"timeout": {"connect": 10.0}}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
@@ -52,41 +52,41 @@ class UpstreamError(Exception):
         self.reply = reply
 
 
+RawHeaders = Sequence[tuple[bytes, bytes]]
+"""The headers of a request as they came, with lower-case names."""
+
+
 class ModelServer:
     """The model server behind the gateway."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._base = config.upstream
-        self._key = config.upstream_key()
-        self._anthropic = (URL(config.upstream).host or "").endswith("anthropic.com")
+        self._key = config.upstream_key().encode()
+        self._anthropic = (urlsplit(config.upstream).hostname or "").endswith("anthropic.com")
         self._keeps_client_key = not config.access().key
         self._longest = config.max_answer_bytes
         self._timeout = config.timeout
-        self._session: aiohttp.ClientSession | None = None
+        if self._base.startswith("https:"):
+            client = http_client(secure=True)
+            self._send, self.aclose = partial(client.send, stream=True), client.aclose
+        else:
+            # What a client has beside its transport (cookies, redirects) is not wanted here, and costs time.
+            transport = PlainTransport()
+            self._send, self.aclose = transport.handle_async_request, transport.aclose
 
-    async def aclose(self) -> None:
-        """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-
-    async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
-        """The complete response. Raises ``UpstreamError`` when there is none."""
-        async with self.exchange("POST", path, headers, body, content_type=JSON) as response:
-            return await self.whole(response)
-
-    async def whole(self, response: aiohttp.ClientResponse) -> Reply:
+    async def whole(self, response: httpx.Response) -> Reply:
         """The rest of an open response. Raises ``UpstreamError`` when it is too long."""
         return Reply(
-            status=response.status,
+            status=response.status_code,
             body=b"".join([part async for part in self.parts(response)]),
             content_type=response.headers.get("content-type", JSON),
             headers=forwarded_headers(response.headers),
         )
 
-    async def parts(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async def parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
         """The body as it arrives. Raises ``UpstreamError`` when it is too long."""
         size = 0
-        async for part in response.content.iter_any():
+        async for part in response.aiter_bytes():
             size += len(part)
             if size > self._longest:
                 message = f"The response of the model server exceeds {self._longest} bytes; raise --max-answer-bytes."
@@ -95,58 +95,50 @@ class ModelServer:
 
     @asynccontextmanager
     async def exchange(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes, *, content_type: str | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        self, method: str, path: str, headers: RawHeaders, body: bytes, *, content_type: bytes = b""
+    ) -> AsyncIterator[httpx.Response]:
         """An open response, to be streamed; ``path`` is below ``/v1``, with its query. Raises ``UpstreamError``."""
-        sent = self._headers(headers, path)
-        if content_type is not None:
-            sent["content-type"] = content_type
-        url = URL(f"{self._base}/{path}", encoded=True)
+        sent = self._headers(headers, path, content_type)
+        request = httpx.Request(method, f"{self._base}/{path}", content=body or None, headers=sent, extensions=_WAITS)
         try:
-            async with self._client().request(
-                method, url, data=body or None, headers=sent, allow_redirects=False
-            ) as response:
-                if response.status in _REDIRECTS:
-                    # A client that followed it would leave the gateway, with its messages.
-                    where = urlsplit(response.headers.get("location", "")).netloc[:200] or "another path"
-                    message = f"The model server at {self._base} redirects to {where!a}: set --upstream to where it is."
-                    raise UpstreamError(error_reply(502, message, "BadGatewayError"))
-                yield response
-        except TimeoutError as error:
+            async with asyncio.timeout(self._timeout):
+                response = await self._send(request)
+                try:
+                    if response.status_code in _REDIRECTS:
+                        # A client that followed it would leave the gateway, with its messages.
+                        where = urlsplit(response.headers.get("location", "")).netloc[:200] or "another path"
+                        raise UpstreamError(_bad(f"redirects to {where!a}: set --upstream to where it is.", self._base))
+                    yield response
+                finally:
+                    await response.aclose()
+        except (TimeoutError, httpx.TimeoutException) as error:
             message = f"The model server at {self._base} did not answer within {self._timeout:g} s."
             raise UpstreamError(error_reply(504, message, "GatewayTimeoutError")) from error
-        except (aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as error:
-            message = f"The model server at {self._base} sent no complete answer ({type(error).__name__})."
-            raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
-        except aiohttp.ClientError as error:
+        except httpx.ConnectError as error:
             message = f"No model server answers at {self._base} ({type(error).__name__}): start it or set --upstream."
             raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
+        except httpx.HTTPError as error:
+            raise UpstreamError(_bad(f"sent no complete answer ({type(error).__name__}).", self._base)) from error
 
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            secure = self._base.startswith("https:")
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=_CONNECT_SECONDS),
-                connector=aiohttp.TCPConnector(limit=0),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                read_bufsize=_READ_BUFFER,
-                # A plain HTTP server is local: no proxy.
-                trust_env=secure,
-            )
-        return self._session
-
-    def _headers(self, given: Mapping[str, str], path: str) -> CIMultiDict[str]:
-        sent = CIMultiDict((name, value) for name, value in given.items() if name.lower() not in _OWN)
-        sent["accept-encoding"] = "identity"
+    def _headers(self, given: RawHeaders, path: str, content_type: bytes) -> list[tuple[bytes, bytes]]:
+        own = _OWN | {b"content-type"} if content_type else _OWN
+        sent = [each for each in given if each[0] not in own]
+        sent.append((b"accept-encoding", b"identity"))
+        if content_type:
+            sent.append((b"content-type", content_type))
         if self._key:
             # Anthropic takes a bearer token for another kind of key; vLLM and others know no other header.
             if not self._anthropic:
-                sent["authorization"] = f"Bearer {self._key}"
+                sent.append((b"authorization", b"Bearer " + self._key))
             if self._anthropic or path.startswith("messages"):
-                sent["x-api-key"] = self._key
+                sent.append((b"x-api-key", self._key))
         elif self._keeps_client_key:
-            sent.update((name, given[name]) for name in _KEY_HEADERS if name in given)
+            sent += [each for each in given if each[0] in _KEY_HEADERS]
         return sent
+
+
+def _bad(problem: str, base: str) -> Reply:
+    return error_reply(502, f"The model server at {base} {problem}", "BadGatewayError")
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:

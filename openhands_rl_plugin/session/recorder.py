@@ -6,12 +6,12 @@ import asyncio
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import aiohttp
+import httpx
 
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary, describe
 from openhands_rl_plugin.core.messages import error_in
@@ -31,7 +31,7 @@ from openhands_rl_plugin.models.engines.extensions import (
 from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
 from openhands_rl_plugin.session.client_sessions import OPENING, ClientSession, SessionName
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
-from openhands_rl_plugin.session.model_server import ModelServer, UpstreamError, forwarded_headers
+from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, UpstreamError, forwarded_headers
 from openhands_rl_plugin.session.protocol import WireProtocol
 from openhands_rl_plugin.session.replies import EVENTS, JSON, LiveAnswer, Reply, error_reply
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, upstream_body
@@ -152,7 +152,7 @@ class Recorder:
         protocol: WireProtocol,
         session: ClientSession,
         call: ClientRequest,
-        headers: Mapping[str, str],
+        headers: RawHeaders,
         *,
         query: str,
         live: LiveAnswer,
@@ -177,12 +177,10 @@ class Recorder:
             _LOG.error("a response could not be stored: %s", error)
             return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
         except CaughtFailure as caught:
-            return unexpected(caught)
-        finally:
-            live.end()
+            return error_reply(500, note_failure(caught.__cause__ or caught), "InternalServerError")
 
     async def _reply(
-        self, exchange: _Exchange, model: str, headers: Mapping[str, str], *, query: str, live: LiveAnswer
+        self, exchange: _Exchange, model: str, headers: RawHeaders, *, query: str, live: LiveAnswer
     ) -> Reply:
         try:
             async with self._answered(exchange, model, headers, query) as response:
@@ -215,14 +213,14 @@ class Recorder:
 
     @asynccontextmanager
     async def _answered(
-        self, exchange: _Exchange, model: str, headers: Mapping[str, str], query: str
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        self, exchange: _Exchange, model: str, headers: RawHeaders, query: str
+    ) -> AsyncIterator[httpx.Response]:
         """The model server's answer to the request with the fields that it accepts. Raises ``UpstreamError``."""
         attempt, path = exchange.attempt, exchange.protocol.path + query
         while True:
             body = upstream_body(exchange.call, model, added_fields(exchange.call, attempt.fields))
-            async with self._upstream.exchange("POST", path, headers, body, content_type=JSON) as response:
-                if response.status == 200:
+            async with self._upstream.exchange("POST", path, headers, body, content_type=JSON.encode()) as response:
+                if response.status_code == 200:
                     attempt.succeeded()
                     yield response
                     return
@@ -248,7 +246,7 @@ class Recorder:
             return Reply(200, body, reply.content_type, {**reply.headers, **NOT_RECORDED})
         return Reply(200, body, reply.content_type, reply.headers, recorded=True)
 
-    async def _stream(self, exchange: _Exchange, response: aiohttp.ClientResponse, live: LiveAnswer) -> Reply:
+    async def _stream(self, exchange: _Exchange, response: httpx.Response, live: LiveAnswer) -> Reply:
         live.headers = forwarded_headers(response.headers)
         reader, stream, held = EventStreamReader(), exchange.protocol.stream(exchange.call), []
         try:
@@ -265,7 +263,7 @@ class Recorder:
                         live.add(shown)
                 if stream.done:
                     break
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except httpx.HTTPError as error:
             message = f"The model server broke off its answer ({type(error).__name__}); ask again."
             raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
         reply = Reply(200, b"", EVENTS, live.headers, recorded=True)
@@ -314,11 +312,6 @@ def _unread(exchange: _Exchange, body: bytes) -> tuple[bytes, int]:
         if exchange.protocol.reports_ids and shown != document:
             body = dump_object(shown)
     return body, error[0] if error is not None else 0
-
-
-def unexpected(caught: CaughtFailure) -> Reply:
-    """The reply for an error that nobody expected."""
-    return error_reply(500, note_failure(caught.__cause__ or caught), "InternalServerError")
 
 
 @dataclass(frozen=True, slots=True)

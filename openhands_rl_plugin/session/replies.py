@@ -62,7 +62,7 @@ class LiveAnswer:
             self._wake()
 
     def end(self) -> None:
-        """Wake the readers for the last time."""
+        """Wake the readers for the last time, when the task that writes is done."""
         self._wake()
 
     async def parts(self, task: asyncio.Task[object], silence: float) -> AsyncIterator[bytes]:
@@ -75,15 +75,13 @@ class LiveAnswer:
                 yield new
             elif task.done():
                 return
-            else:
-                await _either(task, more, silence)
-                if read == len(self._parts) and not task.done() and not more.is_set():
-                    yield KEEP_ALIVE
+            elif not await _within(silence, more) and not task.done():
+                yield KEEP_ALIVE
 
     async def wait(self, task: asyncio.Task[object], seconds: float) -> bool:
         """Whether anything can be read, or ``task`` is done, within so many seconds."""
         if not self.begun and not task.done():
-            await _either(task, self._more, seconds)
+            await _within(seconds, self._more)
         return self.begun or task.done()
 
     def _wake(self) -> None:
@@ -92,12 +90,12 @@ class LiveAnswer:
         woken.set()
 
 
-async def _either(task: asyncio.Task[object], more: asyncio.Event, seconds: float) -> None:
-    waiting = asyncio.ensure_future(more.wait())
+async def _within(seconds: float, more: asyncio.Event) -> bool:
     try:
-        await asyncio.wait({task, waiting}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
+        async with asyncio.timeout(seconds):
+            return await more.wait()
+    except TimeoutError:
+        return False
 
 
 Waiting = Callable[[], bool]
@@ -164,7 +162,8 @@ class PendingCalls:
         task = asyncio.create_task(ask(live))
         call_in_flight = PendingCall(digest, headers.get("idempotency-key", ""), task, live, [waits])
         self._pending.append(call_in_flight)
-        call_in_flight.task.add_done_callback(lambda task: self._finish(call_in_flight))
+        task.add_done_callback(lambda _: live.end())
+        task.add_done_callback(lambda _: self._finish(call_in_flight))
         return call_in_flight
 
     async def settle(self, timeout: float | None = None) -> None:

@@ -27,6 +27,7 @@ Json = dict[str, Any]
 DEEPEST = 100
 """Levels of nesting. Pydantic reads 200 from a store, and what is recorded is wrapped in some more."""
 
+_HOLDERS = frozenset({dict, list})
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -38,12 +39,13 @@ def parse_object(text: bytes) -> Json | None:
 
 def too_deep(value: object) -> bool:
     """Whether a JSON value has more than ``DEEPEST`` levels of arrays and objects."""
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        holders = [each for each in level if isinstance(each, dict | list)]
+    holders: list[Any] = [value] if type(value) in _HOLDERS else []
+    for _ in range(DEEPEST):
+        holders = [
+            each for one in holders for each in (one.values() if type(one) is dict else one) if type(each) in _HOLDERS
+        ]
         if not holders:
             return False
-        level = [each for one in holders for each in (one.values() if isinstance(one, dict) else one)]
     return True
 
 
