@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
 from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, Strategy, info_of
@@ -287,18 +288,17 @@ class AgentSession:
         storage: EpisodeSink | None = None,
     ) -> None:
         self._live = LiveEnvironment(environment, forks=getattr(strategy, "forks", 0))
-        self._strategy = strategy
-        self._spec = strategy_spec
+        self._episode = partial(
+            Episode, strategy=strategy, strategy_spec=strategy_spec, policy=policy, limits=limits or Limits()
+        )
         self._engine = engine
-        self._policy = policy
-        self._limits = limits or Limits()
         self._storage = storage
         self._tools = tuple(tools)
         self.tree = EpisodeTree()
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Run until a limit is reached. Failures are part of the result; raises ``StorageError``."""
-        episode = self._episode(request)
+        episode = self._episode(request, tools=self._offered())
         if self._storage is not None:
             episode.store_in(self._storage)
         return await self._run(episode, self._open)
@@ -310,23 +310,13 @@ class AgentSession:
         ``None`` when the stored episode is not one of this session, or the environment does not answer as it did:
         then the environment is used up, and the episode has to be restarted.
         """
-        episode = self._episode(request)
+        episode = self._episode(request, tools=self._offered())
         if not episode.resume(unfinished, self._storage):
             return None
         try:
             return await self._run(episode, self._replay)
         except _DivergedError:
             return None
-
-    def _episode(self, request: EpisodeRequest) -> Episode:
-        return Episode(
-            request,
-            strategy=self._strategy,
-            strategy_spec=self._spec,
-            policy=self._policy,
-            limits=self._limits,
-            tools=self._offered(),
-        )
 
     async def _run(self, episode: Episode, begin: Callable[[Episode], Awaitable[None]]) -> Trajectory:
         stop, failure, live = StopReason.TIMEOUT, None, self._live
@@ -446,12 +436,18 @@ class SessionRunner:
         limits: Limits | None = None,
         storage: EpisodeSink | None = None,
     ) -> None:
-        self._make_environment = make_environment
-        self._make_strategy = make_strategy
-        self._make_engine = make_engine or (lambda request: NoEngine())
-        self._spec = strategy_spec
-        self._base_model = base_model
-        self._limits = limits
+        def session(request: EpisodeRequest) -> AgentSession:
+            return AgentSession(
+                environment=make_environment(request),
+                strategy=make_strategy(request),
+                strategy_spec=strategy_spec,
+                engine=NoEngine() if make_engine is None else make_engine(request),
+                policy=PolicyRef.from_served_name(base_model, request.served_model or base_model),
+                limits=limits,
+                storage=storage,
+            )
+
+        self._session = session
         self._storage = storage
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
@@ -466,14 +462,3 @@ class SessionRunner:
 
     async def close(self) -> None:
         """Does nothing: no resource outlives an episode."""
-
-    def _session(self, request: EpisodeRequest) -> AgentSession:
-        return AgentSession(
-            environment=self._make_environment(request),
-            strategy=self._make_strategy(request),
-            strategy_spec=self._spec,
-            engine=self._make_engine(request),
-            policy=PolicyRef.from_served_name(self._base_model, request.served_model or self._base_model),
-            limits=self._limits,
-            storage=self._storage,
-        )

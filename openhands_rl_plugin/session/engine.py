@@ -48,7 +48,7 @@ class SessionEngine:
     """
 
     def __init__(self, session: Session, upstream: Upstream) -> None:
-        self.answers = TurnAnswers[Turn, Json](session)
+        self.answers = TurnAnswers(session)
         self.said = SampledTexts()
         self.spent = Usage()
         self._session = session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.core.errors import EpisodeError, RLError
 from openhands_rl_plugin.core.messages import WireMessage
@@ -38,13 +38,6 @@ class Turn:
     rewritten: bool = False
 
 
-class RequestedTurn(Protocol):
-    """A request that a host would send; ``path`` is its conversation in the tree."""
-
-    @property
-    def path(self) -> tuple[Message, ...]: ...
-
-
 def sampled_below_head(tree: EpisodeTree) -> Iterator[Message]:
     """The answers that can still be executed."""
     pending = list(tree.children(tree.head))
@@ -55,15 +48,15 @@ def sampled_below_head(tree: EpisodeTree) -> Iterator[Message]:
             yield tree.nodes[index].message
 
 
-class TurnAnswers[T: RequestedTurn, A]:
-    """The live turn and those that forks have reached; an ``A`` for each answer that can still be executed."""
+class TurnAnswers:
+    """The live turn and those that forks have reached; the document of each answer that can still be executed."""
 
     def __init__(self, episode: Session) -> None:
         self._episode = episode
-        self._turns: dict[tuple[Message, ...], T] = {}
-        self._of: dict[Message, A] = {}
+        self._turns: dict[tuple[Message, ...], Turn] = {}
+        self._of: dict[Message, Json] = {}
 
-    def open(self, turn: T) -> None:
+    def open(self, turn: Turn) -> None:
         """Begin a turn. Earlier turns and answers are dropped, unless search can still reach them."""
         start = len(turn.path)
         self._turns = {path: known for path, known in self._turns.items() if path[:start] == turn.path}
@@ -71,22 +64,22 @@ class TurnAnswers[T: RequestedTurn, A]:
         reachable = set(sampled_below_head(self._episode.tree))
         self._of = {answer: made for answer, made in self._of.items() if answer in reachable}
 
-    def expect(self, turn: T) -> None:
+    def expect(self, turn: Turn) -> None:
         """Until the next turn is opened, conversations that begin with ``turn.path`` go on from ``turn``."""
         self._turns[turn.path] = turn
 
-    def turn(self, messages: Sequence[Message]) -> T | None:
+    def turn(self, messages: Sequence[Message]) -> Turn | None:
         """The turn with the longest path that a conversation begins with, if there is one."""
         said = tuple(messages)
         lengths = {len(path) for path in self._turns}
         prefixes = (said[:length] for length in sorted(lengths, reverse=True) if length <= len(said))
         return next((self._turns[prefix] for prefix in prefixes if prefix in self._turns), None)
 
-    def keep(self, answer: Message, made: A) -> None:
+    def keep(self, answer: Message, made: Json) -> None:
         """Remember what the host made of an answer of this turn. Safe from any thread."""
         self._of[answer] = made
 
-    def of(self, answer: Message) -> A:
+    def of(self, answer: Message) -> Json:
         """What the host made of an answer. Raises ``KeyError`` for one that cannot be executed any more."""
         return self._of[answer]
 

@@ -220,8 +220,7 @@ class WorkerConnection:
         self._channel = channel
         self._storage = storage
         self._storing: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count()
-        self._results: dict[int, asyncio.Future[Trajectory]] = {}
+        self._calls = Calls[Trajectory]()
         self._cancelled: set[str] = set()
         self._started = asyncio.Event()
         self._error: RLError | None = None
@@ -262,14 +261,12 @@ class WorkerConnection:
     ) -> Trajectory:
         if self._error is not None:
             raise self._error
-        number = next(self._numbers)
-        result = self._results[number] = asyncio.get_running_loop().create_future()
-        try:
-            await self._channel.send(to_line(RunEpisode(number=number, request=request, workspace=workspace)))
-            async with asyncio.timeout(timeout):
-                return await result
-        finally:
-            del self._results[number]
+        async with asyncio.timeout(timeout):
+            return await self._calls.ask(
+                lambda number: self._channel.send(
+                    to_line(RunEpisode(number=number, request=request, workspace=workspace))
+                )
+            )
 
     async def _listen(self, start: Start) -> None:
         try:
@@ -284,9 +281,7 @@ class WorkerConnection:
         await asyncio.gather(*self._storing)
         self._error = self._error or InfrastructureError(await self._channel.exit_message())
         self._started.set()
-        for result in self._results.values():
-            if not result.done():
-                result.set_exception(self._error)
+        self._calls.disconnect(self._error)
 
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Ready):
@@ -299,11 +294,9 @@ class WorkerConnection:
         elif message.number is None:
             self._error = message.as_error()
             self._started.set()
-        elif (result := self._results.get(message.number)) is not None and not result.done():
-            if isinstance(message, WorkerResult):
-                result.set_result(message.trajectory)
-            else:
-                result.set_exception(message.as_error())
+        else:
+            answer = message.trajectory if isinstance(message, WorkerResult) else message.as_error()
+            self._calls.answered(message.number, answer)
 
     async def _store(self, message: Store) -> None:
         assert self._storage is not None

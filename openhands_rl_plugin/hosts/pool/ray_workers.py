@@ -12,7 +12,6 @@ import asyncio
 import os
 import signal
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,34 +32,31 @@ ADDRESS = "RAY_ADDRESS"
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
 
 
-class Actor(ABC):
-    """An actor's messages. Ray calls the methods, several concurrently."""
+class EpisodeActor:
+    """One worker on the cluster. Ray calls the methods, several concurrently."""
 
     def __init__(self) -> None:
         self._outbox: asyncio.Queue[Frozen] = asyncio.Queue()
-
-    async def send(self, message: Frozen) -> None:
-        """Put a message into the outbox."""
-        await self._outbox.put(message)
+        self._worker = EpisodeWorker(self._outbox.put)
 
     async def outbox(self) -> list[bytes]:
-        """The messages that were sent, as soon as there is one."""
+        """The worker's messages, as soon as there is one."""
         lines = [to_line(await self._outbox.get())]
         while not self._outbox.empty():
             lines.append(to_line(self._outbox.get_nowait()))
         return lines
 
-    @abstractmethod
     async def receive(self, line: bytes) -> None:
-        """Handle one message."""
+        """Handle one message of the pool."""
+        await self._worker.receive(line)
 
-    @abstractmethod
     async def close(self) -> None:
-        """End what is under way; the actor is killed afterwards."""
+        """End the episodes; returns when their sessions are closed. The actor is killed afterwards."""
+        await self._worker.close()
 
 
 class RayChannel:
-    """A ``WorkerChannel`` to one ``Actor``."""
+    """A ``WorkerChannel`` to one ``EpisodeActor``."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -98,17 +94,6 @@ class RayChannel:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await _called(self._actor.close.remote())
         self.kill()
-
-
-def started_actor(kind: type[Actor], *, cpus: float = 1.0) -> RayChannel:
-    """A new actor with ``cpus`` of its machine; returns before it runs. Raises ``InfrastructureError``."""
-    import ray  # pyright: ignore[reportMissingImports]  # an extra
-
-    try:
-        with boundary(FailureKind.INFRASTRUCTURE, "ray"):
-            return RayChannel(ray.remote(kind).options(num_cpus=cpus).remote())
-    except CaughtFailure as caught:
-        raise InfrastructureError(f"no Ray actor could be started: {caught.failure.message}") from caught
 
 
 def join_cluster() -> None:
@@ -175,20 +160,10 @@ class RayPoolRunner(WorkerPoolRunner):
         join_cluster()
 
     async def _connect(self) -> WorkerChannel:
-        return started_actor(EpisodeActor, cpus=self._cpus)
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
 
-
-class EpisodeActor(Actor):
-    """One worker on the cluster."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._worker = EpisodeWorker(self.send)
-
-    async def receive(self, line: bytes) -> None:
-        """Handle one message of the pool."""
-        await self._worker.receive(line)
-
-    async def close(self) -> None:
-        """End the episodes; returns when their sessions are closed."""
-        await self._worker.close()
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "ray"):
+                return RayChannel(ray.remote(EpisodeActor).options(num_cpus=self._cpus).remote())
+        except CaughtFailure as caught:
+            raise InfrastructureError(f"no Ray actor could be started: {caught.failure.message}") from caught
