@@ -62,7 +62,7 @@ def session(folder: Path) -> BubblewrapRuntime:
 def milliseconds(runtime: BubblewrapRuntime, method: ForkMethod) -> float:
     """One fork. Raises ``EpisodeError`` where the method does not work."""
     os.sync()
-    runtime.fork_methods = (method,)
+    runtime.workspace.fork_methods = (method,)
     started = time.perf_counter()
     twin = runtime.fork(threading.Event())
     elapsed = time.perf_counter() - started
@@ -84,7 +84,7 @@ def possible(runtime: BubblewrapRuntime) -> list[ForkMethod]:
 
 def crossings(runtime: BubblewrapRuntime, forks: int) -> int:
     """How many of so many forks, 16 at a time, saw a file, a variable, a process or an output of another."""
-    runtime.fork_methods = METHODS
+    runtime.workspace.fork_methods = METHODS
 
     def run(twin: BubblewrapRuntime, command: str) -> list[str]:
         action = CmdRunAction(command)

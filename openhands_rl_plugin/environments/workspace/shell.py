@@ -74,9 +74,9 @@ class SandboxEndedError(InfrastructureError):
 class Shell:
     """A session's shell: ``cd``, variables, functions and background processes last from command to command.
 
-    ``variables`` are added to a small environment that does not hold the host's secrets. The first command runs in
-    ``start``, a directory as the session sees it (default: the workspace). ``gives_way``: a command that takes longer
-    is less urgent than those of others. Thread-safe; one command runs at a time.
+    ``variables``, as they are when it starts, are added to a small environment without the host's secrets. The first
+    command runs in ``start``, a directory as the session sees it (default: the workspace). ``gives_way``: a command
+    that takes longer is less urgent than those of others. Thread-safe; one command runs at a time.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Shell:
         self._gives_way = gives_way
         self._sandbox = sandbox
         self._limits = limits or SandboxLimits()
-        self._variables = dict(variables or {})
-        self._start_in = start or sandbox.workspace
+        self._variables = {} if variables is None else variables
+        self._start_in = sandbox.from_inside(start) if start else sandbox.workspace
         self._process: subprocess.Popen[bytes] | None = None
         self._group: ControlGroup | None = None
         self._one_at_a_time = threading.Lock()

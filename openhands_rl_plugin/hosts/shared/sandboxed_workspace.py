@@ -1,4 +1,4 @@
-"""A folder in bubblewrap as ``[rl.workspace]`` says, with a shell, its evidence, and copies of all of it for search."""
+"""A folder as ``[rl.workspace]`` says, with a shell, its evidence, and in bubblewrap copies of all of it for search."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
-from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.bounds import kill_all, processes
-from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree
+from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree
+from openhands_rl_plugin.environments.workspace.edited_copies import Place
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.patch import Baseline
 from openhands_rl_plugin.environments.workspace.sandbox import (
     INSIDE,
     BubblewrapSandbox,
     SandboxLimits,
+    SubprocessSandbox,
     check_bubblewrap,
 )
 from openhands_rl_plugin.environments.workspace.session_fork import (
@@ -39,70 +41,113 @@ from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shel
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
 
-_OUTPUT = 2 * 1024**2
-_LIMITS = ForkLimits()
+_MEBIBYTE = 1024**2
+
+
+ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
+NO_NULL = "A command cannot hold a null character."
+
+
+def earlier_output(result: CommandResult) -> str:
+    """What stands before a command's output: what background processes printed since the last one."""
+    if not result.earlier:
+        return ""
+    return f"[Output of background processes since the last command.]\n{result.earlier}\n[Output of this command.]\n"
 
 
 class SandboxedWorkspace:
     """The workspace of one session at ``/workspace``, whatever the folder's place on the host. All methods block.
 
-    ``task``: the folder is that of a task, with its own mounts and variables. ``protected``: as in ``Baseline``. The
-    constructor records the folder's content as the start; it raises ``ConfigError`` where bubblewrap does not work.
+    ``folder``: by default one that is removed with it. ``task``: the folder is that of a task, with its own mounts and
+    variables. ``protected``: as in ``Baseline``. ``isolated``: in bubblewrap, else it cannot be forked. ``output``:
+    bytes of one command's output that are kept. ``began``: the folder's content is recorded as the start at once.
+    Raises ``ConfigError`` where bubblewrap does not work.
     """
 
-    forks = True
     inside = INSIDE
+    fork_limits = ForkLimits()
+    fork_methods = METHODS
+
+    _sandbox: BubblewrapSandbox | SubprocessSandbox
+    _evidence: JsonObject | None
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         settings: WorkspaceSettings,
         *,
         task: TaskWorkspace | None = None,
-        variables: Mapping[str, str] | None = None,
         protected: Sequence[str] = (),
+        isolated: bool = True,
+        output: int = SandboxLimits().output,
+        began: bool = True,
     ) -> None:
-        check_bubblewrap()
+        if isolated:
+            check_bubblewrap()
+        private = temporary_folder("workspace")
         self._protected = protected
-        root = (task.root if task is not None else folder).resolve()
-        within = task.repository if task is not None else ""
-        self._limits = limits_of(settings).model_copy(update={"output": _OUTPUT})
-        self._variables = {**(variables or {}), **(task.variables if task is not None else {})}
-        self._sandbox = BubblewrapSandbox(
-            root,
-            network=settings.network,
-            temporary=self._limits.temporary,
-            task_workspace=task,
-            paths=paths_of(settings),
+        self._limits = SandboxLimits(
+            memory=settings.memory * _MEBIBYTE,
+            processes=settings.processes,
+            temporary=settings.temporary * _MEBIBYTE,
+            disk=settings.disk * _MEBIBYTE,
+            output=output,
         )
-        self.start = f"{INSIDE}/{within}" if within else INSIDE
+        self.variables = dict(task.variables) if task is not None else {}
+        self.forks = isolated
+        try:
+            root = (task.root if task is not None else folder or private / "workspace").expanduser().resolve()
+            root.mkdir(parents=True, exist_ok=True)
+            if isolated:
+                self._sandbox = BubblewrapSandbox(
+                    root,
+                    network=settings.network,
+                    temporary=self._limits.temporary,
+                    task_workspace=task,
+                    paths=HostPaths(visible=settings.visible_paths, writable=settings.writable_paths),
+                )
+            else:
+                self._sandbox = SubprocessSandbox(root, private)
+        except (ConfigError, OSError):
+            remove_tree(private)
+            raise
+        self._within = task.repository if task is not None else ""
+        self.start = f"{INSIDE}/{self._within}" if self._within else INSIDE
         self._tree = Tree(root)
-        self._evidence: JsonObject | None = None
-        self._use(temporary_folder("workspace"), self._new_shell(self.start))
-        self._within = within
-        self._remember("start")
+        self._began, self._evidence = False, None
+        self._baseline = Baseline(private)
+        self._use(private, self._new_shell())
+        if began:
+            self.begin()
 
     def begin(self) -> None:
-        """What is evidence begins now, where ``conclude`` has ended what was before."""
-        if self._evidence is not None:
-            self._remember(f"start-{uuid.uuid4().hex}")
-
-    def _remember(self, name: str) -> None:
-        recorded = self.private / name
+        """What is evidence begins now, unless it has begun already and ``conclude`` has not ended it."""
+        if self._began and self._evidence is None:
+            return
+        recorded = self.private / f"start-{uuid.uuid4().hex}"
         recorded.mkdir(mode=0o700)
-        self._evidence = None
+        self._began, self._evidence = True, None
         self._baseline = Baseline(recorded, self._within, self._protected)
         self._baseline.remember(self._sandbox)
 
-    def run(self, command: str, *, timeout: float | None, keep: bool = True) -> CommandResult:
+    def run(self, command: str, *, timeout: float | None, cwd: str | None = None, keep: bool = True) -> CommandResult:
         """As ``Shell.run``."""
-        return self._shell.run(command, timeout=timeout, keep=keep)
+        return self._shell.run(command, timeout=timeout, cwd=cwd, keep=keep)
 
-    def files(self, below: str) -> Workspace:
-        """Access to the files below ``/workspace``, or ``/tmp``, whose names begin with ``/workspace`` there, too."""
-        if below == INSIDE and self._tree.overlay is None:
-            return Workspace(self._tree.directory)
-        return Workspace(self._shell.path_from_host(below))
+    @property
+    def files(self) -> Workspace:
+        """Access to the files below ``/workspace``."""
+        return Workspace(self._tree.directory if self._tree.overlay is None else self._shell.path_from_host(INSIDE))
+
+    def place(self, path: str) -> Place:
+        """An absolute path in ``/workspace``, and in the ``/tmp`` of bubblewrap. Raises ``OSError``."""
+        if self.forks and (path == TEMPORARY or path.startswith(f"{TEMPORARY}/")):
+            files = Workspace(self._shell.path_from_host(TEMPORARY))
+            name = files.name_inside(f"{INSIDE}{path.removeprefix(TEMPORARY)}")
+            return Place(files, name, TEMPORARY + name.removeprefix(INSIDE))
+        files = self.files
+        name = files.name_inside(path)
+        return Place(files, name, name)
 
     def interrupt(self) -> None:
         """Send Ctrl-C (SIGINT) to the command that is running, and to what it started in the foreground."""
@@ -113,13 +158,15 @@ class SandboxedWorkspace:
 
     def restart(self) -> None:
         """End all processes, and go on with a new shell in the session's first folder. Files stay, in ``/tmp`` too."""
-        old, self._shell = self._shell, self._new_shell(self.start)
+        assert isinstance(self._sandbox, BubblewrapSandbox), "only a shell in bubblewrap can be started again"
+        old, self._shell = self._shell, self._new_shell()
         # Nothing may run while the host copies, or a link could come in a folder's place: whoever holds a folder in
         # memory keeps it beyond the end of its sandbox.
         with suppress(InfrastructureError, BadEnvironmentError), _held(old.path_from_host(TEMPORARY)) as source:
             old.close()
             own = frozenset({Path(self._sandbox.state).parent.name})
-            copy_temporary(source, self._shell, self._sandbox, limits=_LIMITS, stop=threading.Event(), without=own)
+            limits, stop = self.fork_limits, threading.Event()
+            copy_temporary(source, self._shell, self._sandbox, limits=limits, stop=stop, without=own)
         old.close()
 
     def fork(self, stop: threading.Event) -> Self:
@@ -127,13 +174,15 @@ class SandboxedWorkspace:
 
         Raises as ``fork_session`` does.
         """
+        assert isinstance(self._sandbox, BubblewrapSandbox), "only a workspace in bubblewrap can be forked"
         forked = fork_session(
             self._tree,
             self._sandbox,
             self._shell,
-            variables=self._variables,
+            variables=self.variables,
             bounds=self._limits,
-            limits=_LIMITS,
+            limits=self.fork_limits,
+            methods=self.fork_methods,
             stop=stop,
         )
         twin = copy.copy(self)
@@ -153,7 +202,7 @@ class SandboxedWorkspace:
 
     def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
         """As ``check_in``."""
-        session = (self._baseline, self._tree, self._sandbox, self._shell, self._variables, self._limits)
+        session = (self._baseline, self._tree, self._sandbox, self._shell, self.variables, self._limits)
         return check_in(asked, *session, self.start, stop)
 
     def close(self) -> None:
@@ -164,10 +213,11 @@ class SandboxedWorkspace:
 
     def _use(self, private: Path, shell: Shell) -> None:
         self.private, self._shell = private, shell
-        atexit.register(self.close)
+        if self.forks:
+            atexit.register(self.close)
 
-    def _new_shell(self, start: str) -> Shell:
-        return Shell(self._sandbox, self._variables, self._limits, start=start)
+    def _new_shell(self) -> Shell:
+        return Shell(self._sandbox, self.variables, self._limits, start=self.start)
 
 
 @contextmanager
@@ -184,21 +234,3 @@ def _arguments(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return []
-
-
-_MEBIBYTE = 1024**2
-
-
-def limits_of(settings: WorkspaceSettings) -> SandboxLimits:
-    """The limits of a session."""
-    return SandboxLimits(
-        memory=settings.memory * _MEBIBYTE,
-        processes=settings.processes,
-        temporary=settings.temporary * _MEBIBYTE,
-        disk=settings.disk * _MEBIBYTE,
-    )
-
-
-def paths_of(settings: WorkspaceSettings) -> HostPaths:
-    """The paths of the host that a session sees beside the system's."""
-    return HostPaths(visible=settings.visible_paths, writable=settings.writable_paths)

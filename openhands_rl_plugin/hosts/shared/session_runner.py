@@ -7,7 +7,6 @@ import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_environment
@@ -15,8 +14,9 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.machine import without_collection
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.hosts.shared.host_session import HostSession
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.models.engines.server_models import ServedEngines
@@ -27,26 +27,6 @@ from openhands_rl_plugin.session.session import Session
 _UNUSED = "StandardReAct"
 # Seconds to wait for a session's threads. They end at once, except during a model call; then they end by themselves.
 _CLOSE_PATIENCE = 5.0
-
-
-class HostSession(Protocol):
-    """One session of a host, for one episode. ``open``, ``conclude`` and ``close`` block and are called on threads."""
-
-    def open(self) -> None:
-        """Create the session and give it the task. Raises ``CaughtFailure``."""
-        ...
-
-    async def ended(self) -> None:
-        """Wait until the session has ended, or a part of it has failed."""
-        ...
-
-    def conclude(self, *, timed_out: bool = False, failure: Failure | None = None) -> Trajectory:
-        """The episode's trajectory. Raises the ``RLError`` that ended the session, if it must stop the run."""
-        ...
-
-    def close(self) -> None:
-        """Release the session; waits for an ``open`` that is still running."""
-        ...
 
 
 class SessionHostRunner(ABC):

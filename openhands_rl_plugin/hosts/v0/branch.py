@@ -120,7 +120,7 @@ class SessionBranch:
 
     def evidence(self) -> JsonObject:
         """As ``Branch.evidence``."""
-        return self.runtime.changes()
+        return self.runtime.workspace.changes()
 
     def check(self, asked: WorkspaceCommand) -> CommandEvidence:
         """As ``Branch.check``."""

@@ -7,14 +7,11 @@ polling and no state on disk. A failure in any of the session's threads ends it;
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import openhands.agenthub  # noqa: F401  # registers the stock agents
 from openhands.controller import AgentController
-from openhands.controller.state.state import State
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig, SandboxConfig
 from openhands.core.config.condenser_config import CondenserConfig, create_condenser_config
 from openhands.core.main import auto_continue_response
@@ -30,151 +27,97 @@ from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands.server.services.conversation_stats import ConversationStats
 from openhands.storage.memory import InMemoryFileStore
-from pydantic import SecretStr
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
-from openhands_rl_plugin.core.records import LAST_ERROR
-from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason, Trajectory
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, UserReplies
-from openhands_rl_plugin.hosts.shared.sessions import end_evidence, stop_deciding
+from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason
+from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, HostSession, llm_settings
+from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import stop_deciding
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
 from openhands_rl_plugin.hosts.v0.other_agents import record_agent
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
-from openhands_rl_plugin.session.session import Session, bind_episode
+from openhands_rl_plugin.session.session import Session
 
-# Characters of OpenHands' last error in the evidence: enough for its message, without a long response body.
-_LONGEST_ERROR = 2000
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
 
 
-@dataclass
-class _End:
-    """Why the session ended. Only the first reason is kept."""
+class ControllerSession(HostSession):
+    """Runs one episode by OpenHands' controller."""
 
-    state: AgentState | None = None
-    failure: Failure | None = None
-    error: RLError | None = None
-
-
-class ControllerSession:
-    """Runs one episode. ``open``, ``conclude`` and ``close`` block: call them on a thread. ``ended`` is awaited."""
-
-    def __init__(self, config: OpenHandsConfig, episode: Session, sid: str, replies: UserReplies | None = None) -> None:
+    def __init__(self, episode: Session, options: HostOptions, sid: str, config: OpenHandsConfig) -> None:
+        super().__init__(episode, options, sid)
         self._config = config
-        self._episode = episode
-        self._sid = sid
-        self._replies = replies
-        self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
-        self._end = _End()
-        self._lock = threading.Lock()
-        # ``close`` waits for an ``open`` that is still running.
-        self._opening = threading.Lock()
         self._stream: SessionEventStream | None = None
         self._runtime: Runtime | None = None
         self._controller: SessionController | None = None
 
-    def open(self) -> None:
-        """Create agent, runtime, memory and controller, and send the task as the user's first message."""
-        with self._opening, boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
-            llms = LLMRegistry(self._config)
-            stats = ConversationStats(None, self._sid, None)
-            llms.subscribe(stats.register_llm)
-            agent = create_agent(self._config, llms)
-            if not isinstance(agent, RLAgent):
-                record_agent(agent, self._episode)
-            stream = self._stream = SessionEventStream(self._sid, self._fail)
-            runtime = self._runtime = get_runtime_cls(self._config.runtime)(
-                config=self._config, event_stream=stream, llm_registry=llms, sid=self._sid, headless_mode=True
-            )
-            runtime.status_callback = self._on_runtime_status
-            asyncio.run(runtime.connect())
-            memory = SessionMemory(stream, self._sid, self._fail)
-            memory.set_conversation_instructions(None)
-            memory.set_runtime_info(runtime, {}, str(runtime.workspace_root))
-            memory.load_user_workspace_microagents(runtime.get_microagents_from_selected_repo(None))
-            self._controller = SessionController(
-                agent=agent,
-                conversation_stats=stats,
-                iteration_delta=self._config.max_iterations,
-                event_stream=stream,
-                on_state=self._on_state,
-            )
-            task = self._episode.request.task
-            stream.add_event(MessageAction(content=task.instruction or task.id), EventSource.USER)
+    def _start(self, instruction: str) -> None:
+        llms = LLMRegistry(self._config)
+        stats = ConversationStats(None, self._sid, None)
+        llms.subscribe(stats.register_llm)
+        agent = create_agent(self._config, llms)
+        if not isinstance(agent, RLAgent):
+            record_agent(agent, self._episode)
+        stream = self._stream = SessionEventStream(self._sid, self._finish)
+        runtime = self._runtime = get_runtime_cls(self._config.runtime)(
+            config=self._config, event_stream=stream, llm_registry=llms, sid=self._sid, headless_mode=True
+        )
+        runtime.status_callback = self._on_runtime_status
+        asyncio.run(runtime.connect())
+        memory = SessionMemory(stream, self._sid, self._finish)
+        memory.set_conversation_instructions(None)
+        memory.set_runtime_info(runtime, {}, str(runtime.workspace_root))
+        memory.load_user_workspace_microagents(runtime.get_microagents_from_selected_repo(None))
+        self._controller = SessionController(
+            agent=agent,
+            conversation_stats=stats,
+            iteration_delta=self._config.max_iterations,
+            event_stream=stream,
+            on_state=self._on_state,
+        )
+        stream.add_event(MessageAction(content=instruction), EventSource.USER)
 
-    async def ended(self) -> None:
-        """Wait until the controller has ended, or a part of the session has failed."""
-        await self._ended.wait()
-
-    def conclude(self, *, timed_out: bool = False, failure: Failure | None = None) -> Trajectory:
-        """The episode's trajectory. Raises the ``RLError`` that ended the session, if it must stop the run."""
+    def _cancel(self) -> None:
         stop_deciding(self._sid)
-        if (error := self._episode.error or self._end.error) is not None:
-            raise error
-        stop, failure = self._reason(timed_out, failure)
-        evidence, failure = end_evidence(self._runtime, self._episode, failure)
-        if self._controller is not None and (error := self._controller.state.last_error):
-            evidence = {**(evidence or self._episode.evidence or {}), LAST_ERROR: error[:_LONGEST_ERROR]}
-        return self._episode.freeze(stop=stop, failure=failure, evidence=evidence)
 
-    def close(self) -> None:
-        """Close the runtime, then wait until the session's threads have finished their current call."""
-        with self._opening:
-            # After opening: before, the runtime may not be registered.
-            stop_deciding(self._sid)
-            if self._runtime is not None:
-                self._runtime.close()
-            if self._stream is not None:
-                self._stream.close()
+    def _release(self) -> None:
+        if self._runtime is not None:
+            self._runtime.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def _reason(self, timed_out: bool, failure: Failure | None) -> tuple[StopReason | None, Failure | None]:
-        if timed_out:
-            return StopReason.TIMEOUT, None
-        if (failure := failure or self._end.failure) is not None:
-            return StopReason.ERROR, failure
-        state, controller = self._end.state, self._controller
-        if state in (AgentState.FINISHED, AgentState.REJECTED) or state is None or controller is None:
+        if timed_out or failure is not None:
+            return (StopReason.TIMEOUT if timed_out else StopReason.ERROR), failure
+        state = self._end
+        if not isinstance(state, str) or state in (AgentState.FINISHED, AgentState.REJECTED):
             return None, None
-        if state is AgentState.AWAITING_USER_INPUT:
+        if state == AgentState.AWAITING_USER_INPUT:
             return StopReason.NO_ACTION, None
-        stop, failure = controller_end(state.value, controller.state.last_error)
+        stop, failure = controller_end(state, self._last_error())
         # The agent's failure has its kind; OpenHands keeps only a line of text.
         return stop, failure and (self._episode.failure or failure)
 
-    def _on_state(self, state: AgentState) -> None:
-        if state in _ENDS:
-            self._finish(_End(state=state))
-        elif state is AgentState.AWAITING_USER_INPUT:
-            if self._episode.environment_mode or self._controller is None:
-                self._finish(_End(state=state))
-            else:
-                text = self._reply(self._controller.get_state())
-                self._controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
+    def _last_error(self) -> str:
+        return self._controller.state.last_error if self._controller is not None else ""
 
-    def _reply(self, state: State) -> str:
-        if self._replies is None:
-            return auto_continue_response(state)
-        said = sum(isinstance(event, MessageAction) and event.source == EventSource.USER for event in state.history)
-        return self._replies.first + (self._replies.later if said > 1 else "")
+    def _on_state(self, state: AgentState) -> None:
+        waiting, controller = state is AgentState.AWAITING_USER_INPUT, self._controller
+        if waiting and controller is not None and not self._episode.environment_mode:
+            history = controller.get_state().history
+            said = sum(isinstance(event, MessageAction) and event.source == EventSource.USER for event in history)
+            text = self._reply(said - 1, auto_continue_response(controller.get_state()))
+            controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
+        elif waiting or state in _ENDS:
+            self._finish(state.value)
 
     def _on_runtime_status(self, level: str, status: RuntimeStatus, message: str) -> None:
         if level == "error":
             what = f"{status.value}: {message}" if message else status.value
-            self._fail(Failure(kind=FailureKind.INFRASTRUCTURE, message=what[:500], boundary="openhands.runtime"))
-
-    def _fail(self, reason: Failure | RLError) -> None:
-        self._finish(_End(error=reason) if isinstance(reason, RLError) else _End(failure=reason))
-
-    def _finish(self, end: _End) -> None:
-        with self._lock:
-            if self._end != _End():
-                return
-            self._end = end
-        self._loop.call_soon_threadsafe(self._ended.set)
+            self._finish(Failure(kind=FailureKind.INFRASTRUCTURE, message=what[:500], boundary="openhands.runtime"))
 
 
 OnFailure = Callable[[Failure | RLError], None]
@@ -247,8 +190,6 @@ class SessionController(AgentController):
 _RUNTIMES = {None: "WorkspaceRuntime", "bubblewrap": "BubblewrapRuntime", "none": "SubprocessRuntime"}
 # Condensers that ask a model.
 _ASKING = frozenset({"llm", "llm_attention", "structured"})
-# A turn takes one iteration, or several with several tool calls; an answer that does not parse takes one, too.
-_ITERATIONS_A_TURN = 4
 
 
 def controller_config(
@@ -265,25 +206,14 @@ def controller_config(
     episode's own turn limit; an agent other than ``RLAgent`` has no other limit. ``sampling`` is for other agents:
     ``RLAgent`` sets the parameters of each call. Raises ``ConfigError`` for a condenser that OpenHands does not know.
     """
-    serving = settings.serving
     limits = limits or settings.limits()
     turns = limits.max_turns
     sampling = sampling or settings.sampling_params()
     llm = LLMConfig(
-        model=f"openai/{model or serving.model}",
-        base_url=serving.base_url,
-        api_key=SecretStr(serving.api_key() or "none"),
-        native_tool_calling=options.native_tool_calling,
+        **llm_settings(settings, options, model or settings.serving.model, limits),
         temperature=settings.sampling.temperature if sampling.temperature is None else sampling.temperature,
         top_p=sampling.top_p or settings.sampling.top_p,
         seed=sampling.seed,
-        max_output_tokens=limits.max_response_length,
-        timeout=max(1, round(serving.request_timeout)),
-        num_retries=options.llm_retries,
-        retry_min_wait=1,
-        retry_max_wait=2,
-        caching_prompt=False,
-        disable_vision=True,
         modify_params=False,
         completion_kwargs=_completion_kwargs(settings, options, sampling),
     )
@@ -303,7 +233,7 @@ def controller_config(
         runtime=runtime_path(options),
         file_store="memory",
         enable_browser=False,
-        max_iterations=turns * _ITERATIONS_A_TURN + 2 if options.agent == RL_AGENT else turns,
+        max_iterations=turns * ITERATIONS_A_TURN + 2 if options.agent == RL_AGENT else turns,
         sandbox=SandboxConfig(timeout=options.command_timeout),
     )
 

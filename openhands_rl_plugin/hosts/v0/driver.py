@@ -10,8 +10,9 @@ import os
 import uuid
 
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
+from openhands_rl_plugin.hosts.shared.host_session import HostSession
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
-from openhands_rl_plugin.hosts.shared.session_runner import HostSession, SessionHostRunner
+from openhands_rl_plugin.hosts.shared.session_runner import SessionHostRunner
 from openhands_rl_plugin.session.session import Session
 
 
@@ -40,7 +41,7 @@ class ControllerRunner(SessionHostRunner):
             limits=episode.limits,
             sampling=episode.sampling_for(None, 0),
         )
-        return ControllerSession(config, episode, f"rl-{uuid.uuid4().hex[:24]}", self._options.replies)
+        return ControllerSession(episode, self._options, f"rl-{uuid.uuid4().hex[:24]}", config)
 
 
 def _quieten() -> None:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import copy
-import shutil
 import tempfile
 import threading
 import zipfile
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any, Literal
 
 from openhands.core.config import OpenHandsConfig
 from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, FileWriteAction, IPythonRunCellAction
@@ -36,27 +38,16 @@ from openhands.runtime.runtime_status import RuntimeStatus
 from openhands_aci.utils.diff import get_diff
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
-from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree
-from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
+from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.files import Workspace
-from openhands_rl_plugin.environments.workspace.patch import Baseline
-from openhands_rl_plugin.environments.workspace.sandbox import (
-    INSIDE,
-    BubblewrapSandbox,
-    Sandbox,
-    SandboxLimits,
-    SubprocessSandbox,
-    check_bubblewrap,
-)
-from openhands_rl_plugin.environments.workspace.session_fork import SessionFork, changes_in, check_in, fork_session
-from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
+from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import limits_of, paths_of
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
 from openhands_rl_plugin.hosts.shared.sessions import protected_by
 from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime, SessionTaskList
 from openhands_rl_plugin.hosts.v0.settings import host_settings
@@ -64,7 +55,24 @@ from openhands_rl_plugin.session.session import current_episode
 
 # Seconds to start a sandbox, which takes a fraction of one: a machine under load is given time.
 _START_TIMEOUT = 14.0
-_ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
+
+
+def _reported(what: str) -> Callable[[Any], Any]:
+    """An ``OSError`` becomes an observation; OpenHands makes one of a ``PermissionError`` itself."""
+
+    def made(execute: Any) -> Any:
+        @wraps(execute)
+        def reporting(runtime: WorkspaceRuntime, action: Any) -> Observation:
+            try:
+                return execute(runtime, action)
+            except PermissionError:
+                raise
+            except OSError as error:
+                return ErrorObservation(f"{action.path} cannot be {what}: {error.strerror}")
+
+        return reporting
+
+    return made
 
 
 class WorkspaceRuntime(SessionRuntime):
@@ -73,59 +81,37 @@ class WorkspaceRuntime(SessionRuntime):
     The constructor raises ``ConfigError`` where bubblewrap does not work.
     """
 
-    limits: SandboxLimits
-    fork_limits = ForkLimits()
-    fork_methods = METHODS
+    isolation: Literal["bubblewrap", "none"] | None = None
 
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
-        # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
-        self._private = temporary_folder("runtime")
         bound = current_episode()
-        task = self._task_workspace = bound.workspace if bound else None
-        base = task.root if task else config.workspace_base
-        root = Path(base).expanduser().resolve() if base else self._private / "workspace"
-        try:
-            settings = bound.settings if bound else host_settings(config.get_agent_config(RL_AGENT), config)
-            self._settings, protected = settings.workspace, protected_by(settings.reward)
-            self.limits = limits_of(self._settings)
-            root.mkdir(parents=True, exist_ok=True)
-            self._sandbox = self.make_sandbox(config, root)
-        except (ConfigError, OSError):
-            shutil.rmtree(self._private)
-            raise
-        super().__init__(config, *args, **kwargs)
-        self._tree = Tree(root)
-        self._baseline = Baseline(self._private, task.repository if task else "", protected)
-        self._evidence: JsonObject | None = None
-        self.files = Workspace(root)
-        self._editor: WorkspaceEditor | None = None
-        self._start = f"{self._sandbox.workspace}/{task.repository}" if task and task.repository else None
-        self._shell = Shell(self._sandbox, self._variables(), self.limits, start=self._start)
-
-    def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
-        """The sandbox for the commands of the workspace at ``root``."""
-        if self._settings.isolation == "none" and self._task_workspace is None:
-            return SubprocessSandbox(root, self._private)
-        return self._bubblewrap(config, root)
-
-    def _bubblewrap(self, config: OpenHandsConfig, root: Path) -> Sandbox:
-        if config.sandbox.use_host_network:
+        task = bound.workspace if bound else None
+        settings = bound.settings if bound else host_settings(config.get_agent_config(RL_AGENT), config)
+        isolated = (self.isolation or (settings.workspace.isolation if task is None else "bubblewrap")) != "none"
+        if isolated and config.sandbox.use_host_network:
             raise ConfigError("[sandbox] use_host_network: write [rl.workspace] network = true in its place")
-        check_bubblewrap()
-        return BubblewrapSandbox(
-            root,
-            network=self._settings.network,
-            temporary=self.limits.temporary,
-            task_workspace=self._task_workspace,
-            paths=paths_of(self._settings),
+        # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
+        self.workspace = SandboxedWorkspace(
+            Path(config.workspace_base) if config.workspace_base else None,
+            settings.workspace,
+            task=task,
+            protected=protected_by(settings.reward),
+            isolated=isolated,
+            began=False,
         )
+        super().__init__(config, *args, **kwargs)
+        who = (("NAME", config.git_user_name), ("EMAIL", config.git_user_email))
+        git = {f"GIT_{by}_{what}": value for by in ("AUTHOR", "COMMITTER") for what, value in who}
+        given = {**self.initial_env_vars, **config.sandbox.runtime_startup_env_vars}
+        self.workspace.variables |= {**git, **given, **self.workspace.variables}
+        self.editor = WorkspaceEditor(self.workspace.place, self.workspace.private)
 
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
         self.set_runtime_status(RuntimeStatus.STARTING_RUNTIME)
         await asyncio.gather(
-            asyncio.to_thread(self._shell.run, ":", timeout=_START_TIMEOUT),
-            asyncio.to_thread(self._baseline.remember, self._sandbox),
+            asyncio.to_thread(self.workspace.run, ":", timeout=_START_TIMEOUT),
+            asyncio.to_thread(self.workspace.begin),
         )
         self._runtime_initialized = True
         self.set_runtime_status(RuntimeStatus.RUNTIME_STARTED)
@@ -134,51 +120,35 @@ class WorkspaceRuntime(SessionRuntime):
         """End the sandbox and all processes in it, and remove this runtime's own files."""
         atexit.unregister(self.close)
         self._runtime_initialized = False
-        self._shell.close()
-        remove_tree(self._private)
+        self.workspace.close()
         super().close()
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """The session's changes to its workspace, and no failure. Blocks; a second call returns the same."""
-        if self._evidence is None:
-            self._evidence = self.changes()
-        return self._evidence, None
+        """As ``SandboxedWorkspace.conclude``."""
+        return self.workspace.conclude()
 
     def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """As ``check_in``."""
-        session = (self._baseline, self._tree, self._sandbox, self._shell, self._variables(), self.limits)
-        return check_in(asked, *session, self._start)
+        """As ``SandboxedWorkspace.check``."""
+        return self.workspace.check(asked)
 
-    def changes(self) -> JsonObject:
-        """The changes since the session began: a patch and the names of the files. Blocks."""
-        return changes_in(self._baseline, self._tree, self._sandbox, self._shell)
+    @property
+    def files(self) -> Workspace:
+        """Access to the files below ``/workspace``."""
+        return self.workspace.files
 
     @property
     def forkable(self) -> bool:
         """Whether ``fork`` is possible: without isolation, forks would see each other's files and the original's."""
-        return isinstance(self._sandbox, BubblewrapSandbox)
+        return self.workspace.forks
 
     def fork(self, stop: threading.Event) -> WorkspaceRuntime:
-        """A runtime with copies of the session's files and state, without a subscription to its event stream. Blocks.
-
-        The caller closes it; until then the original's workspace must not change. Raises as ``fork_session`` does.
-        """
-        assert isinstance(self._sandbox, BubblewrapSandbox), "only a forkable runtime can be forked"
-        forked = fork_session(
-            self._tree,
-            self._sandbox,
-            self._shell,
-            variables=self._variables(),
-            bounds=self.limits,
-            limits=self.fork_limits,
-            methods=self.fork_methods,
-            stop=stop,
-        )
-        try:
-            return self._copy(forked)
-        except BaseException:
-            forked.close()
-            raise
+        """A runtime over ``SandboxedWorkspace.fork``, without a subscription to its event stream."""
+        fork = copy.copy(self)
+        fork.status_callback = None
+        fork.event_stream = SessionTaskList.of(self.event_stream, self.sid)
+        fork.workspace = self.workspace.fork(stop)
+        fork.editor = self.editor.forked(fork.workspace.place, fork.workspace.private)
+        return fork
 
     @property
     def workspace_root(self) -> Path:
@@ -193,75 +163,51 @@ class WorkspaceRuntime(SessionRuntime):
                 " with an empty standard input, and are ended at their time limit."
             )
         if "\0" in action.command:
-            return ErrorObservation("A command cannot hold a null character.")
+            return ErrorObservation(NO_NULL)
         timeout = self.config.sandbox.timeout if action.timeout is None else action.timeout
         aside = action.cwd is not None or action.is_static
         try:
-            result = self._shell.run(action.command, timeout=timeout, cwd=action.cwd, keep=not aside)
+            result = self.workspace.run(action.command, timeout=timeout, cwd=action.cwd, keep=not aside)
         except SandboxEndedError:
-            return _observation(action, CommandResult(output="", exit_code=None, cwd=INSIDE), _ENDED)
+            return _observation(action, CommandResult(output="", exit_code=None, cwd=INSIDE), ENDED)
         suffix = f"[The command timed out after {timeout:.1f} seconds and was ended.]" if result.timed_out else ""
         return _observation(action, result, suffix)
 
+    @_reported("read")
     def read(self, action: FileReadAction) -> Observation:
         """Read a text file; for the editor's tool, view it with line numbers."""
         if action.impl_source == FileReadSource.OH_ACI:
-            return self._view(action)
-        try:
-            data = self.files.read(action.path)
-        except PermissionError:
-            raise
-        except OSError as error:
-            return ErrorObservation(f"{action.path} cannot be read: {error.strerror}")
+            text = self.editor.edit("view", action.path, view_range=action.view_range).output or ""
+            return FileReadObservation(content=text, path=action.path, impl_source=FileReadSource.OH_ACI)
+        data = self.files.read(action.path)
         if b"\0" in data:
             return ErrorObservation("ERROR_BINARY_FILE")
         lines = data.decode("utf-8", "replace").splitlines(keepends=True)
         end = None if action.end == -1 else action.end
         return FileReadObservation(content="".join(lines[action.start : end]), path=action.path)
 
+    @_reported("written")
     def write(self, action: FileWriteAction) -> Observation:
         """Replace the whole file; create it and its parent directories when needed."""
-        try:
-            self.files.write(action.path, whole_text(action.content).encode())
-        except PermissionError:
-            raise
-        except OSError as error:
-            return ErrorObservation(f"{action.path} cannot be written: {error.strerror}")
+        self.files.write(action.path, whole_text(action.content).encode())
         return FileWriteObservation(content="", path=action.path)
 
+    @_reported("edited")
     def edit(self, action: FileEditAction) -> Observation:
         """Execute a command of ``str_replace_editor``."""
         if action.impl_source != FileEditSource.OH_ACI:
             return ErrorObservation("This runtime edits files by str_replace_editor only; disable enable_llm_editor.")
-        request = EditRequest(
-            command=action.command,
-            path=action.path,
-            file_text=action.file_text,
-            old_str=action.old_str,
-            new_str=action.new_str,
-            insert_line=action.insert_line,
-        )
-        try:
-            result = self.editor.edit(request)
-        except PermissionError:
-            raise
-        except OSError as error:
-            return ErrorObservation(f"{action.path} cannot be edited: {error.strerror}")
+        given = {name: getattr(action, name) for name in ("file_text", "old_str", "new_str", "insert_line")}
+        result = self.editor.edit(action.command, action.path, **given)
+        before, after = result.old_content or "", result.new_content or ""
         return FileEditObservation(
-            content=result.text,
+            content=result.output or "",
             path=action.path,
             old_content=action.old_str,
             new_content=action.new_str,
             impl_source=FileEditSource.OH_ACI,
-            diff="" if is_rewritten(*result.contents) else get_diff(*result.contents, action.path),
+            diff="" if is_rewritten(before, after) else get_diff(before, after, action.path),
         )
-
-    @property
-    def editor(self) -> WorkspaceEditor:
-        """The session's editor with its undo history, created when first used."""
-        if self._editor is None:
-            self._editor = WorkspaceEditor(self.files, self._private / "scratch")
-        return self._editor
 
     def run_ipython(self, action: IPythonRunCellAction) -> Observation:
         """Not supported; the observation tells the model what to do instead."""
@@ -306,59 +252,20 @@ class WorkspaceRuntime(SessionRuntime):
             return []
         return [f"{directory.rstrip('/')}/{name}" for name, _ in self.files.entries(directory)]
 
-    def _copy(self, forked: SessionFork) -> WorkspaceRuntime:
-        fork = copy.copy(self)
-        fork._private, fork._tree = forked.private, forked.tree
-        fork._sandbox, fork._shell = forked.sandbox, forked.shell
-        fork.files = Workspace(forked.shell.path_from_host(INSIDE))
-        fork.status_callback = None
-        fork.event_stream = SessionTaskList.of(self.event_stream, self.sid)
-        fork._editor = self._editor and self._editor.copied_to(fork.files, forked.private / "scratch")
-        return fork
-
-    def _view(self, action: FileReadAction) -> Observation:
-        request = EditRequest(command="view", path=action.path, view_range=action.view_range)
-        try:
-            text = self.editor.edit(request).text
-        except PermissionError:
-            raise
-        except OSError as error:
-            return ErrorObservation(f"{action.path} cannot be read: {error.strerror}")
-        return FileReadObservation(content=text, path=action.path, impl_source=FileReadSource.OH_ACI)
-
-    def _variables(self) -> dict[str, str]:
-        name, email = self.config.git_user_name, self.config.git_user_email
-        git = {
-            f"GIT_{who}_{what}": value
-            for who in ("AUTHOR", "COMMITTER")
-            for what, value in (("NAME", name), ("EMAIL", email))
-        }
-        own = self._task_workspace.variables if self._task_workspace else {}
-        return {**git, **self.initial_env_vars, **self.config.sandbox.runtime_startup_env_vars, **own}
-
 
 class BubblewrapRuntime(WorkspaceRuntime):
     """The workspace runtime in bubblewrap, whatever the settings say."""
 
-    def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
-        """A bubblewrap sandbox; raises ``ConfigError`` where that is impossible."""
-        return self._bubblewrap(config, root)
+    isolation = "bubblewrap"
 
 
 class SubprocessRuntime(WorkspaceRuntime):
     """The workspace runtime without isolation, even where bubblewrap is installed."""
 
-    def make_sandbox(self, config: OpenHandsConfig, root: Path) -> Sandbox:
-        """Plain subprocesses."""
-        return SubprocessSandbox(root, self._private)
+    isolation = "none"
 
 
 def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> CmdOutputObservation:
-    prefix = ""
-    if result.earlier:
-        prefix = (
-            f"[Output of background processes since the last command.]\n{result.earlier}\n[Output of this command.]\n"
-        )
     return CmdOutputObservation(
         content=result.output.rstrip("\n"),
         command=action.command,
@@ -366,7 +273,7 @@ def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> Cm
         metadata={
             "exit_code": -1 if result.exit_code is None else result.exit_code,
             "working_dir": result.cwd,
-            "prefix": prefix,
+            "prefix": earlier_output(result),
             "suffix": f"\n{suffix}" if suffix and result.output else suffix,
         },
     )

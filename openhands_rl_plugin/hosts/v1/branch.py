@@ -122,7 +122,7 @@ class ConversationBranch:
 
     def evidence(self) -> JsonObject:
         """As ``Branch.evidence``."""
-        return self._workspace.changes()
+        return self._workspace.sandboxed.changes()
 
     def check(self, asked: WorkspaceCommand) -> CommandEvidence:
         """As ``Branch.check``."""

@@ -24,12 +24,13 @@ from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
 from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt
 from openhands_rl_plugin.hosts.shared.litellm_calls import server_error
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import SHORT_ID, RunBeside, StandaloneRun, store_name
 from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
 from openhands_rl_plugin.hosts.v1.endings import conversation_end
 from openhands_rl_plugin.hosts.v1.session_llm import Unrecorded, model_server
-from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, StockWorkspace
+from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, NoEvidence
 from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.rollout.forks import World
@@ -78,14 +79,19 @@ class ConversationEpisode:
         self._job: Job[Json] | None = None
         self._ending = threading.Lock()
         self._last_status = Status.RUNNING
-        self._workspace: StockWorkspace | None = None
+        self._workspace: SandboxedWorkspace | NoEvidence | None = None
         runtime = runtime_of(self.session)
         if isinstance(runtime, ConversationWorkspace) and not runtime.closed:
-            runtime.begin()
-        elif runtime is None or isinstance(runtime, ConversationWorkspace | StockWorkspace):
+            runtime.sandboxed.begin()
+        elif runtime is None or isinstance(runtime, ConversationWorkspace | SandboxedWorkspace | NoEvidence):
             # What is there is an earlier episode's.
-            folder, protected = Path(str(conversation.workspace.working_dir)), protected_by(episode.settings.reward)
-            self._workspace = StockWorkspace(folder, protected)
+            settings, folder = episode.settings, Path(str(conversation.workspace.working_dir))
+            try:
+                self._workspace = SandboxedWorkspace(
+                    folder, settings.workspace, protected=protected_by(settings.reward), isolated=False
+                )
+            except ConfigError as error:
+                self._workspace = NoEvidence(str(error))
             register_runtime(self.session, self._workspace)
 
     @property
@@ -102,7 +108,7 @@ class ConversationEpisode:
     def sandboxed(self) -> bool:
         """Whether its tools work in a sandbox, which can be forked."""
         runtime = runtime_of(self.session)
-        return isinstance(runtime, ConversationWorkspace) and runtime.forks
+        return isinstance(runtime, ConversationWorkspace) and runtime.sandboxed.forks
 
     @property
     def status(self) -> Status:
@@ -265,7 +271,7 @@ class ConversationEpisode:
 
     def _world(self, turn: Turn, engine: SessionEngine) -> World | None:
         runtime, conversation = runtime_of(self.session), self.conversation
-        if not (isinstance(runtime, ConversationWorkspace) and runtime.forks) or conversation is None:
+        if not (isinstance(runtime, ConversationWorkspace) and runtime.sandboxed.forks) or conversation is None:
             return None
         agent: Any = conversation.agent
         live = ConversationBranch(agent, conversation.state, runtime, self.prompts, threading.Event())

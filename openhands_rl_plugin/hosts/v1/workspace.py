@@ -4,16 +4,11 @@ It is a folder in bubblewrap, the folder in which the SDK's own tools work, or a
 
 Commands run without a terminal, with an empty standard input. One that reaches its time limit goes on; until it has
 ended, an empty command waits for it and ``C-c`` interrupts it, as with the SDK's own. Its output comes when it ends.
-
-The SDK's own editor opens any path of the host. It is given copies in a private folder, one call at a time; what it
-writes to a copy is written to the workspace by ``Workspace``, which follows no link out of it, or by the container's
-programs.
 """
 
 from __future__ import annotations
 
 import shlex
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,28 +22,24 @@ from openhands.sdk.utils import maybe_truncate
 from openhands.tools.file_editor.definition import FileEditorAction, FileEditorObservation
 from openhands.tools.file_editor.editor import FileEditor
 from openhands.tools.file_editor.exceptions import ToolError
-from openhands.tools.file_editor.utils.history import FileHistoryManager
 from openhands.tools.terminal.constants import MAX_CMD_OUTPUT_SIZE, TIMEOUT_MESSAGE_TEMPLATE
 from openhands.tools.terminal.definition import TerminalAction, TerminalObservation
 from openhands.tools.terminal.metadata import CmdOutputMetadata
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
-from openhands_rl_plugin.environments.workspace.copies import Tree
-from openhands_rl_plugin.environments.workspace.edit_history import KEPT, NamedInside
-from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, Workspace
-from openhands_rl_plugin.environments.workspace.patch import Baseline
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, SubprocessSandbox
-from openhands_rl_plugin.environments.workspace.session_fork import TEMPORARY, check_in
+from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, Place
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
+
+_OUTPUT = 2 * 1024**2
 
 
 class ConversationWorkspace:
@@ -64,43 +55,26 @@ class ConversationWorkspace:
 
     @classmethod
     def open(
-        cls,
-        folder: Path,
-        settings: WorkspaceSettings,
-        *,
-        task: TaskWorkspace | None = None,
-        variables: Mapping[str, str] | None = None,
-        protected: Sequence[str] = (),
+        cls, folder: Path, settings: WorkspaceSettings, *, task: TaskWorkspace | None, protected: Sequence[str]
     ) -> ConversationWorkspace:
         """A workspace over ``folder``, which is used as it is, or over the task's.
 
         Raises ``ConfigError``, and ``InfrastructureError`` where the task's is a container that does not answer.
         """
         if task is not None and task.container is not None:
-            contained = ContainerWorkspace(task.container)
-            return cls(contained, Terminal(contained), ConversationEditor(contained))
-        sandboxed = SandboxedWorkspace(folder, settings, task=task, variables=variables, protected=protected)
-        return cls(sandboxed, Terminal(sandboxed), ConversationEditor(sandboxed))
-
-    @property
-    def forks(self) -> bool:
-        """Whether it can be forked at all."""
-        return self.sandboxed.forks
+            opened = ContainerWorkspace(task.container)
+        else:
+            opened = SandboxedWorkspace(folder, settings, task=task, protected=protected, output=_OUTPUT)
+        return cls(opened, Terminal(opened), ConversationEditor(opened))
 
     def fork(self, stop: threading.Event) -> ConversationWorkspace:
         """As ``SandboxedWorkspace.fork``, with the editor's history."""
         if self.terminal.busy:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
         sandboxed = self.sandboxed.fork(stop)
-        return ConversationWorkspace(sandboxed, self.terminal.forked(sandboxed), self.editor.forked(sandboxed))
-
-    def begin(self) -> None:
-        """As ``SandboxedWorkspace.begin``."""
-        self.sandboxed.begin()
-
-    def changes(self) -> JsonObject:
-        """As ``SandboxedWorkspace.changes``."""
-        return self.sandboxed.changes()
+        return ConversationWorkspace(
+            sandboxed, Terminal(sandboxed, self.terminal.seconds), self.editor.forked(sandboxed)
+        )
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """As ``SandboxedWorkspace.conclude``."""
@@ -119,7 +93,29 @@ class ConversationWorkspace:
 _MISSING = "the workspace is a container of another program, which judges it"
 
 
-class ContainerWorkspace:
+class NoEvidence:
+    """In the place of a workspace whose changes and files nobody sees; ``why`` is said in their place."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def changes(self) -> JsonObject:
+        """No patch, and why."""
+        return {"git_patch": None, "git_patch_missing": self._why}
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """No evidence, and no failure."""
+        return self.changes(), None
+
+    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
+        """Not run."""
+        return asked.did(error=self._why)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class ContainerWorkspace(NoEvidence):
     """As ``SandboxedWorkspace``, without forks and without evidence. All methods block.
 
     The constructor raises ``InfrastructureError``. Where the container's owner fails, so does the episode, whatever the
@@ -129,6 +125,7 @@ class ContainerWorkspace:
     forks = False
 
     def __init__(self, place: ContainerPlace) -> None:
+        super().__init__(_MISSING)
         self._shell = ContainerShell(place)
         self.start = self.inside = self._shell.start
         self.private = temporary_folder("container")
@@ -148,23 +145,18 @@ class ContainerWorkspace:
         """As ``ContainerShell.restart``."""
         self._shell.restart()
 
-    def files(self) -> ContainerFiles:
-        """Access to all files of the container, for one use of it."""
-        return ContainerFiles(self._shell)
-
-    def changes(self) -> JsonObject:
-        """No patch, and why."""
-        return {"git_patch": None, "git_patch_missing": _MISSING}
+    def place(self, path: str) -> Place:
+        """An absolute path of the container, for one use of its files. Raises ``PermissionError``."""
+        if "\0" in path or whole_text(path) != path:
+            raise PermissionError("a path cannot hold a null character, or half a character")
+        name = f"/{path.strip('/')}"
+        return Place(ContainerFiles(self._shell), name, name)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """No evidence, and the failure of the container's owner, if any."""
         failed = self._shell.failure[:500]
         failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=failed, boundary="container") if failed else None
         return self.changes(), failure
-
-    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
-        """Not run."""
-        return asked.did(error=_MISSING)
 
     def fork(self, stop: threading.Event) -> NoReturn:
         """Raises ``BadEnvironmentError``."""
@@ -181,7 +173,6 @@ DEFAULT_SECONDS = 30.0
 """A command's time limit where neither the model nor the tool's parameters say one: as the SDK's for silence."""
 
 _RESET = "Terminal session has been reset. All previous environment variables and session state have been cleared."
-_ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
 _NO_INPUT = (
     "was not sent: the running command has no terminal and an empty standard input. Send C-c to interrupt it, or an "
     "empty command to wait for it"
@@ -204,10 +195,6 @@ class Terminal:
         """Whether a command is still running."""
         return self._running is not None
 
-    def forked(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> Terminal:
-        """A terminal in a fork, in which nothing runs."""
-        return Terminal(workspace, self.seconds)
-
     def export(self, variables: Mapping[str, str]) -> None:
         """Set variables of the shell, unless a command is running."""
         if self._running is None and variables:
@@ -223,7 +210,7 @@ class Terminal:
             return self._reset(command, action.timeout)
         seconds = self.seconds if action.timeout is None else action.timeout
         if "\0" in command:
-            return _refused(command, "A command cannot hold a null character.")
+            return _refused(command, NO_NULL)
         if self._running is None:
             if not command or action.is_input:
                 what = "interact with" if action.is_input else "retrieve logs from"
@@ -278,19 +265,12 @@ class Terminal:
             return _observation(said, "", CmdOutputMetadata(suffix=suffix))
         except SandboxEndedError:
             self._running = None
-            return _observation(said, "", CmdOutputMetadata(suffix=_ENDED, working_dir=self._workspace.start))
+            return _observation(said, "", CmdOutputMetadata(suffix=ENDED, working_dir=self._workspace.start))
         except BaseException:
             self._running = None
             raise
         self._running = None
-        prefix = ""
-        if said != command:
-            prefix = "[Below is the output of the previous command.]\n"
-        elif result.earlier:
-            prefix = (
-                f"[Output of background processes since the last command.]\n{result.earlier}\n"
-                "[Output of this command.]\n"
-            )
+        prefix = earlier_output(result) if said == command else "[Below is the output of the previous command.]\n"
         code = -1 if result.exit_code is None else result.exit_code
         sent = " CTRL+C was sent." if said == _INTERRUPT else ""
         metadata = CmdOutputMetadata(
@@ -323,100 +303,44 @@ def _refused(command: str, why: str) -> TerminalObservation:
     return TerminalObservation.from_text(text=why, command=command, is_error=True)
 
 
-class _History(NamedInside, FileHistoryManager):
-    def __init__(self, directory: Path, copies: Path) -> None:
-        super().__init__(max_history_per_file=KEPT, history_dir=directory)
-        self.copies = copies
+_ARGUMENTS = {"command", "file_text", "view_range", "old_str", "new_str", "insert_line"}
 
 
 class ConversationEditor:
     """One session's editor, with the undo history of its files. Calls run one at a time."""
 
     def __init__(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> None:
-        self._workspace = workspace
-        self._scratch = workspace.private / "editor"
-        self._copies = self._scratch / "copies"
-        self._editor: FileEditor | None = None
-        self._calls = threading.Lock()
+        inside = self._inside = workspace.inside
+        self._editor = CopyEditor(
+            workspace.place, workspace.private, lambda copies: FileEditor(workspace_root=f"{copies}{inside}")
+        )
 
     def forked(self, workspace: SandboxedWorkspace) -> ConversationEditor:
         """An editor of a fork, with this one's undo history."""
         twin = ConversationEditor(workspace)
-        if self._editor is not None:
-            shutil.copytree(self._scratch / "history", twin._scratch / "history")
+        twin._editor = self._editor.forked(workspace.place, workspace.private)
         return twin
 
     def edit(self, action: FileEditorAction) -> FileEditorObservation:
         """Execute one command; what is wrong with it is said in the observation."""
-        with self._calls:
+        absolute = action.path.startswith("/")
+        given = action.model_dump(include=_ARGUMENTS)
+
+        def call(editor: FileEditor, copied: Path) -> FileEditorObservation:
             try:
-                return self._edit(action)
-            except OSError as error:
-                said = str(error) if isinstance(error, PermissionError) else f"{action.path}: {error.strerror}"
+                return editor(**given, path=str(copied) if absolute else action.path)
+            except ToolError as error:
+                return FileEditorObservation.from_text(text=error.message, command=action.command, is_error=True)
+
+        try:
+            path = action.path if absolute else f"{self._inside}/{action.path}"
+            return self._renamed(self._editor.edit(path, call))
+        except OSError as error:
+            said = str(error) if isinstance(error, PermissionError) else f"{action.path}: {error.strerror}"
             return FileEditorObservation.from_text(text=said, command=action.command, path=action.path, is_error=True)
 
-    def _edit(self, action: FileEditorAction) -> FileEditorObservation:
-        absolute = action.path if action.path.startswith("/") else f"{self._workspace.inside}/{action.path}"
-        files, name, shown = self._place(absolute)
-        copied = self._copy(files, name, shown)
-        before = copied.read_bytes() if copied.is_file() else None
-        result = self._call(action, str(copied) if action.path.startswith("/") else action.path)
-        after = copied.read_bytes() if copied.is_file() else None
-        if after is not None and after != before:
-            files.write(name, after)
-        return self._renamed(result)
-
-    def _place(self, path: str) -> tuple[Workspace | ContainerFiles, str, str]:
-        """The files that hold an absolute path, its name there, and the path itself without ``..`` in front."""
-        if isinstance(self._workspace, ContainerWorkspace):
-            if "\0" in path or whole_text(path) != path:
-                raise PermissionError("a path cannot hold a null character, or half a character")
-            name = f"/{path.strip('/')}"
-            return self._workspace.files(), name, name
-        if path == TEMPORARY or path.startswith(f"{TEMPORARY}/"):
-            files = self._workspace.files(TEMPORARY)
-            name = files.name_inside(f"{INSIDE}{path.removeprefix(TEMPORARY)}")
-            return files, name, TEMPORARY + name.removeprefix(INSIDE)
-        files = self._workspace.files(INSIDE)
-        name = files.name_inside(path)
-        return files, name, name
-
-    def _copy(self, files: Workspace | ContainerFiles, name: str, shown: str) -> Path:
-        """A copy of a file; of a folder, the names in it and in the folders below."""
-        shutil.rmtree(self._copies, ignore_errors=True)
-        if ".." in Path(shown).parts:
-            raise PermissionError(f"{shown}: write the path without ..")
-        copied = Path(f"{self._copies}{shown}")
-        kind = files.kind(name)
-        if kind is not None or files.kind(str(Path(name).parent)) == "directory":
-            copied.parent.mkdir(parents=True)
-        if kind == "directory":
-            _skeleton(files, name, copied, levels=2)
-        elif kind is not None:
-            copied.write_bytes(files.read(name))
-        return copied
-
-    def _call(self, action: FileEditorAction, path: str) -> FileEditorObservation:
-        if self._editor is None:
-            self._editor = FileEditor(workspace_root=f"{self._copies}{self._workspace.inside}")
-            # The SDK makes a folder for the history and never removes it.
-            shutil.rmtree(self._editor._history_manager.cache.directory, ignore_errors=True)
-            self._editor._history_manager = _History(self._scratch / "history", self._copies)
-        try:
-            return self._editor(
-                command=action.command,
-                path=path,
-                file_text=action.file_text,
-                view_range=action.view_range,
-                old_str=action.old_str,
-                new_str=action.new_str,
-                insert_line=action.insert_line,
-            )
-        except ToolError as error:
-            return FileEditorObservation.from_text(text=error.message, command=action.command, is_error=True)
-
     def _renamed(self, result: FileEditorObservation) -> FileEditorObservation:
-        copies = str(self._copies)
+        copies = str(self._editor.copies)
         content = [
             part.model_copy(update={"text": part.text.replace(copies, "")}) if isinstance(part, TextContent) else part
             for part in result.content
@@ -427,53 +351,3 @@ class ConversationEditor:
             # The SDK would compare the lines in this process to show them.
             update |= {"old_content": None, "new_content": None}
         return result.model_copy(update=update)
-
-
-def _skeleton(files: Workspace | ContainerFiles, name: str, into: Path, levels: int, room: int = MAX_LISTED) -> int:
-    """Empty files and folders with the names, at most ``room``; returns how many are left of that."""
-    into.mkdir()
-    # What is below a folder that nobody may read is not shown.
-    with suppress(OSError):
-        for entry, kind in files.entries(name) if levels else ():
-            if room <= 0:
-                break
-            room -= 1
-            if kind == "directory":
-                room = _skeleton(files, f"{name}/{entry}", into / entry, levels - 1, room)
-            else:
-                (into / entry).touch()
-    return room
-
-
-class StockWorkspace:
-    """The evidence of one episode in ``folder``, whose tools have the rights of this process. All methods block."""
-
-    def __init__(self, folder: Path, protected: Sequence[str] = ()) -> None:
-        self._private = temporary_folder("stock")
-        self._tree = Tree(folder.resolve())
-        self._baseline = Baseline(self._private, protected=protected)
-        self._evidence: JsonObject | None = None
-        self._missing = ""
-        try:
-            self._sandbox = SubprocessSandbox(self._tree.directory, self._private)
-            self._baseline.remember(self._sandbox)
-        except ConfigError as error:
-            self._missing = str(error)
-
-    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """The changes since the episode began, and no failure. A second call returns the same."""
-        if self._missing:
-            return {"git_patch": None, "git_patch_missing": self._missing}, None
-        if self._evidence is None:
-            self._evidence = self._baseline.changes(self._sandbox)
-        return self._evidence, None
-
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """As ``check_in``."""
-        if self._missing:
-            return asked.did(error=self._missing)
-        return check_in(asked, self._baseline, self._tree, self._sandbox)
-
-    def close(self) -> None:
-        """Remove what was recorded of the start."""
-        remove_tree(self._private)

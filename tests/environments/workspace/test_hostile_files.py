@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureE
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.environments.workspace import copies
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree
-from openhands_rl_plugin.environments.workspace.editor import EditRequest, WorkspaceEditor
+from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 
@@ -54,9 +54,8 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def editor(root: Path) -> WorkspaceEditor:
-    private = root.parent / "private"
-    private.mkdir()
-    return WorkspaceEditor(Workspace(root), private)
+    workspace = SandboxedWorkspace(root, WorkspaceSettings(), isolated=False, began=False)
+    return WorkspaceEditor(workspace.place, root.parent / "private")
 
 
 def test_a_way_back_from_behind_a_link_writes_nothing_elsewhere(root: Path, editor: WorkspaceEditor):
@@ -67,14 +66,14 @@ def test_a_way_back_from_behind_a_link_writes_nothing_elsewhere(root: Path, edit
     (root / "outside").mkdir()
     for command in ("create", "view"):
         with pytest.raises(PermissionError, match=r"without \.\."):
-            editor.edit(EditRequest(command, f"/workspace/link/{back}outside/planted", file_text="x"))
+            editor.edit(command, f"/workspace/link/{back}outside/planted", file_text="x")
     assert not list(root.parent.parent.rglob("planted"))
 
 
 def test_halves_of_surrogate_pairs_are_edited_as_replacement_signs(root: Path, editor: WorkspaceEditor):
-    made = editor.edit(EditRequest("create", "/workspace/a", file_text="one \ud800 two"))
-    assert "created" in made.text and (root / "a").read_text() == "one \ufffd two"
-    changed = editor.edit(EditRequest("str_replace", "/workspace/a", old_str="\udc00", new_str="1\udcff"))
+    made = editor.edit("create", "/workspace/a", file_text="one \ud800 two")
+    assert "created" in (made.output or "") and (root / "a").read_text() == "one \ufffd two"
+    changed = editor.edit("str_replace", "/workspace/a", old_str="\udc00", new_str="1\udcff")
     assert changed.new_content == "one 1\ufffd two"
     with pytest.raises(OSError):
         Workspace(root).read("/workspace/\ud800")
@@ -83,7 +82,7 @@ def test_halves_of_surrogate_pairs_are_edited_as_replacement_signs(root: Path, e
 def test_names_that_are_no_text_are_listed_as_text(root: Path, editor: WorkspaceEditor):
     os.mkdir(os.fsencode(root) + b"/\xff")
     (root / "new\nline\x1b[2J").touch()
-    listed = editor.edit(EditRequest("view", "/workspace")).text
+    listed = editor.edit("view", "/workspace").output or ""
     assert listed.encode() and "/workspace/\ufffd/" in listed
 
 
@@ -92,8 +91,8 @@ def test_a_listing_is_bounded(root: Path, editor: WorkspaceEditor, monkeypatch: 
         (root / f"d{each}").mkdir()
         for file in range(20):
             (root / f"d{each}" / f"f{file}").touch()
-    monkeypatch.setattr("openhands_rl_plugin.environments.workspace.editor.MAX_LISTED", 100)
-    assert editor.edit(EditRequest("view", "/workspace")).text.count("/f") <= 120
+    monkeypatch.setattr("openhands_rl_plugin.environments.workspace.edited_copies.MAX_LISTED", 100)
+    assert (editor.edit("view", "/workspace").output or "").count("/f") <= 120
 
 
 def test_a_long_way_takes_no_open_files_of_others(root: Path):

@@ -179,7 +179,7 @@ def test_a_directory_is_listed_without_a_host_shell(make: Make):
 def test_the_given_workspace_is_used_and_kept(make: Make, tmp_path: Path):
     runtime = make(workspace_base=str(tmp_path / "mine"))
     command(runtime, "echo text > file")
-    private = runtime._private
+    private = runtime.workspace.private
     assert private.exists()
     runtime.close()
     assert (tmp_path / "mine" / "file").read_text() == "text\n" and not private.exists()

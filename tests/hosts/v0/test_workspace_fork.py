@@ -67,7 +67,7 @@ def make(llms: LLMRegistry, tmp_path: Path) -> Iterator[Make]:
             sid="session",
             headless_mode=True,
         )
-        runtime.fork_methods = methods or runtime.fork_methods
+        runtime.workspace.fork_methods = methods or runtime.workspace.fork_methods
         made.append(runtime)
         asyncio.run(runtime.connect())
         return runtime
@@ -145,8 +145,8 @@ def test_a_fork_says_what_differs_from_the_start(make: Make, method: ForkMethod,
     run(runtime, "echo 2 >> known")
     twin = fork(runtime)
     run(twin, "rm known; echo 3 > new")
-    assert twin.changes()["changed_files"] == {"known": "deleted", "new": "added"}
-    assert runtime.changes()["changed_files"] == {"known": "modified"}
+    assert twin.workspace.changes()["changed_files"] == {"known": "deleted", "new": "added"}
+    assert runtime.workspace.changes()["changed_files"] == {"known": "modified"}
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
@@ -185,16 +185,16 @@ def test_what_is_too_large_or_slow_is_refused(make: Make, tmp_path: Path):
     before = set(Path(tempfile.gettempdir()).glob("openhands-rl-of-*/openhands-rl-fork-*"))
     run(runtime, "head -c 3000000 /dev/zero > large; mkdir d; touch d/1 d/2 d/3")
     for limits, reason in ((ForkLimits(size=2 << 20), "more than 2 MiB"), (ForkLimits(files=3), "more than 3 files")):
-        runtime.fork_limits = limits
+        runtime.workspace.fork_limits = limits
         with pytest.raises(BadEnvironmentError, match=f"{reason}; make it smaller, or"):
             runtime.fork(threading.Event())
     stop = threading.Event()
-    runtime.fork_limits = ForkLimits(seconds=1e-9)
+    runtime.workspace.fork_limits = ForkLimits(seconds=1e-9)
     run(runtime, "head -c 400000000 /dev/zero > larger")
     with pytest.raises(InfrastructureError, match="longer than 1e-09 s"):
         runtime.fork(stop)
     stop.set()
-    runtime.fork_limits = ForkLimits()
+    runtime.workspace.fork_limits = ForkLimits()
     with pytest.raises(InfrastructureError, match="it was cancelled"):
         runtime.fork(stop)
     assert set(Path(tempfile.gettempdir()).glob("openhands-rl-of-*/openhands-rl-fork-*")) == before
