@@ -239,6 +239,16 @@ def usage_in(given: object) -> Usage:
     )
 
 
+def usage_to_wire(usage: Usage) -> JsonObject:
+    """The counts as the ``usage`` of a completion."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
 def finish_in(choice: Mapping[str, object]) -> str | None:
     """The finish reason of a choice, or of a chunk of it; ``None`` while there is none."""
     reason = choice.get("finish_reason")

@@ -16,6 +16,7 @@ from openhands_rl_plugin.core.messages import (
     recorded_parameters,
     sampling_in,
     to_wire,
+    usage_to_wire,
     wire_calls,
 )
 from openhands_rl_plugin.core.records import MISSING
@@ -200,13 +201,7 @@ class SessionEngine:
         document, spent = self.answers.of(self._session.tree.nodes[node].message), self.spent
         if spent.calls < 2:
             return document
-        usage = {
-            "prompt_tokens": spent.prompt_tokens,
-            "completion_tokens": spent.completion_tokens,
-            "total_tokens": spent.prompt_tokens + spent.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": spent.cached_tokens},
-        }
-        return {**document, "usage": usage}
+        return {**document, "usage": usage_to_wire(spent)}
 
     def _request(self, given: Json, wire: Sequence[WireMessage], sampling: SamplingParams | None) -> Json:
         """The host's request with these messages, and with the session's sampling in the place of the host's."""

@@ -18,7 +18,7 @@ from openhands_rl_plugin.config.build import make_engine
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
 from openhands_rl_plugin.core.concurrency import LoopThread, background
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError
-from openhands_rl_plugin.core.messages import error_in, reasoning_in, sampling_in, to_message, to_wire
+from openhands_rl_plugin.core.messages import error_in, reasoning_in, sampling_in, to_message, to_wire, usage_to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.secrets import SHORTEST_OWN
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, ExtensionTable
@@ -173,7 +173,7 @@ class HttpUpstream:
             raise ServerError(500, "Connection error.") from error
         answer, status = bytes(content), response.status_code
         if response.is_success:
-            found = error_in(parse_object(answer)) if b'"error"' in answer else None
+            found = error_in(parse_object(answer)) if b'"error"' in answer or b'"choices"' not in answer else None
             if found is None:
                 return answer
             status = found[0]
@@ -198,7 +198,7 @@ class EngineUpstream:
             [completion] = await self._engine.complete(messages, tools=tools, n=1, sampling=sampling_in(body))
         except EpisodeError as error:
             raise ServerError(400 if isinstance(error, ModelError) else 503, str(error)) from error
-        said, usage, tokens = to_wire(completion.message), completion.usage, completion.tokens
+        said, tokens = to_wire(completion.message), completion.tokens
         if thought := reasoning_in(completion.metadata):
             said["reasoning_content"] = thought
         choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason or "stop", "message": said}
@@ -207,12 +207,7 @@ class EngineUpstream:
             "object": "chat.completion",
             "model": completion.policy.served_name if completion.policy else body["model"],
             "choices": [choice],
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            },
+            "usage": usage_to_wire(completion.usage),
         }
         if tokens is not None:
             answer[PROMPT_IDS], choice[SAMPLED_IDS] = list(tokens.prompt_ids), list(tokens.sampled_ids)

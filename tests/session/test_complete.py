@@ -15,7 +15,7 @@ from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import MAX_COMPLETIONS_IN_FLIGHT, background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, to_message
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.records import MISSING, CommandEvidence, TrajectoryFilter, WorkspaceCommand
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -112,16 +112,6 @@ def test_what_the_host_itself_asked_for_is_kept(server: ScriptedModel) -> None:
     (request,) = server.requests["frugal"]
     assert (request[TOKEN_IDS], request[LOGPROBS], request["top_k"], request["min_p"]) == (False, False, 5, 0.0)
     assert session.tree.nodes[-1].tokens is None and MISSING not in session.tree.nodes[-1].metadata
-
-
-def test_an_answer_is_made_fit_to_be_read_and_sent_again(server: ScriptedModel) -> None:
-    one = {"id": None, "type": "function", "function": {"name": "think", "arguments": None}}
-    server.script("odd", [{"role": "assistant", "content": "half", "tool_calls": [one]}])
-    session = session_of(server)
-    said = ask(session, "odd", tools=[{"type": "function", "function": {"name": "think"}}])["choices"][0]["message"]
-    kept = session.tree.nodes[-1].message
-    assert to_message(said) == kept
-    assert said["tool_calls"][0]["id"] and said["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 def test_failed_requests_come_again_with_the_same_seed(server: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:

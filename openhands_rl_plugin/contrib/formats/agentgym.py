@@ -48,7 +48,7 @@ _SPEAKERS = {"system": "System", "human": "Human", "gpt": "Assistant"}
 class Said(Foreign):
     """One message."""
 
-    speaker: Literal["system", "human", "user", "gpt", "assistant"]
+    speaker: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
     value: str = ""
     loss: bool | None = None
 
@@ -106,7 +106,6 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
 
 def read(row: JsonObject) -> Imported:
     """An episode of a record, or of an AgentTraj row. Raises ``ExchangeError``."""
-    row = _with_speakers(row)
     if "conversations" in row or "item_id" in row:
         return _read_traj_row(parse(TrajRow, row))
     record = parse(AgentGymRecord, row)
@@ -142,22 +141,6 @@ def _metadata(trajectory: Trajectory) -> JsonObject:
 
 def _spoken(said: JsonObject) -> str:
     return f"\n{_SPEAKERS[str(said['from'])]}: {said['value']}"
-
-
-def _with_speakers(row: JsonObject) -> JsonObject:
-    """``from`` is a keyword of Python's, so the models call it ``speaker``."""
-    held = row.get("trajectory")
-    if isinstance(held, dict):
-        row = {**row, "trajectory": {**held, "conversation": _renamed(held.get("conversation"))}}
-    if row.get("conversations") is not None:
-        row = {**row, "conversations": _renamed(row["conversations"])}
-    return row
-
-
-def _renamed(said: JsonValue) -> JsonValue:
-    if not isinstance(said, list):
-        return said
-    return [{**each, "speaker": each.get("from")} if isinstance(each, dict) else each for each in said]
 
 
 def _read_traj_row(row: TrajRow) -> Imported:

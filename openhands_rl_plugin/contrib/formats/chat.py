@@ -66,7 +66,6 @@ def read_sharegpt(row: JsonObject) -> Imported:
     """An episode of a row. Raises ``ExchangeError``."""
     record = parse(ShareGptRecord, row)
     messages: list[Message] = []
-    pending: list[ToolCall] = []
     for number, each in enumerate(record.conversations):
         speaker = str(each.get("from"))
         role = _ROLES.get(speaker.lower())
@@ -75,18 +74,10 @@ def read_sharegpt(row: JsonObject) -> Imported:
         role, calls = ("assistant", True) if role == "call" else (role, False)
         turn = chat_message({**each, "role": role, "content": each.get("value")})
         if calls:
-            pending = _calls(turn.content or "", len(messages))
-            said = messages[-1] if messages and messages[-1].role == "assistant" else None
-            if said is not None and not said.tool_calls:
-                messages[-1] = said.model_copy(update={"tool_calls": tuple(pending)})
-            else:
-                messages.append(turn.model_copy(update={"content": None, "tool_calls": tuple(pending)}))
-        elif role == "tool" and pending:
-            call = pending.pop(0)
-            messages.append(turn.model_copy(update={"tool_call_id": call.id, "name": call.name}))
-        else:
-            pending = []
-            messages.append(turn)
+            turn = turn.model_copy(update={"content": None, "tool_calls": _calls(turn.content or "")})
+            if messages and messages[-1].role == "assistant" and not messages[-1].tool_calls:
+                turn = messages.pop().model_copy(update={"tool_calls": turn.tool_calls})
+        messages.append(turn)
     said = record.whole(messages)
     task = task_of(said, _ENVIRONMENT, record.instance_id, record.task_id, row=record.id)
     origin = Origin(_SHAREGPT, task, record.model)
@@ -94,12 +85,10 @@ def read_sharegpt(row: JsonObject) -> Imported:
     return finished(tree, origin, Ending(end_of(said), {}, record.score))
 
 
-def _calls(text: str, at: int) -> list[ToolCall]:
+def _calls(text: str) -> tuple[ToolCall, ...]:
     """One call or a list of them, as JSON. Raises ``ExchangeError``."""
     value = from_text(text)
-    listed = value if isinstance(value, list) else [value]
-    named = [{**each, "id": f"call_{at}_{number}"} for number, each in enumerate(listed, 1) if isinstance(each, dict)]
-    return [*chat_message({"role": "assistant", "tool_calls": [*named]}).tool_calls]
+    return chat_message({"role": "assistant", "tool_calls": value if isinstance(value, list) else [value]}).tool_calls
 
 
 _TRL = "trl"

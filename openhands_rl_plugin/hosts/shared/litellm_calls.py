@@ -20,7 +20,17 @@ from litellm.types.utils import ModelResponse
 from openai import OpenAIError
 
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import CaughtFailure
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.messages import (
+    finish_in,
+    is_json_object,
+    reasoning_in,
+    to_message,
+    to_wire,
+    usage_in,
+    usage_to_wire,
+)
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.engines.extensions import ExtensionTable
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.token_id_text import Json, parse_object
@@ -35,6 +45,7 @@ KEY_VARIABLES = {"hosted_vllm": "HOSTED_VLLM_API_KEY", "litellm_proxy": "LITELLM
 _LITELLMS = frozenset({"api_key", "base_url", "api_base", "api_version", "custom_llm_provider", "timeout", "client"})
 _LITELLMS |= {"drop_params", "extra_body", "extra_headers", "allowed_openai_params", "safety_settings"}
 _LITELLMS |= {"aws_region_name", "aws_access_key_id", "aws_secret_access_key"}
+_SHOWN = 1000
 _NO_TIMEOUT = 600.0  # litellm's own, where OpenHands sets none
 
 
@@ -61,8 +72,20 @@ def answered(complete: Complete, asked: Mapping[str, Any]) -> ModelResponse:
 
 
 def response_of(document: Json) -> ModelResponse:
-    """A chat completion as litellm returns it."""
-    response = convert_to_model_response_object(response_object=document, model_response_object=ModelResponse())
+    """A chat completion as litellm returns it: where it cannot read a field, of what the session recorded alone."""
+    convert = partial(convert_to_model_response_object, model_response_object=ModelResponse())
+    try:
+        with boundary(FailureKind.MODEL, "litellm"):
+            response = convert(response_object=document)
+    except CaughtFailure:
+        choice, usage = document["choices"][0], usage_to_wire(usage_in(document.get("usage")))
+        said = to_wire(to_message({**choice["message"], "role": "assistant"}))
+        for function in (call["function"] for call in said.get("tool_calls") or ()):
+            if not is_json_object(function["arguments"]):  # too deep for the host, too
+                function["arguments"] = function["arguments"][:_SHOWN]
+        said["reasoning_content"] = reasoning_in(choice["message"])
+        kept = {"message": said, "finish_reason": finish_in(choice) or "stop"}
+        response = convert(response_object={"model": document.get("model"), "choices": [kept], "usage": usage})
     assert isinstance(response, ModelResponse)
     return response
 

@@ -49,7 +49,7 @@ def test_rows_of_agent_traj() -> None:
     )
     with pytest.raises(ExchangeError, match="conversations: is required"):
         agentgym.read({"conversations": None, "item_id": "webshop_1"})
-    with pytest.raises(ExchangeError, match="speaker: must be 'system', 'human'"):
+    with pytest.raises(ExchangeError, match="from: must be 'system', 'human'"):
         agentgym.read({"conversations": [{"from": "robot", "value": "x"}], "item_id": "webshop_1"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import litellm
@@ -10,10 +11,13 @@ from litellm.exceptions import ContextWindowExceededError
 from openhands.core.config import LLMConfig
 from openhands.llm.llm import LLM
 from pydantic import SecretStr
+from raw_server import raw_server, respond
 from scripted_model import EMPTY, ScriptedModel, prompt_ids, refusal, says, serve
+from wire_shapes import MESSAGES as SHAPES
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
 from openhands_rl_plugin.hosts.v0.completion import ask, connect
@@ -35,6 +39,31 @@ def llm_for(url: str, model: str, provider: str = "openai", **config) -> tuple[L
     connect(session, llm)
     ask(llm, lambda body: background().wait_for(session.complete(body)))
     return llm, session
+
+
+DEEP = '{"a":' + 5000 * "[" + 5000 * "]" + "}"
+ODD = {
+    "no role": {"role": None, "reasoning": 5, "annotations": [{"type": "url_citation"}], "audio": {"id": "a"}},
+    "a role of others": {"role": "model", "reasoning_content": {"text": None}, "thinking_blocks": "x"},
+    "images": {"images": [{"type": "image_url"}], "tool_calls": [{"id": "c1"}, {"type": "custom"}]},
+    "deep arguments": {"content": None, "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": DEEP}}]},
+}
+USAGE = {"prompt_tokens": 2.0, "completion_tokens": None, "completion_tokens_details": {"reasoning_tokens": "none"}}
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *ODD])
+async def test_what_is_recorded_can_be_read(name: str) -> None:
+    said = {"role": "assistant", "content": "Hi", **ODD[name]} if name in ODD else SHAPES[name][0]
+    choice = {"index": None, "message": said, "finish_reason": 5 if name in ODD else None}
+    body = {"id": 7, "choices": [choice], "usage": USAGE if name in ODD else "none"}
+    async with raw_server(lambda path, asked: respond(body)) as model_server:
+        llm, session = llm_for(f"{model_server.url}/v1", "odd")
+        answer = (await asyncio.to_thread(llm.completion, messages=MESSAGES)).choices[0]
+    read, recorded = to_message(answer.message.model_dump()), session.tree.nodes[-1].message
+    assert read.content == recorded.content and answer.finish_reason in ("stop", "tool_calls")
+    assert [(each.id, each.name, each.arguments) for each in read.tool_calls] == [
+        (each.id, each.name, each.arguments[:1000]) for each in recorded.tool_calls
+    ]
 
 
 FULL = "This model's maximum context length is 100 tokens. However, your messages resulted in 200 tokens."

@@ -111,10 +111,11 @@ async def test_a_session_gives_up_what_drips_and_reads_the_status_of_an_error() 
     async with dripping_server("text/html") as url, asyncio.timeout(5):
         with pytest.raises(ServerError, match="timed out"):
             await asyncio.to_thread(send, url)
-    async with raw_server(lambda path, body: respond(AGAIN[1])) as server:
-        with pytest.raises(ServerError, match="Provider returned error") as told:
-            await asyncio.to_thread(send, server.url)
-    assert told.value.status == 429
+    for given in (*AGAIN, *REFUSED):
+        async with raw_server(lambda path, body, given=given: respond(given)) as server:
+            with pytest.raises(ServerError, match="Provider returned error") as told:
+                await asyncio.to_thread(send, server.url)
+        assert told.value.is_temporary is (given in AGAIN) and told.value.status != 200
 
 
 @pytest.mark.parametrize("kind", ["", "text/html"])

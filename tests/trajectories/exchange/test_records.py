@@ -32,21 +32,10 @@ def test_a_row_of_the_sampled_set_with_null_filled_unions() -> None:
     assert found.run_id == "gpt-4o-2024-08-06_maxiter_50_N_v2.1-no-hint-train-t0-run_1"
     assert [message.content for message in found.messages()] == ["S", "Fix f.", None, "done", "Bye\nbye."]
     assert found.messages()[2].tool_calls == (ToolCall(id="call_1", name="execute_bash", arguments='{"command":"ls"}'),)
-    assert found.tools == (
-        {
-            "type": "function",
-            "function": {
-                "name": "execute_bash",
-                "description": "Run.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"command": {"type": "string"}},
-                    "required": ["command"],
-                },
-            },
-        },
-        {"type": "function", "function": {"name": "finish", "description": "End."}},
-    )
+    schema = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    functions = [{"name": "execute_bash", "description": "Run.", "parameters": schema}]
+    functions += [{"name": "finish", "description": "End."}]
+    assert [*found.tools] == [{"type": "function", "function": each} for each in functions]
     assert scores[0].reward == 1.0 and found.evidence["resolved"] is True
     assert found.evidence["test_result"] == {"git_patch": "diff", "report": {"resolved": True}}
 
