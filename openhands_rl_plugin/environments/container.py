@@ -38,7 +38,7 @@ before=$(wc -c < "$d/output") seen=$(cat "$d/seen") long= why=none began=$SECOND
 [[ -r $d/state ]] && (( $(wc -c < "$d/state") > {LONG_STATE} )) && long=long
 rm -f "$d/new" "$d/new.cwd"
 set -m
-timeout -s KILL "${{limit:-0}}" bash -c "$(<"$d/script")" \
+timeout -s KILL "${{limit:-999999}}" bash -c "$(<"$d/script")" \
 bash "$d/state" "$d/command" "$cwd" "$start" "$d/new" "$long" </dev/null >>"$d/output" 2>&1 &
 group=$!
 echo "$group" | tee "$d/running" >> "$d/groups"

@@ -118,25 +118,32 @@ def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward
 
     Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server.
     """
-    settings, serving, own = found.settings, found.settings.serving, found.settings.reward
-    host_of(settings)
-    if options.token_ids:
-        check_model_server(serving.base_url, serving.model, serving.api_key())
-    else:  # it would record the question for an unlisted model, too
-        check_answers(serving.base_url)
+    settings, own = found.settings, found.settings.reward
     if found.suite.name == ENVIRONMENT:
         check_environment_server(settings)
-    base = serving.model_copy(update={"model": options.base_model or base_of(serving)})
+    settings = with_base_model(settings, options)
     graded = graded_by((found.entry,), own)
     # The return of a repository task is what its grading says, as in a loop.
     reward = make_reward(graded if found.suite.software and own.name == _RETURN else own)
     refuse_labels(reward, "nobody labels while a trainer waits")
     if not found.suite.software:
         refuse_without_workspace(reward, f"{found.entry.task.environment} has none")
-    return settings.model_copy(update={"serving": base}), reward, graded
+    return settings, reward, graded
 
 
-def base_of(serving: ServingSettings) -> str:
+def with_base_model(settings: RLSettings, options: PlayOptions) -> RLSettings:
+    """The settings with the policy's base model. Raises for a host or an endpoint with which every episode fails."""
+    host_of(settings)
+    serving = settings.serving
+    if options.token_ids:
+        check_model_server(serving.base_url, serving.model, serving.api_key())
+    else:  # it would record the question for an unlisted model, too
+        check_answers(serving.base_url)
+    base = serving.model_copy(update={"model": options.base_model or _base_of(serving)})
+    return settings.model_copy(update={"serving": base})
+
+
+def _base_of(serving: ServingSettings) -> str:
     """The model that the policy is an adapter of, as the endpoint lists it; the policy itself where it is none."""
     listed = listed_models(serving.base_url, serving.api_key(), _SECONDS) or ()
     parent = next((each.parent for each in listed if each.id == serving.model), None)

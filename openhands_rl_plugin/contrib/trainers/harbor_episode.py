@@ -22,8 +22,7 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.apps.rollout.play import base_of, to_result, unusable
-from openhands_rl_plugin.config.host import host_of
+from openhands_rl_plugin.apps.rollout.play import to_result, unusable, with_base_model
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError, StorageError, describe
@@ -36,7 +35,6 @@ from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.runs.suites import REPLIES
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.models.engines.server_models import check_answers, check_model_server
 from openhands_rl_plugin.trajectories.exchange import atif
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
@@ -88,14 +86,7 @@ def _settings(options: PlayOptions) -> RLSettings:
     settings = settings.model_copy(update={"host": "v1" if options.host == "auto" else settings.host})
     if settings.host == "v0":  # whether it is installed or not
         raise ConfigError("host: OpenHands V0 does not work in a container of Harbor; leave the option out")
-    host_of(settings)
-    serving = settings.serving
-    if options.token_ids:
-        check_model_server(serving.base_url, serving.model, serving.api_key())
-    else:
-        check_answers(serving.base_url)
-    base = serving.model_copy(update={"model": options.base_model or base_of(serving)})
-    return settings.model_copy(update={"serving": base})
+    return with_base_model(settings, options)
 
 
 def _host_options(options: PlayOptions) -> HostOptions:
