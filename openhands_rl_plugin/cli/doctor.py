@@ -200,11 +200,11 @@ def _space(what: str, folder: Path) -> Finding:
         free = shutil.disk_usage(place).free
     except OSError as error:
         return fail(what, f"{place} cannot be read: {describe(error)}", "check the disk")
-    said = f"{free / 1024**3:,.1f} GiB free"
+    room = f"{free / 1024**3:,.1f} GiB free"
     remedy = "free some space, or choose another path in [rl.storage]"
     if free < TOO_LITTLE_BYTES:
-        return fail(what, said, remedy)
-    return warn(what, said, remedy) if free < LITTLE_BYTES else ok(what, said)
+        return fail(what, room, remedy)
+    return warn(what, room, remedy) if free < LITTLE_BYTES else ok(what, room)
 
 
 def _private(what: str, folder: Path) -> Finding:
@@ -263,10 +263,10 @@ def check_installation(*, registration: bool = True) -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    said = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     if _OLDEST_PYTHON <= sys.version_info[:2] <= _NEWEST_PYTHON:
-        return ok("python", said)
-    return fail("python", f"{said} is not supported", "install Python 3.12 or 3.13 and the package there")
+        return ok("python", version)
+    return fail("python", f"{version} is not supported", "install Python 3.12 or 3.13 and the package there")
 
 
 def _core() -> Finding:
@@ -333,8 +333,8 @@ def _registration(host: str, program: str, remedy: str) -> Finding:
         return fail("registration", f"OpenHands {host} cannot be imported: {describe(error)}", remedy)
     if done.returncode == 0 and done.stdout.strip().startswith("registered as"):
         return ok("registration", f"RLAgent {done.stdout.strip()}")
-    said = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    return fail("registration", f"OpenHands {host} does not know RLAgent ({said})", remedy)
+    printed = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    return fail("registration", f"OpenHands {host} does not know RLAgent ({printed})", remedy)
 
 
 def _bubblewrap() -> Finding:

@@ -166,10 +166,12 @@ def check_alone() -> None:
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Keep other processes from the run in ``directory`` until the block ends. Raises ``ConfigError``."""
+def held(
+    directory: Path, taken: str = "another process runs here; wait for it to end, or choose another --run-dir"
+) -> Iterator[None]:
+    """Keep other processes from ``directory`` until the block ends. Raises ``ConfigError``, with the text ``taken``."""
     _make(directory)
-    lock = lock_folder(directory, "another process runs here; wait for it to end, or choose another --run-dir")
+    lock = lock_folder(directory, taken)
     try:
         yield
     finally:

@@ -80,7 +80,7 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
     a file of rows, one row (SWE-bench's columns, or what the environment's ``reset`` takes), or a ``Task``. Without a
     ``storage`` the episode is kept in that of ``[rl]``.
 
-    A failed episode is returned with its ``failure``. Raises ``ConfigError`` for what no episode can be played with,
+    A failed episode is returned with its ``failure``. Raises ``ConfigError`` where no episode can be rolled out,
     ``InfrastructureError`` where nothing answers at the endpoint, and ``StorageError``.
     """
     found = find_task(task, options, options.settings())
@@ -208,7 +208,7 @@ def to_result(
     off_policy = off_policy_sampling(trajectory)
     if getattr(make_strategy(settings), "selects", False):
         off_policy = f"{trajectory.strategy.name} chose among what the policy sampled"
-    played = PlayedRollout(
+    rollout = PlayedRollout(
         trajectory_id=trajectory.id,
         run_id=trajectory.run_id,
         group_id=trajectory.group_id,
@@ -229,14 +229,14 @@ def to_result(
     )
     if isinstance(outcome, Failure):
         clear = outcome.model_copy(update={"message": redact_text(outcome.message)})
-        return played.model_copy(update={"failure": clear})
+        return rollout.model_copy(update={"failure": clear})
     try:
         segments = tuple(samples_of(kept)) if token_ids else ()
     except TrainingError as error:
         why = Failure(kind=FailureKind.MODEL, message=str(error), boundary="rollout.token_ids")
-        return played.model_copy(update={"failure": why})
-    said = {} if outcome is None else {"reward": outcome.reward, "reward_version": outcome.reward_version}
-    return played.model_copy(update={**said, "segments": segments})
+        return rollout.model_copy(update={"failure": why})
+    scored = {} if outcome is None else {"reward": outcome.reward, "reward_version": outcome.reward_version}
+    return rollout.model_copy(update={**scored, "segments": segments})
 
 
 def unusable(trajectory: Trajectory, timeout: float) -> Failure | None:
@@ -271,7 +271,7 @@ def find_task(source: GivenTask, options: PlayOptions, settings: RLSettings) -> 
 
 
 def tasks_of_file(file: Path) -> tuple[EvalTask, ...]:
-    """The tasks of a file whose rows say themselves where they are played. Raises ``ConfigError``."""
+    """The tasks of a file whose rows name their environment. Raises ``ConfigError``."""
     rows = tuple(read_rows(file))
     for number, row in enumerate(rows, start=1):
         if not all(column in row for column in _COLUMNS) and not {"id", "environment"} <= row.keys():

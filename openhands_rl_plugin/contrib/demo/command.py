@@ -38,7 +38,7 @@ The first line has a link to the studio, where you see episodes, stages and curv
 it out. You can interrupt the demo at any time: the same command continues where it stopped.
 """
 _TASKS = "shop: buy what is asked for; repair: find and fix the bug of a function (default: shop)"
-_LEVEL = "repair: what is told of the bug (1: its line, 2: its function, 3: only the failing test; default: 1)"
+_LEVEL = "repair: what is given of the bug (1: its line, 2: its function, 3: only the failing test; default: 1)"
 _REPO = "repair: a git repository whose functions are trained on, too, and held out (needs uv)"
 _TESTS = "--repo: pytest's arguments (default: the folders of tests that are found); may be repeated"
 _WITH = "--repo: also install this for its tests; may be repeated"

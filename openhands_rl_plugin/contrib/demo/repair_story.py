@@ -95,7 +95,7 @@ def repair_tasks(options: RepairOptions) -> LoopTasks:
 def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None, command: str = "") -> DemoResult:
     """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
 
-    It is played in V0 where that is installed, else in V1. Raises ``ConfigError`` when the directory holds a run with
+    It runs in V0 where that is installed, else in V1. Raises ``ConfigError`` when the directory holds a run with
     other options or of the other host, and any ``RLError`` of the parts.
     """
     listener = listener or LoopListener()
@@ -115,7 +115,7 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener | None = None
     if options.repository is not None:
         own = own_functions(options, listener, anew=not begun)
         tasks, title = beside_own(tasks, own, options), f"{TITLE} of {own.name}"
-    # Not before: whoever is told what the tests of a repository lack may say it (--with) in the same folder.
+    # Not before: --with may add what the tests of a repository lack, for the same folder.
     claim(options.run_directory, known)
     model = ensure_model(options.model_directory)
     words = ["serve", "--model", str(model), "--served-model-name", NAME]

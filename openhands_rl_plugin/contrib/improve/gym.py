@@ -42,7 +42,7 @@ from openhands_rl_plugin.evals.tasks.gate import (
 from openhands_rl_plugin.evals.tasks.packages import OwnRepository, Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sandbox import prepare_package
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
-from openhands_rl_plugin.evals.tasks.suite import REOPENED, TRIES_PER_TASK, make_suite
+from openhands_rl_plugin.evals.tasks.suite import REOPENED, TRIES_PER_TASK, Progress, make_suite
 
 _LEAST_STEADY = 0.5
 
@@ -231,19 +231,11 @@ class Gym(Frozen):
     """What no two tasks of different parts change."""
 
 
-class GymProgress(Protocol):
+class GymProgress(Progress, Protocol):
     """Callbacks for what is being done."""
 
     def stage(self, what: str, total: int | None = None) -> None:
         """A stage begins; ``total``: its steps."""
-        ...
-
-    def package(self, label: str, at: int, of: int) -> None:
-        """The only package of ``make_suite`` begins."""
-        ...
-
-    def tried(self, made: int, wanted: int, reason: str) -> None:
-        """A change was tried; ``reason``: why it is no task."""
         ...
 
     def checked(self, done: int, total: int, last: str) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +17,7 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.watch.settings import watch_settings
-from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra
+from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
@@ -101,7 +99,7 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     silence_libraries()
     prepare_threads()
     with from_extra("openhands,train"):
-        from openhands_rl_plugin.apps.loop.checks import check_alone
+        from openhands_rl_plugin.apps.loop.checks import check_alone, held
         from openhands_rl_plugin.contrib.watch.gates import suite_tasks
         from openhands_rl_plugin.contrib.watch.gathering import check_calibrated
         from openhands_rl_plugin.contrib.watch.service import Watch
@@ -128,7 +126,9 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
             await storage.close()
         return 0
 
-    with _alone(settings, folder):
+    taken = "another `openhands-rl watch` is at work here; `openhands-rl watch status` says what it does"
+    of_store = settings.storage.directory / "watch"
+    with held(folder, taken), held(of_store, taken) if settings.storage_backend == "file" else nullcontext():
         job = graded_job(args, loop_job(args, settings, model, tasks, folder, "watch"))
         return ENDING.run(serve())
 
@@ -145,20 +145,3 @@ def _plan(settings: RLSettings, folder: Path, tasks: int) -> str:
   a candidate: after {watch.min_episodes} new judged episodes, where at least {watch.min_used} can be used
   measured on: {tasks} tasks of {watch.suite}, {watch.attempts} attempts each; a loss of {watch.margin:g} is allowed
   journal: {folder}"""
-
-
-@contextmanager
-def _alone(settings: RLSettings, folder: Path) -> Iterator[None]:
-    """One watch an adapter, and one a store that is a folder. Raises ``ConfigError``."""
-    from openhands_rl_plugin.evals.runs.run_files import lock_folder
-
-    taken = "another `openhands-rl watch` is at work here; `openhands-rl watch status` says what it does"
-    of_store = [settings.storage.directory / "watch"] if settings.storage_backend == "file" else []
-    with ExitStack() as locks:
-        for each in (folder, *of_store):
-            try:
-                each.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"{each} cannot be made: {describe(error)}") from error
-            locks.callback(os.close, lock_folder(each, taken))
-        yield
