@@ -24,7 +24,9 @@ EPILOG = """examples:
 
 The agent's base_url is http://127.0.0.1:8200/v1, or .../session/NAME/v1 to name its session; Claude Code's
 ANTHROPIC_BASE_URL is http://127.0.0.1:8200, or .../session/NAME. Recorded are /v1/chat/completions (with token ids and
-logprobs, if the server reports them), /v1/messages and /v1/responses. To end a session:
+logprobs, if the server reports them), /v1/messages and /v1/responses. To open a session that a strategy decides, and to
+end one:
+  curl http://127.0.0.1:8200/session --json '{"session": "NAME", "strategy": {"name": "BestOfN"}, "limits": {}}'
   curl http://127.0.0.1:8200/session/NAME/end --json '{"success": true}'
 """
 
@@ -54,7 +56,7 @@ async def run(args: argparse.Namespace) -> int:
         where = args.store or _STORE
         storage = storage_at(where)
     log_accesses_if_asked(args)
-    await _serve(config, storage, where)
+    await _serve(config, storage, where, settings)
     return 0
 
 
@@ -70,12 +72,12 @@ def _known_from(settings: RLSettings) -> dict[str, object]:
     return found | {"reward_min": reward.gateway_min, "reward_max": reward.gateway_max}
 
 
-async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str) -> None:
+async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str, settings: RLSettings | None) -> None:
     from openhands_rl_plugin.session.gateway import running_gateway
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
-        async with running_gateway(config, storage) as url:
+        async with running_gateway(config, storage, settings=settings) as url:
             print(sayable(f"recording {config.upstream} into {where}"), flush=True)
             print(f"base_url: {url}/v1 (or {url}/session/NAME/v1); Ctrl-C stops it", flush=True)
             with suppress(asyncio.CancelledError):

@@ -25,13 +25,15 @@ EPILOG = """examples:
   openhands-rl run -f task.md --strategy BestOfN --max-turns 30 --store ./trajectories
   echo "Say what this code does" | openhands-rl run -f -
   openhands-rl run --base-url http://127.0.0.1:8100/v1 --store ./trajectories -- python my_agent.py
+  openhands-rl run --strategy BestOfN --base-url http://127.0.0.1:8100/v1 -- mini -t "Make the failing test pass" -y
 
 OpenHands V1 (its SDK) plays it in this process; where only V0 is installed, `python -m openhands.core.main` does. [rl]
 host decides where both could. Commands stay in the folder ([rl.workspace]). Ctrl-C stops it; what was sampled stays.
 
 A command after -- is any other agent. Its completions are recorded on their way to the model server: OPENAI_BASE_URL,
 OPENAI_API_BASE, LLM_BASE_URL and ANTHROPIC_BASE_URL name an address of this process. It runs with your rights, and its
-exit code is returned.
+exit code is returned. With --strategy or --max-turns each of its chat completions is decided by that strategy, which
+compares what the model proposes: nothing is forked.
 """
 _PATIENCE, _COMMAND_SECONDS = 35.0, 10.0
 """Seconds after a signal: in all, and for the command to end."""
@@ -104,8 +106,6 @@ async def _run_command(words: Sequence[str], folder: Path, options: WorkOptions)
     from openhands_rl_plugin.session.gateway import running_gateway
     from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
-    if options.strategy or options.max_turns is not None:
-        raise ConfigError("--strategy and --max-turns: a command decides itself how it asks the model")
     work = work_of(options, needs_model=False)
     settings, serving = work.settings, work.settings.serving
     upstream, key = work.llm.get("base_url") or serving.base_url, str(work.llm.get("api_key") or "none")
@@ -124,11 +124,16 @@ async def _run_command(words: Sequence[str], folder: Path, options: WorkOptions)
     )
     storage = open_storage(settings)
     try:
-        async with running_gateway(config, storage) as url:
+        async with running_gateway(config, storage, settings=settings) as url:
             base = f"{url}/session/{session}"
             versioned = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{base}/v1")
             keys = {name: key if key != "none" else os.environ.get(name, key) for name in _KEYS}
             environ = {**os.environ, **versioned, **keys, "ANTHROPIC_BASE_URL": base}
+            if options.strategy or options.max_turns is not None:
+                async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
+                    opened = await client.post(f"{url}/session", json={"session": session})
+                    if opened.is_error:
+                        raise ConfigError(opened.json()["error"]["message"])
             code, interrupted = await _executed(words, folder, environ)
             if not interrupted:
                 async with httpx.AsyncClient(trust_env=False, timeout=None) as client:

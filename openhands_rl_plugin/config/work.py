@@ -23,7 +23,7 @@ NO_KEY = "none"
 """Given to a server that asks for no key, because clients refuse an empty one."""
 
 # For work on a repository, where no file says anything else.
-_LIMITS: JsonObject = {"max_turns": 50, "max_response_length": 4096, "max_obs_length": 8192}
+LIMITS: JsonObject = {"max_turns": 50, "max_response_length": 4096, "max_obs_length": 8192}
 _PROVIDERS = ("openai/", "hosted_vllm/", "litellm_proxy/", "ollama/", "anthropic/", "gemini/", "openrouter/")
 
 
@@ -55,7 +55,7 @@ def work_of(options: WorkOptions, environ: Mapping[str, str] | None = None, *, n
     """Read the file and put the options over it. Raises ``ConfigError``, also without a model where it is needed."""
     file = options.config or (DEFAULT_FILE if DEFAULT_FILE.is_file() else None)
     try:
-        document = read_document(file) if file else {"rl": {**_LIMITS}}
+        document = read_document(file) if file else {"rl": {**LIMITS}}
         settings = settings_from_sections(document)
         section: Any = table_of(document, ("llm",)) or {}
     except ConfigError as error:

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
-from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree, HostConversation
+from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import (
     CONDENSATION,
     KIND,
@@ -26,7 +26,6 @@ from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
     JsonObject,
-    Message,
     PolicyRef,
     SamplingParams,
     StopReason,
@@ -39,66 +38,11 @@ from openhands_rl_plugin.core.types import (
     path_to,
 )
 from openhands_rl_plugin.rollout.journal import GrowingEpisode
+from openhands_rl_plugin.session.conversation import ClientConversation, squeezed
 from openhands_rl_plugin.session.requests import ClientRequest, with_sampled_calls
 from openhands_rl_plugin.session.responses import RecordedChoice, UpstreamResponse
+from openhands_rl_plugin.session.sampled_texts import SampledTexts
 from openhands_rl_plugin.session.token_id_text import NodeTokens, canonical
-
-
-class ClientConversation(HostConversation):
-    """A ``HostConversation`` for clients that sample several choices, or continue several branches concurrently.
-
-    An assistant message is matched with all answers to the same prompt: first with an equal one, then with one that the
-    client sent back in another form. A message without a match is the client's own.
-    """
-
-    def __init__(self, tree: EpisodeTree) -> None:
-        super().__init__(tree)
-        for index, node in enumerate(tree.nodes):
-            if node.sampled:
-                self._acted.add(index)
-            else:
-                self._forms[index] = node.message
-
-    def _settle(self, at: int | None, new: Sequence[Message]) -> None:
-        """What the client sent back was acted on. An answer was not when another one to its prompt was sent back, nor
-        when the client goes on from that prompt without it."""
-        tree = self._tree
-        last = tree.head
-        path = tree.path(at) if at is not None else []
-        if last is not None and tree.nodes[last].sampled and last not in path:
-            asked = tree.nodes[last].parent
-            other = any(tree.nodes[index].sampled and tree.nodes[index].parent == asked for index in path)
-            if other or (at == asked and not (new and new[0].role == "assistant")):
-                tree.head = asked
-        for index in path:
-            node = tree.nodes[index]
-            if node.sampled and node.reward is None and index != tree.head:
-                node.reward = 0.0
-                tree.usage += Usage(steps=1)
-
-    def _child(self, parent: int | None, message: WireMessage) -> int | None:
-        nodes = self._tree.nodes
-        for index in self._tree.children(parent):
-            if index in self._acted and says(message, nodes[index].message):
-                self._forms.setdefault(index, nodes[index].message)
-                return index
-        return super()._child(parent, message)
-
-    def _first_replay(self, index: int, message: WireMessage) -> bool:
-        return _same_answer(message, self._tree.nodes[index].message) and super()._first_replay(index, message)
-
-
-def _same_answer(message: WireMessage, answer: Message) -> bool:
-    """Whether ``message`` can be ``answer`` truncated, without its reasoning, or with other white space."""
-    if answer.tool_calls:
-        return True  # distinguished by the ids of the calls
-    one, other = (_squeezed(text) for text in (text_of(message.get("content")), answer.content))
-    return one in other or other in one if one and other else one == other
-
-
-def _squeezed(text: str | None) -> str:
-    return "".join((text or "").split())
-
 
 TOOLS = "tools"
 """The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
@@ -162,7 +106,7 @@ class SideRequests:
         if not new or tree.nodes[new[0]].parent is None:
             return
         asked = [tree.nodes[at].message for at in new]
-        told = _squeezed(" ".join(message.content or "" for message in asked if message.role != "assistant"))
+        told = squeezed(" ".join(message.content or "" for message in asked if message.role != "assistant"))
         root = tree.path()[0]
         for at, node in enumerate(tree.nodes[:first]):
             if not node.sampled or kind_of(node) == CONDENSATION or node.message.tool_calls:
@@ -170,7 +114,7 @@ class SideRequests:
             path = path_to(tree.nodes, at)
             if path[0] == root or not self._is_alone(path[0]):
                 continue
-            if len(said := _squeezed(node.message.content)) >= _SHORTEST_QUOTE and said in told:
+            if len(said := squeezed(node.message.content)) >= _SHORTEST_QUOTE and said in told:
                 self._mark(path[0], CONDENSATION)
                 self.found_later = True
 
@@ -191,7 +135,7 @@ class SideRequests:
 
 ENVIRONMENT = "gateway"
 _USUAL = "chat/completions"
-_STRATEGY = StrategySpec(name="gateway")
+STRATEGY = StrategySpec(name="gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +257,9 @@ class SessionEpisode:
             finished=finished,
         )
         await self._journal.keep(self._tree)
-        if self._sides.found_later or any("replayed_as" in node.metadata for node in self._tree.nodes):
+        if self._sides.found_later or any(
+            {"replayed_as", "malformed"} & node.metadata.keys() for node in self._tree.nodes
+        ):
             await self._rewrite(end)
         else:
             await self._storage.end(end)
@@ -335,7 +281,7 @@ class SessionEpisode:
     def _take(self, tree: EpisodeTree) -> None:
         self._tree = tree
         self._node_tokens = NodeTokens(tree)
-        self._conversation = ClientConversation(tree)
+        self._conversation = ClientConversation(tree, SampledTexts())
         self._sides = SideRequests(tree)
 
     def _begin(self, call: ClientRequest, answer: UpstreamResponse) -> GrowingEpisode:
@@ -344,7 +290,7 @@ class SessionEpisode:
         self._tree.tools = call.tools
         policy = self._policy_of(answer, call)
         start = EpisodeStart.for_request(
-            request, strategy=_STRATEGY, policy=policy, tools=call.tools, started=time.time()
+            request, strategy=STRATEGY, policy=policy, tools=call.tools, started=time.time()
         )
         self._journal = GrowingEpisode(self._storage, start)
         return self._journal

@@ -24,15 +24,16 @@ import asyncio
 import hashlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from openhands_rl_plugin.core.messages import WireMessage, text_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
-from openhands_rl_plugin.core.types import JsonObject, StopReason
-from openhands_rl_plugin.session.client_episode import ENVIRONMENT, SessionEpisode, SessionKey
+from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, StopReason
+from openhands_rl_plugin.session.client_episode import ENVIRONMENT, STRATEGY, SessionEpisode, SessionKey
 from openhands_rl_plugin.session.replies import PendingCalls
+from openhands_rl_plugin.session.searched import SearchedEpisode
 from openhands_rl_plugin.session.token_id_text import Json, parse_object
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
@@ -106,14 +107,20 @@ class ClientSession:
     ``unrecorded``: its requests for completions that could not be recorded, by path.
     """
 
-    def __init__(self, key: SessionKey, episode: SessionEpisode, last_used: float) -> None:
+    def __init__(self, key: SessionKey, episode: SessionEpisode | SearchedEpisode, last_used: float) -> None:
         self.key = key
         self.episode = episode
         self.last_used = last_used
         self.pending = PendingCalls()
         self.unrecorded: Counter[str] = Counter()
+        self.is_searched = isinstance(episode, SearchedEpisode)
         first = episode.policy
         self.pinned = first.served_name if first is not None else ""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has to stay in memory."""
+        return self.pending.busy or self.is_searched
 
 
 class TooManySessions(Exception):
@@ -154,19 +161,34 @@ class SessionPool:
         where = TrajectoryFilter(run_id=self._run_id, environment=ENVIRONMENT, finished=False)
         async for left in self._storage.summaries(where):
             self._evicted[left.task_id] = left.times.finished
+            if left.strategy != STRATEGY.name:  # it ended with the gateway that searched
+                await self.end(left.task_id, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     async def open(self, name: str) -> ClientSession:
         """The session of that name, loaded or created. Raises ``StorageError`` and ``TooManySessions``."""
         session = self._active.get(name)
         if session is None:
-            if name not in self._evicted and (many := len(self._active) + len(self._evicted)) >= self._max_open:
-                raise TooManySessions(f"{many} sessions are open: end some (/session/NAME/end) or retry later.")
+            if name not in self._evicted:
+                self._check_room()
             async with self._lock:
                 session = self._active.get(name) or await self._load(name)
                 self._evict(but=name)
         self._active.move_to_end(name)
         session.last_used = time.time()
         return session
+
+    async def create(self, name: str, make: Callable[[EpisodeRequest], SearchedEpisode]) -> bool:
+        """Open a session that a strategy decides; false where one of that name has not ended. Raises what ``make``
+        raises, ``StorageError`` and ``TooManySessions``."""
+        async with self._lock:
+            if name in self._active or await self._is_open(name):
+                return False
+            self._check_room()
+            key = SessionKey(self._run_id, name)
+            while await self._summary(key) is not None:
+                key = SessionKey(self._run_id, name, key.part + 1)
+            self._active[name] = ClientSession(key, make(key.request()), time.time())
+            return True
 
     async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
         """End a session after its requests in flight; returns the episode's id and node count, ``None`` if unknown."""
@@ -207,6 +229,10 @@ class SessionPool:
                 session = self._active.get(name) or await self._load(name)
                 await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
+    def _check_room(self) -> None:
+        if (many := len(self._active) + len(self._evicted)) >= self._max_open:
+            raise TooManySessions(f"{many} sessions are open: end some (/session/NAME/end) or retry later.")
+
     def _names(self) -> list[str]:
         return [*self._active, *self._evicted]
 
@@ -237,7 +263,7 @@ class SessionPool:
 
     def _evict(self, *, but: str) -> None:
         spare = max(0, len(self._active) - self._max_sessions)
-        unused = [name for name, each in self._active.items() if name != but and not each.pending.busy]
+        unused = [name for name, each in self._active.items() if name != but and not each.is_held]
         for name in unused[:spare]:
             self._evicted[name] = self._active.pop(name).last_used
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import time
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 _KEPT = frozenset({"model", "max_tokens", "max_completion_tokens"})
 _OF_TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _TRIES, _PAUSES = 3, Backoff(0.5, 8.0)
+_LONGEST_PAUSE = 60.0
+"""Seconds that a server may ask to wait (``Retry-After``)."""
 _OF_STREAMS = frozenset({"stream", "stream_options"})
 
 
@@ -152,7 +155,7 @@ class SessionEngine:
                     continue
                 failures += 1
                 if error.is_temporary and error.status != 200 and failures < _TRIES:
-                    await _PAUSES.wait(failures)
+                    await asyncio.sleep(max(_PAUSES.pause(failures), min(error.retry_after, _LONGEST_PAUSE)))
                     continue
                 self._failed[key] = attempts
                 raise error.as_failure() from error

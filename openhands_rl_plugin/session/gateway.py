@@ -8,11 +8,13 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.work import LIMITS
+from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HOST_EVIDENCE
 from openhands_rl_plugin.core.redaction import redacting_logger
@@ -40,9 +42,10 @@ from openhands_rl_plugin.session.messages_api import MESSAGES
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, UpstreamError, forwarded_headers
 from openhands_rl_plugin.session.protocol import WireProtocol, event
 from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder
-from openhands_rl_plugin.session.replies import EVENTS, PendingCall, Reply, error_reply
+from openhands_rl_plugin.session.replies import EVENTS, JSON, PendingCall, Reply, error_reply
 from openhands_rl_plugin.session.requests import Unrecordable
 from openhands_rl_plugin.session.responses_api import RESPONSES
+from openhands_rl_plugin.session.searched import OpenRequest, SearchedEpisode, new_name
 from openhands_rl_plugin.session.token_id_text import DEEPEST, dump_object, parse_object, too_deep
 
 _REWARD_VERSION = "gateway"
@@ -127,8 +130,15 @@ class Incoming:
 class Gateway:
     """The ASGI application. Its requests share one recorder and one pool of sessions."""
 
-    def __init__(self, config: GatewayConfig, storage: TrajectoryStorage, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        storage: TrajectoryStorage,
+        clock: Clock = time.monotonic,
+        settings: RLSettings | None = None,
+    ) -> None:
         self._config = config
+        self._settings = settings or RLSettings.model_validate(LIMITS)
         self._storage = storage
         self._upstream = ModelServer(config)
         self._recorder = Recorder(config, self._upstream, clock)
@@ -169,6 +179,9 @@ class Gateway:
             case "GET" | "HEAD", ["health"]:
                 request.route(HEALTH)
                 return self._health()
+            case "POST", ["session"]:
+                request.route("/session")
+                answer = self._open(request.body)
             case "POST", ["session", name, "end"]:
                 request.route("/session/{session}/end")
                 answer = self._end(unquote(name), request.body)
@@ -232,9 +245,23 @@ class Gateway:
         )
         if call.streams:
             return await self._stream(request, call_in_flight, protocol)
+        if session.is_searched:
+            await self._fill(request, call_in_flight.task)
         reply = await asyncio.shield(call_in_flight.task)
+        if request.started:
+            if reply.status == 200:
+                call_in_flight.delivered |= request.connected
+                await request.write(reply.body, more=False)
+            return None
         call_in_flight.delivered |= request.connected
         return reply
+
+    async def _fill(self, request: Incoming, task: asyncio.Task[Reply]) -> None:
+        """White space while a strategy decides, which JSON may begin with: clients give up after some silence."""
+        while not (await asyncio.wait([task], timeout=self._config.keep_alive))[0] and request.connected:
+            if not request.started:
+                await request.start(200, {"content-type": JSON})
+            await request.write(b" ")
 
     async def _pass(self, request: Incoming, path: str, marks: Mapping[str, str]) -> Reply | None:
         """Forward a request unchanged and unrecorded."""
@@ -273,15 +300,34 @@ class Gateway:
         # Else the connection is cut: not the end of a complete answer, also for a client that overlooks the error.
         return None
 
+    async def _open(self, body: bytes) -> Reply:
+        """Open a session with a task, a strategy and limits."""
+        config = self._config
+        try:
+            opened = await read_body(body or b"{}", OpenRequest.model_validate_json)
+            name = session_name(opened.session or new_name(), "", {}, {}, ()).name
+            made = await self.sessions.create(
+                name,
+                lambda request: SearchedEpisode(
+                    self._storage, request, opened, self._settings, config.base_model, restores=config.restore_calls
+                ),
+            )
+        except ValidationError as error:
+            return _refused(error)
+        except ConfigError as error:
+            return error_reply(400, str(error), "BadRequestError")
+        if not made:
+            return error_reply(409, f"The session {name!r} is open: end it, or name another.", "ConflictError")
+        path = f"/session/{quote(name, safe='')}"
+        return Reply(201, dump_object({"session": name, "path": f"{path}/v1", "end": f"{path}/end"}))
+
     async def _end(self, given: str, body: bytes) -> Reply:
         """End the episode; ``reward`` or ``success`` is stored as its score."""
         name = session_name(given, "", {}, {}, ()).name
         try:
             outcome = await read_body(body or b"{}", EndRequest.model_validate_json)
         except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(each) for each in problem["loc"])
-            return error_reply(400, f"{where}: {problem['msg']}", "BadRequestError")
+            return _refused(error)
         if too_deep(outcome.evidence):
             return error_reply(400, f"evidence: has more than {DEEPEST} levels", "BadRequestError")
         low, high = self._config.reward_min, self._config.reward_max
@@ -304,6 +350,12 @@ class Gateway:
         return Reply(200, dump_object({"session": name, "trajectory_id": trajectory_id, **scored}))
 
 
+def _refused(error: ValidationError) -> Reply:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(each) for each in problem["loc"])
+    return error_reply(400, f"{where}: {problem['msg']}", "BadRequestError")
+
+
 def _late(reply: Reply, protocol: WireProtocol) -> bytes:
     """A reply without events, for a client whose stream has already started."""
     if reply.status == 200:
@@ -323,15 +375,17 @@ async def running_gateway(
     config: GatewayConfig,
     storage: TrajectoryStorage,
     clock: Clock = time.monotonic,
+    settings: RLSettings | None = None,
 ) -> AsyncIterator[str]:
     """A gateway in this event loop; yields its URL, without ``/v1``. All sessions are ended on exit.
 
-    ``clock``: seconds, for when a field that a model refused is tried again.
+    ``clock``: seconds, for when a field that a model refused is tried again. ``settings``: what a session of
+    ``POST /session`` leaves open.
 
     Raises ``PortUnavailableError``, and ``StorageError`` when the storage cannot be read or written. The storage stays
     open.
     """
-    gateway = Gateway(config, storage, clock)
+    gateway = Gateway(config, storage, clock, settings)
     with listening(config.host, config.port) as listener:
         await gateway.sessions.start()
         sweeper = asyncio.create_task(_sweep(gateway.sessions, min(60 * config.idle_minutes / 4, _MAX_SWEEP_SECONDS)))

@@ -12,7 +12,7 @@ import httpx
 
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.replies import JSON, Reply, error_reply
-from openhands_rl_plugin.session.upstream import PlainTransport, http_client
+from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, PlainTransport, http_client
 
 # Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
 _OWN = frozenset(
@@ -119,6 +119,13 @@ class ModelServer:
             raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
         except httpx.HTTPError as error:
             raise UpstreamError(_bad(f"sent no complete answer ({type(error).__name__}).", self._base)) from error
+
+    def for_strategies(self, headers: RawHeaders) -> HttpUpstream:
+        """The same server for the requests of a strategy; ``headers`` are those of the client."""
+        key = self._key.decode()
+        if not key and self._keeps_client_key:
+            key = dict(headers).get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
+        return HttpUpstream(self._base, key or None, self._timeout, fields=ALL_FIELDS)
 
     def _headers(self, given: RawHeaders, path: str, content_type: bytes) -> list[tuple[bytes, bytes]]:
         own = _OWN | {b"content-type"} if content_type else _OWN

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, boundary, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary, describe
 from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import note_failure, read_body
@@ -29,6 +29,7 @@ from openhands_rl_plugin.models.engines.extensions import (
     ExtensionTable,
 )
 from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
+from openhands_rl_plugin.session.client_episode import SessionEpisode
 from openhands_rl_plugin.session.client_sessions import OPENING, ClientSession, SessionName
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, UpstreamError, forwarded_headers
@@ -37,7 +38,10 @@ from openhands_rl_plugin.session.replies import EVENTS, JSON, LiveAnswer, Reply,
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, upstream_body
 from openhands_rl_plugin.session.responses import UpstreamResponse, fields_not_asked_for, without_fields
 from openhands_rl_plugin.session.responses_api import RESPONSES
+from openhands_rl_plugin.session.searched import SearchedEpisode, events_of
 from openhands_rl_plugin.session.token_id_text import dump_object, parse_object
+from openhands_rl_plugin.session.turns import EpisodeOver
+from openhands_rl_plugin.session.upstream import server_error
 
 LATEST = "latest"
 
@@ -162,15 +166,17 @@ class Recorder:
         The events of a streamed answer go to ``live`` as they come, the last ones when the answer is stored. Then only
         the reply's status counts: an error came too late for the client to see it as one.
         """
+        if isinstance(episode := session.episode, SearchedEpisode):
+            return await self._decided(protocol, session, episode, call, headers, live)
         if self._restores and protocol is CHAT:
-            call, restored = session.episode.with_sampled_calls(call)
+            call, restored = episode.with_sampled_calls(call)
             self.counts.restored_calls += restored
         wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
                 model = self._model(session, call.model)
                 attempt = self._extensions.attempt(model, wanted)
-                exchange = _Exchange(protocol, session, call, attempt, time.perf_counter())
+                exchange = _Exchange(protocol, session, episode, call, attempt, time.perf_counter())
                 return await self._reply(exchange, model, headers, query=query, live=live)
         except StorageError as error:
             # The client must not continue from an answer that is not stored; it can retry.
@@ -190,6 +196,42 @@ class Recorder:
         except UpstreamError as error:
             self.counts.upstream_errors += 1
             return error.reply
+
+    async def _decided(
+        self,
+        protocol: WireProtocol,
+        session: ClientSession,
+        episode: SearchedEpisode,
+        call: ClientRequest,
+        headers: RawHeaders,
+        live: LiveAnswer,
+    ) -> Reply:
+        """What the session's strategy answers."""
+        if protocol is not CHAT:
+            return error_reply(400, "The strategy of this session answers chat completions only.", "BadRequestError")
+        try:
+            document = await episode.complete(
+                call, self._model(session, call.model), self._upstream.for_strategies(headers)
+            )
+        except (EpisodeOver, ConfigError) as error:
+            return error_reply(400, str(error), type(error).__name__)
+        except StorageError as error:
+            return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
+        except CaughtFailure as caught:
+            self.counts.upstream_errors += 1
+            if (error := server_error(caught)) is None:
+                return error_reply(500, note_failure(caught.__cause__ or caught), "InternalServerError")
+            waits = {"retry-after": f"{error.retry_after:g}"} if error.retry_after else {}
+            status = error.status if error.status >= 400 else 502
+            if parse_object(error.body) is None:
+                return error_reply(status, str(error), "BadGatewayError", waits)
+            return Reply(status, error.body, headers=waits)
+        self.counts.recorded += 1
+        if not call.streams:
+            return Reply(200, dump_object(document), recorded=True)
+        for part in events_of(document, usage=call.wants_usage):
+            live.add(part)
+        return Reply(200, b"", EVENTS, recorded=True)
 
     def unrecorded(self, problem: Unrecordable) -> None:
         """Count an answer that cannot be recorded."""
@@ -280,7 +322,7 @@ class Recorder:
         """Store the answer. Raises ``Unrecordable`` and ``StorageError``."""
         session, seconds = exchange.session, time.perf_counter() - exchange.started
         try:
-            missing = await session.episode.record(
+            missing = await exchange.episode.record(
                 exchange.as_sent(), answer, seconds, protocol=exchange.protocol.path, why_missing=exchange.why(lost_ids)
             )
         except (ValueError, TypeError, RecursionError) as error:
@@ -320,6 +362,7 @@ class _Exchange:
 
     protocol: WireProtocol
     session: ClientSession
+    episode: SessionEpisode
     call: ClientRequest
     attempt: ExtensionAttempt
     started: float

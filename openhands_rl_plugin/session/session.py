@@ -61,7 +61,8 @@ class Session(Episode):
     A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on a
     request; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or ``None``);
     ``samples`` to false where the host's sampling and limits hold, not the session's; ``calls``, those that were
-    sampled, to put them back into its prompts; ``exact`` to false where calls in the text stay in its own form.
+    sampled, to put them back into its prompts; ``exact`` to false where calls in the text stay in its own form;
+    ``follows``, how its prompts follow the tree.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Session(Episode):
         self.samples = True
         self.exact = True
         self.calls: SampledCalls | None = None
+        self.follows: type[WorkspaceConversation] = WorkspaceConversation
         self._engine: SessionEngine | None = None
         self._conversation: WorkspaceConversation | None = None
         self._turn = asyncio.Lock()
@@ -112,7 +114,7 @@ class Session(Episode):
             self._engine.upstream = upstream
             return
         self._engine = SessionEngine(self, upstream)
-        self._conversation = WorkspaceConversation(self.tree, self._engine.said)
+        self._conversation = self.follows(self.tree, self._engine.said)
 
     async def complete(self, body: Json) -> Json:
         """The strategy's answer to a host's chat request, as a chat completion, which is stored before it is returned.

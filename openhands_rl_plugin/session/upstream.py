@@ -35,11 +35,12 @@ _MAX_BODY, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
 
 class ServerError(Exception):
     """The server answered an error, or not at all: ``status`` is that of HTTP, 408 where it was too slow, and 500 where
-    no connection was made. ``body`` is what it sent. With a status of 200 the answer had no choice."""
+    no connection was made. ``body`` is what it sent. With a status of 200 the answer had no choice.
+    ``retry_after``: the seconds that it asks to wait, or 0."""
 
-    def __init__(self, status: int, message: str, body: bytes = b"") -> None:
+    def __init__(self, status: int, message: str, body: bytes = b"", retry_after: float = 0.0) -> None:
         super().__init__(message)
-        self.status, self.body = status, body or message.encode()
+        self.status, self.body, self.retry_after = status, body or message.encode(), retry_after
 
     @property
     def is_temporary(self) -> bool:
@@ -49,6 +50,14 @@ class ServerError(Exception):
     def as_failure(self) -> EpisodeError:
         """``ModelError`` when the server refuses the request itself, else ``InfrastructureError``."""
         return (InfrastructureError if self.is_temporary else ModelError)(str(self))
+
+
+def server_error(caught: BaseException) -> ServerError | None:
+    """The model server's error that was the cause."""
+    error: BaseException | None = caught
+    while error is not None and not isinstance(error, ServerError):
+        error = error.__cause__
+    return error
 
 
 class Upstream(Protocol):
@@ -179,7 +188,9 @@ class HttpUpstream:
             status = found[0]
         answer = answer.replace(self._key, b"***") if self._key else answer  # some servers repeat it
         told = parse_object(answer) or answer[:_LONGEST_MESSAGE].decode("utf-8", "replace")
-        raise ServerError(status, f"Error code: {status} - {told}"[:_LONGEST_MESSAGE], answer)
+        waits = response.headers.get("retry-after", "")
+        seconds = float(waits) if waits.isascii() and waits.isdecimal() else 0.0  # a date is rare
+        raise ServerError(status, f"Error code: {status} - {told}"[:_LONGEST_MESSAGE], answer, seconds)
 
 
 class EngineUpstream:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_model import call, says, serve
@@ -113,7 +114,7 @@ def test_a_key_is_read_from_the_environment_and_never_among_the_settings(file: P
         (["run"], "error: give either a task (-t TEXT, -f FILE) or a command after --"),
         (["run", "-t", "Think.", "--", "true"], "error: give either a task (-t TEXT, -f FILE) or a command after --"),
         (["run", "--", "true"], "error: which model server? give --base-url URL"),
-        (["run", "--strategy", "MCTS", "--", "true"], "error: --strategy and --max-turns: a command decides"),
+        ([*COMMAND, "--strategy", "MCTS", "--", "true"], "MCTS needs an environment that can fork, and this one"),
         ([*COMMAND, "--", "./absent"], "error: ./absent cannot be started in .: No such file or directory"),
         ([*COMMAND, "--workspace", "./typo", "--", "true"], "error: --workspace: there is no folder typo; --create"),
         ([*COMMAND, "--attempts", "2", "--", "true"], "error: --attempts: of a task;"),
@@ -138,14 +139,25 @@ def test_what_cannot_be_used_is_said_in_one_line(
     assert not (tmp_path / "typo").exists() and not server.requests["m"]
 
 
-@pytest.mark.parametrize("code", [0, 7])
-async def test_another_agents_command_is_recorded_and_its_exit_code_returned(tmp_path: Path, code: int) -> None:
+def counts(body: Any) -> Any:
+    if "Yes or No" in body["messages"][-1]["content"]:
+        return says("Yes")
+    return says("two" if "Go on." in str(body["messages"]) else "one")
+
+
+@pytest.mark.parametrize(("code", "options"), [(0, []), (7, []), (3, ["--strategy", "BestOfN", "--max-turns", "2"])])
+async def test_another_agents_command_is_recorded_and_its_exit_code_returned(
+    tmp_path: Path, code: int, options: list[str]
+) -> None:
+    """With a strategy each of its completions is the best of two."""
+    best = '[rl]\nrollout_strategy = "BestOfN"\nstrategy = { n = 2, value = "model" }\n'
+    (tmp_path / "config.toml").write_text(best if options else "[rl]\n")
     (tmp_path / "project").mkdir()
     (tmp_path / "project/agent.py").write_text(AGENT)
     environ = {**os.environ, "HOME": str(tmp_path), "OPENHANDS_RL_API_KEY": "sk-for-other-servers"}
     with serve() as server:
-        server.script("counter", [says("one"), says("two")])
-        given = ["--base-url", server.url, "--store", "store", "--workspace", "project"]
+        server.policies["counter"] = counts
+        given = ["--base-url", server.url, "--store", "store", "--workspace", "project", *options]
         words = [
             sys.executable,
             "-m",
@@ -161,12 +173,14 @@ async def test_another_agents_command_is_recorded_and_its_exit_code_returned(tmp
     assert done.returncode == code, done.stdout + done.stderr
     counted, recorded = done.stdout.splitlines()
     assert counted == "counted to two" and re.match(
-        r"recorded in store as \w{8}: 2 completions; token ids: yes; reward: not scored", recorded
+        r"recorded in store as \w{8}: 2 completions; token ids: yes; reward: not scored",
+        recorded,
     )
     async with FileTrajectoryStorage(tmp_path / "store") as storage:
         [episode] = [each async for each, _ in storage.find(TrajectoryFilter())]
     assert (episode.stop, episode.evidence["exit_code"]) == (StopReason.TERMINATED, code)
     assert [message.content for message in episode.messages()] == ["Count.", "one", "Go on.", "two"]
+    assert (episode.strategy.name, episode.usage.calls > 2) == (("BestOfN", True) if options else ("gateway", False))
 
 
 def has_v0() -> bool:

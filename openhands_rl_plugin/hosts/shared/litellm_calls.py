@@ -34,7 +34,7 @@ from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.engines.extensions import ExtensionTable
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.token_id_text import Json, parse_object
-from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, ServerError, Upstream
+from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, ServerError, Upstream, server_error
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
@@ -88,14 +88,6 @@ def response_of(document: Json) -> ModelResponse:
         response = convert(response_object={"model": document.get("model"), "choices": [kept], "usage": usage})
     assert isinstance(response, ModelResponse)
     return response
-
-
-def server_error(caught: BaseException) -> ServerError | None:
-    """The model server's error that was the cause."""
-    error: BaseException | None = caught
-    while error is not None and not isinstance(error, ServerError):
-        error = error.__cause__
-    return error
 
 
 def upstream_of(given: Mapping[str, Any], send: Callable[..., ModelResponse]) -> Upstream:
