@@ -6,8 +6,8 @@ from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
 from openhands_rl_plugin.models.engines.openai_wire import DONE
-from openhands_rl_plugin.session.protocol import WireProtocol, event, guarded, marked
-from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, client_request, parsed_body
+from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol, event, guarded, marked
+from openhands_rl_plugin.session.requests import ClientRequest, client_request, parsed_body
 from openhands_rl_plugin.session.responses import (
     UpstreamResponse,
     fields_not_asked_for,
@@ -29,24 +29,17 @@ def added_fields(call: ClientRequest, names: tuple[str, ...]) -> Json:
     return added
 
 
-class ChunkStream:
+class ChunkStream(AnswerStream):
     """A streamed chat completion, from which the client gets what it asked for."""
 
     def __init__(self, call: ClientRequest) -> None:
+        super().__init__(call)
         self._ids, self._logprobs = call.wants(TOKEN_IDS), call.wants(LOGPROBS)
         self._hidden = fields_not_asked_for(call)
         self._usage = call.wants_usage
         choices = call.document.get("n")
         self._choices = choices if isinstance(choices, int) else 1
         self._parts = ChunkAssembler()
-        self._problem = ""
-        self.ending = False
-        self.done = False
-
-    @property
-    def lost_ids(self) -> bool:
-        """Whether the server left out the ids of some sampled tokens."""
-        return self._parts.lost_ids
 
     def feed(self, received: ServerEvent) -> bytes:
         """Take an event; returns it without token ids, logprobs and usage that only the gateway asked for."""
@@ -63,7 +56,7 @@ class ChunkStream:
                 )
             self._parts.add(chunk)
         except ValueError as problem:
-            self._problem = self._problem or str(problem)
+            self.problem = self.problem or str(problem)
             if chunk is None and any(name.encode() in received.data for name in self._hidden):
                 return _error_event({"message": str(problem), "type": "BadGatewayError", "code": 502})
             shown = without_fields(chunk, self._hidden)
@@ -72,10 +65,9 @@ class ChunkStream:
         self.ending = self._parts.finished >= self._choices
         return self._for_client(received.raw, chunk)
 
-    def whole(self) -> UpstreamResponse:
-        """The complete response."""
-        if self._problem or not self.ending:
-            raise Unrecordable(self._problem or "the stream ended before its answer did")
+    def read(self) -> UpstreamResponse:
+        """As ``AnswerStream.read``."""
+        self.lost_ids = self._parts.lost_ids
         return guarded(UpstreamResponse, "the response")(dump_object(self._parts.document()))
 
     def _for_client(self, raw: bytes, chunk: Json) -> bytes:

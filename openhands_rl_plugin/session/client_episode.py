@@ -238,8 +238,7 @@ class SessionEpisode:
                 # Until the next request shows which choice the client uses, it is the first.
                 self._conversation.acted(node)
         await journal.keep(tree)
-        for node in tree.nodes[first:]:
-            node.tokens = None
+        self._node_tokens.forget(range(first, len(tree.nodes)))
         return causes
 
     async def end(self, stop: StopReason, *, finished: float, evidence: JsonObject) -> str | None:
@@ -281,6 +280,7 @@ class SessionEpisode:
     def _take(self, tree: EpisodeTree) -> None:
         self._tree = tree
         self._node_tokens = NodeTokens(tree)
+        self._node_tokens.forget(range(len(tree.nodes)))
         self._conversation = ClientConversation(tree, SampledTexts())
         self._sides = SideRequests(tree)
 
@@ -305,13 +305,13 @@ class SessionEpisode:
         usage: Usage,
         call: ClientRequest,
     ) -> int:
-        read = None
+        tokens = None
         if choice.prompt is not None:
-            read = self._node_tokens.read(parent, canonical(choice.prompt), choice.sampled, choice.logprobs)
-        node = self._tree.propose(
+            tokens = self._node_tokens.read(parent, canonical(choice.prompt), choice.sampled, choice.logprobs)
+        return self._tree.propose(
             Completion(
                 message=choice.message,
-                tokens=read[0] if read is not None else None,
+                tokens=tokens,
                 finish_reason=choice.finish_reason,
                 usage=usage,
                 policy=self._policy_of(answer, call),
@@ -320,9 +320,6 @@ class SessionEpisode:
             ),
             parent=parent,
         )
-        if read is not None:
-            self._node_tokens.note(node, read[1])
-        return node
 
     def _policy_of(self, answer: UpstreamResponse, call: ClientRequest) -> PolicyRef:
         served = answer.model or call.model

@@ -114,7 +114,7 @@ class ClientSession:
         self.pending = PendingCalls()
         self.unrecorded: Counter[str] = Counter()
         self.is_searched = isinstance(episode, SearchedEpisode)
-        first = episode.policy
+        first = None if isinstance(episode, SearchedEpisode) else episode.policy
         self.pinned = first.served_name if first is not None else ""
 
     @property

@@ -21,14 +21,14 @@ from openhands_rl_plugin.core.messages import (
     wire_calls,
 )
 from openhands_rl_plugin.core.records import MISSING
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens, Usage
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Usage
 from openhands_rl_plugin.models.engines.chunks import places_of_ids
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 from openhands_rl_plugin.session.requests import Unrecordable
 from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.sampled_texts import SampledTexts
-from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, ContextCache, Json, parse_object
+from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json, NodeTokens, canonical, parse_object
 from openhands_rl_plugin.session.turns import Turn, TurnAnswers
 from openhands_rl_plugin.session.upstream import ServerError, Upstream
 
@@ -60,7 +60,7 @@ class SessionEngine:
         self._numbers = itertools.count()
         self._seeds = ConversationSeeds()
         self._before = self._seeds
-        self._contexts = ContextCache()
+        self._tokens = NodeTokens(session.tree)
         self._turn = Turn({}, ())
         self._failed: dict[object, list[JsonObject]] = {}
 
@@ -109,7 +109,7 @@ class SessionEngine:
         wire = [*turn.wire, *(to_wire(message) for message in path[len(turn.path) :])]
         if not turn.body.get("tools"):
             wire = self.said.put_back(wire, path)
-        after = session.tree.tokens_before(session.tree.head) if path == session.tree.messages() else None
+        after = session.tree.head if path == session.tree.messages() else None
         numbers = [self._seeds.next(messages) for _ in range(n)]
         return await self.answers.gather(
             self.ask(
@@ -129,12 +129,13 @@ class SessionEngine:
         wire: Sequence[WireMessage],
         sampling: SamplingParams | None,
         *,
-        after: Tokens | None = None,
+        after: int | None = None,
         path: tuple[Message, ...] = (),
         rewritten: bool = False,
         upstream: Upstream | None = None,
     ) -> Completion:
-        """One completion, sampled as the host asks for it where ``sampling`` is ``None``. Raises as ``complete``."""
+        """One completion, sampled as the host asks for it where ``sampling`` is ``None``. Its tokens extend those of
+        the path to ``after``. Raises as ``complete``."""
         session, number, upstream = self._session, next(self._numbers), upstream or self.upstream
         asked = self._request(given, wire, sampling)
         key = path, asked.get("seed")
@@ -164,7 +165,7 @@ class SessionEngine:
         choice = answer.choices[0]
         tokens = None
         if choice.prompt is not None:
-            tokens = self._contexts.tokens(choice.prompt, choice.sampled, choice.logprobs, after)
+            tokens = self._tokens.read(after, canonical(choice.prompt), choice.sampled, choice.logprobs)
         if tokens is None and _sends_ids(answer.document):
             session.note_wrong_tokens()
         document = answer.plain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated
@@ -45,7 +46,7 @@ from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder
 from openhands_rl_plugin.session.replies import EVENTS, JSON, PendingCall, Reply, error_reply
 from openhands_rl_plugin.session.requests import Unrecordable
 from openhands_rl_plugin.session.responses_api import RESPONSES
-from openhands_rl_plugin.session.searched import OpenRequest, SearchedEpisode, new_name
+from openhands_rl_plugin.session.searched import OpenRequest, SearchedEpisode
 from openhands_rl_plugin.session.token_id_text import DEEPEST, dump_object, parse_object, too_deep
 
 _REWARD_VERSION = "gateway"
@@ -205,7 +206,7 @@ class Gateway:
     def _health(self) -> Reply:
         """Counters since the start, and the fields that models refuse."""
         now = {"status": "ok", "sessions": len(self.sessions), "in_flight": self._in_flight}
-        told = {**now, **self._recorder.counts.told(), "refused": self._recorder.refused()}
+        told = {**now, **self._recorder.counts.shown(), "refused": self._recorder.refused()}
         return Reply(200, dump_object(told))
 
     async def _forwarded(self, request: Incoming, name: str, sent: str) -> Reply | None:
@@ -305,7 +306,7 @@ class Gateway:
         config = self._config
         try:
             opened = await read_body(body or b"{}", OpenRequest.model_validate_json)
-            name = session_name(opened.session or new_name(), "", {}, {}, ()).name
+            name = session_name(opened.session or uuid.uuid4().hex, "", {}, {}, ()).name
             made = await self.sessions.create(
                 name,
                 lambda request: SearchedEpisode(

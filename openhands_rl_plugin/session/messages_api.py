@@ -10,20 +10,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.models.engines.chunks import ServerEvent
 from openhands_rl_plugin.session.protocol import (
     STOP_REASONS,
+    AnswerStream,
     WireProtocol,
     as_completion,
     event,
     guarded,
-    marked,
+    of_document,
     texts_of,
     wants_nothing,
 )
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, client_request, parsed_body
 from openhands_rl_plugin.session.responses import UpstreamResponse
-from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
+from openhands_rl_plugin.session.token_id_text import Json, dump_object
 
 # Claude Code's first system block differs from request to request, and is no part of the prompt.
 _ATTRIBUTION = "x-anthropic-billing-header:"
@@ -122,13 +122,6 @@ def _tool(tool: Any) -> JsonObject:
     return {"type": "function", "function": function}
 
 
-def _answer(body: bytes) -> UpstreamResponse:
-    document = parse_object(body)
-    if document is None:
-        raise Unrecordable("the response is not a message")
-    return _completion(document)
-
-
 def _completion(message: Json) -> UpstreamResponse:
     content = message.get("content")
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
@@ -153,42 +146,25 @@ def _usage(given: Json) -> Json:
 _READ = guarded(_completion, "the response")
 
 
-class MessageStream:
-    """A streamed message; all of it is passed on as it is."""
+class MessageStream(AnswerStream):
+    """A streamed message."""
 
     def __init__(self, call: ClientRequest) -> None:
+        super().__init__(call)
         self._message: Json = {}
         self._blocks: dict[int, Json] = {}
         self._texts: dict[tuple[int, str], list[str]] = {}
-        self._problem = ""
-        self.ending = False
-        self.done = False
-        self.lost_ids = False
 
-    def feed(self, received: ServerEvent) -> bytes:
-        """Take an event; returns it, one that cannot be recorded with a mark."""
-        if received.data:
-            data = parse_object(received.data)
-            try:
-                if data is None:
-                    raise ValueError("an event of the stream is no JSON object")
-                self._take(data)
-            except (ValueError, TypeError, LookupError, AttributeError) as problem:
-                self._problem = self._problem or str(problem) or "an event of the stream has an unknown format"
-                return marked(received)
-        return received.raw
-
-    def whole(self) -> UpstreamResponse:
-        """The complete message as a chat completion."""
-        if self._problem or not self.ending:
-            raise Unrecordable(self._problem or "the stream ended before its answer did")
+    def read(self) -> UpstreamResponse:
+        """As ``AnswerStream.read``."""
         for (index, name), parts in self._texts.items():
             block = self._blocks[index]
             block[name] = (block.get(name) or "") + "".join(parts)
         blocks = [block for _, block in sorted(self._blocks.items())]
         return _READ({**self._message, "content": blocks})
 
-    def _take(self, data: Json) -> None:
+    def take(self, data: Json) -> None:
+        """As ``AnswerStream.take``."""
         match data.get("type"):
             case "message_start":
                 self._message = dict(data["message"])
@@ -223,7 +199,7 @@ MESSAGES = WireProtocol(
     reports_ids=False,
     wanted=wants_nothing,
     parse=guarded(_parse, "the request"),
-    answer=guarded(_answer, "the response"),
+    answer=of_document(_completion),
     stream=MessageStream,
     error_event=_error_event,
 )

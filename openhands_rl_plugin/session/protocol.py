@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from openhands_rl_plugin.models.engines.chunks import ServerEvent
+from openhands_rl_plugin.models.engines.openai_wire import DONE
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable
 from openhands_rl_plugin.session.responses import UpstreamResponse
-from openhands_rl_plugin.session.token_id_text import Json, dump_object
+from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
 
 STOP_REASONS = {
     "end_turn": "stop",
@@ -23,26 +23,45 @@ STOP_REASONS = {
 """What chat completions call the reasons of other protocols; one that is not here keeps its name."""
 
 
-class AnswerStream(Protocol):
-    """A streamed answer, event by event.
+class AnswerStream:
+    """A streamed answer, event by event, of which all is passed on as it is.
 
     ``ending``: all has been said, and the client must not see the end before the answer is stored.
     ``done``: no event comes after this one. ``lost_ids``: some sampled tokens came without their ids.
     """
 
-    ending: bool
-    done: bool
-
-    @property
-    def lost_ids(self) -> bool: ...
+    def __init__(self, call: ClientRequest) -> None:
+        self.problem = ""
+        self.ending = False
+        self.done = False
+        self.lost_ids = False
 
     def feed(self, received: ServerEvent) -> bytes:
-        """Take an event; returns what the client gets of it."""
-        ...
+        """Take an event; returns what the client gets of it: one that cannot be recorded with a mark."""
+        if received.data and received.data != DONE:
+            data = parse_object(received.data)
+            try:
+                if data is None:
+                    raise ValueError("an event of the stream is no JSON object")
+                self.take(data)
+            except (ValueError, TypeError, LookupError, AttributeError) as problem:
+                self.problem = self.problem or str(problem) or "an event of the stream has an unknown format"
+                return marked(received)
+        return received.raw
 
     def whole(self) -> UpstreamResponse:
         """The answer as a chat completion. Raises ``Unrecordable`` when the events are none, or not all."""
-        ...
+        if self.problem or not self.ending:
+            raise Unrecordable(self.problem or "the stream ended before its answer did")
+        return self.read()
+
+    def take(self, data: Json) -> None:
+        """Read an event. Raises ``ValueError`` and others for one of an unknown format."""
+        raise NotImplementedError
+
+    def read(self) -> UpstreamResponse:
+        """The response of all events. Raises ``Unrecordable``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,18 @@ def guarded[G, R](read: Callable[[G], R], what: str) -> Callable[[G], R]:
             raise Unrecordable(f"{what} has an unknown format ({type(error).__name__})") from error
 
     return guard
+
+
+def of_document(read: Callable[[Json], UpstreamResponse]) -> Callable[[bytes], UpstreamResponse]:
+    """``read`` for the bytes of a response."""
+
+    def answer(body: bytes) -> UpstreamResponse:
+        document = parse_object(body)
+        if document is None:
+            raise Unrecordable("the response is no JSON object")
+        return read(document)
+
+    return guarded(answer, "the response")
 
 
 def wants_nothing(call: ClientRequest) -> Sequence[str]:

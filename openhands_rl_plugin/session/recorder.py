@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 
 import httpx
 
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
 from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import note_failure, read_body
@@ -33,7 +31,7 @@ from openhands_rl_plugin.session.client_episode import SessionEpisode
 from openhands_rl_plugin.session.client_sessions import OPENING, ClientSession, SessionName
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, UpstreamError, forwarded_headers
-from openhands_rl_plugin.session.protocol import WireProtocol
+from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol
 from openhands_rl_plugin.session.replies import EVENTS, JSON, LiveAnswer, Reply, error_reply
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, upstream_body
 from openhands_rl_plugin.session.responses import UpstreamResponse, fields_not_asked_for, without_fields
@@ -46,48 +44,10 @@ from openhands_rl_plugin.session.upstream import server_error
 LATEST = "latest"
 
 
-class AdapterRoute:
-    """Maps some model names to the current version of an adapter, which a training loop updates.
-
-    The pointer file is read again only when it has changed. Before the first version, the base model is used.
-    """
-
-    def __init__(self, root: Path, adapter: str, *, base_model: str, aliases: tuple[str, ...] = ()) -> None:
-        self._store = AdapterStore(root)
-        self._adapter = check_name(adapter)
-        self._pointer = self._store.root / f"{adapter}.current.json"
-        self._base_model = base_model
-        self._names = frozenset((LATEST, adapter, *aliases))
-        self._state: tuple[int, int, int] | None = None
-        self._current = base_model
-
-    def knows(self, model: str) -> bool:
-        """Whether requests for ``model`` are routed."""
-        return model in self._names
-
-    def current(self) -> str:
-        """The served name of the weights in use. Raises ``StorageError`` for a damaged pointer."""
-        state = self._pointer_state()
-        if state != self._state:
-            adapter = self._store.current(self._adapter) if state is not None else None
-            self._current = adapter.name if adapter is not None else self._base_model
-            self._state = state
-        return self._current
-
-    def _pointer_state(self) -> tuple[int, int, int] | None:
-        """What changes when the file is written or replaced; ``None`` without one."""
-        try:
-            found = os.stat(self._pointer)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StorageError(f"{self._pointer} cannot be read: {describe(error)}") from error
-        return found.st_mtime_ns, found.st_ino, found.st_size
-
-
 _LOG = redacting_logger(__name__)
 
 NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
+_BAD = "BadRequestError"
 _MOST_RESPONSES = 65536
 _EVENTS_AT_ONCE = 256
 """Events of one stream in one turn of the event loop."""
@@ -110,17 +70,9 @@ class Counts:
     named_by: Counter[str] = field(default_factory=Counter)
     restored_calls: int = 0
 
-    def told(self) -> JsonObject:
+    def shown(self) -> JsonObject:
         """All of them, for ``/health``."""
-        return {
-            "recorded": self.recorded,
-            "unrecorded": self.unrecorded,
-            "upstream_errors": self.upstream_errors,
-            "missing": dict(self.missing),
-            "unrecorded_paths": dict(self.unrecorded_paths),
-            "named_by": dict(self.named_by),
-            "restored_calls": self.restored_calls,
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 class Recorder:
@@ -128,16 +80,13 @@ class Recorder:
 
     def __init__(self, config: GatewayConfig, upstream: ModelServer, clock: Clock = time.monotonic) -> None:
         self._upstream = upstream
-        self._pins = config.pin_sessions
         self._restores = config.restore_calls
         self._fills = config.sampling_defaults == "neutral"
         self._extensions = ExtensionTable(clock)
         self._sessions_of: OrderedDict[str, str] = OrderedDict()
-        self._route = None
-        if config.adapter is not None:
-            self._route = AdapterRoute(
-                config.adapters_path, config.adapter, base_model=config.base_model, aliases=config.alias
-            )
+        self._config = config
+        self._adapters = AdapterStore(config.adapters_path)
+        self._routed = frozenset((LATEST, check_name(config.adapter), *config.alias) if config.adapter else ())
         self.counts = Counts()
 
     def session_of(self, response: str) -> str:
@@ -166,15 +115,17 @@ class Recorder:
         The events of a streamed answer go to ``live`` as they come, the last ones when the answer is stored. Then only
         the reply's status counts: an error came too late for the client to see it as one.
         """
-        if isinstance(episode := session.episode, SearchedEpisode):
-            return await self._decided(protocol, session, episode, call, headers, live)
-        if self._restores and protocol is CHAT:
-            call, restored = episode.with_sampled_calls(call)
-            self.counts.restored_calls += restored
-        wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
                 model = self._model(session, call.model)
+                if isinstance(episode := session.episode, SearchedEpisode):
+                    if protocol is not CHAT:
+                        return error_reply(400, "The strategy of this session answers chat completions.", _BAD)
+                    return await self._decided(episode, call, model, headers, live)
+                if self._restores and protocol is CHAT:
+                    call, restored = episode.with_sampled_calls(call)
+                    self.counts.restored_calls += restored
+                wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
                 attempt = self._extensions.attempt(model, wanted)
                 exchange = _Exchange(protocol, session, episode, call, attempt, time.perf_counter())
                 return await self._reply(exchange, model, headers, query=query, live=live)
@@ -182,8 +133,14 @@ class Recorder:
             # The client must not continue from an answer that is not stored; it can retry.
             _LOG.error("a response could not be stored: %s", error)
             return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
+        except (EpisodeOver, ConfigError) as error:
+            return error_reply(400, str(error), _BAD)
         except CaughtFailure as caught:
-            return error_reply(500, note_failure(caught.__cause__ or caught), "InternalServerError")
+            if (error := server_error(caught)) is None:
+                return error_reply(500, note_failure(caught.__cause__ or caught), "InternalServerError")
+            self.counts.upstream_errors += 1
+            waits = {"retry-after": f"{error.retry_after:g}"} if error.retry_after else {}
+            return error_reply(max(error.status, 400), str(error), "ModelServerError", waits)
 
     async def _reply(
         self, exchange: _Exchange, model: str, headers: RawHeaders, *, query: str, live: LiveAnswer
@@ -198,34 +155,10 @@ class Recorder:
             return error.reply
 
     async def _decided(
-        self,
-        protocol: WireProtocol,
-        session: ClientSession,
-        episode: SearchedEpisode,
-        call: ClientRequest,
-        headers: RawHeaders,
-        live: LiveAnswer,
+        self, episode: SearchedEpisode, call: ClientRequest, model: str, headers: RawHeaders, live: LiveAnswer
     ) -> Reply:
         """What the session's strategy answers."""
-        if protocol is not CHAT:
-            return error_reply(400, "The strategy of this session answers chat completions only.", "BadRequestError")
-        try:
-            document = await episode.complete(
-                call, self._model(session, call.model), self._upstream.for_strategies(headers)
-            )
-        except (EpisodeOver, ConfigError) as error:
-            return error_reply(400, str(error), type(error).__name__)
-        except StorageError as error:
-            return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
-        except CaughtFailure as caught:
-            self.counts.upstream_errors += 1
-            if (error := server_error(caught)) is None:
-                return error_reply(500, note_failure(caught.__cause__ or caught), "InternalServerError")
-            waits = {"retry-after": f"{error.retry_after:g}"} if error.retry_after else {}
-            status = error.status if error.status >= 400 else 502
-            if parse_object(error.body) is None:
-                return error_reply(status, str(error), "BadGatewayError", waits)
-            return Reply(status, error.body, headers=waits)
+        document = await episode.complete(call, model, self._upstream.for_strategies(headers))
         self.counts.recorded += 1
         if not call.streams:
             return Reply(200, dump_object(document), recorded=True)
@@ -310,7 +243,7 @@ class Recorder:
             raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
         reply = Reply(200, b"", EVENTS, live.headers, recorded=True)
         try:
-            await self._record(exchange, stream.whole(), lost_ids=stream.lost_ids)
+            await self._record(exchange, stream.whole(), stream)
         except Unrecordable as problem:
             self.unrecorded(problem)
             reply = Reply(200, b"", EVENTS, live.headers)
@@ -318,9 +251,10 @@ class Recorder:
             live.add(part)
         return reply
 
-    async def _record(self, exchange: _Exchange, answer: UpstreamResponse, *, lost_ids: bool = False) -> None:
+    async def _record(self, exchange: _Exchange, answer: UpstreamResponse, stream: AnswerStream | None = None) -> None:
         """Store the answer. Raises ``Unrecordable`` and ``StorageError``."""
         session, seconds = exchange.session, time.perf_counter() - exchange.started
+        lost_ids = stream is not None and stream.lost_ids
         try:
             missing = await exchange.episode.record(
                 exchange.as_sent(), answer, seconds, protocol=exchange.protocol.path, why_missing=exchange.why(lost_ids)
@@ -337,11 +271,14 @@ class Recorder:
                 self._sessions_of.popitem(last=False)
 
     def _model(self, session: ClientSession, asked: str) -> str:
-        if self._route is None or not self._route.knows(asked):
+        """The model for a request. Some names stand for the current version of the adapter, which a training loop
+        updates; before the first, for the base model. Raises ``StorageError`` for a damaged pointer."""
+        if asked not in self._routed:
             return asked
-        if not self._pins:
-            return self._route.current()
-        session.pinned = session.pinned or self._route.current()
+        if session.pinned and self._config.pin_sessions:
+            return session.pinned
+        current = self._adapters.current(self._config.adapter or "")
+        session.pinned = current.name if current is not None else self._config.base_model
         return session.pinned
 
 

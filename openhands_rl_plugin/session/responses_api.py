@@ -9,20 +9,20 @@ import json
 from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.models.engines.chunks import ServerEvent
 from openhands_rl_plugin.session.protocol import (
     STOP_REASONS,
+    AnswerStream,
     WireProtocol,
     as_completion,
     event,
     guarded,
-    marked,
+    of_document,
     texts_of,
     wants_nothing,
 )
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, client_request, parsed_body
 from openhands_rl_plugin.session.responses import UpstreamResponse
-from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
+from openhands_rl_plugin.session.token_id_text import Json, dump_object
 
 _PARAMETERS = ("temperature", "top_p", "tool_choice", "parallel_tool_calls")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -142,13 +142,6 @@ def _tool(tool: Any) -> JsonObject:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _answer(body: bytes) -> UpstreamResponse:
-    document = parse_object(body)
-    if document is None:
-        raise Unrecordable("the response has an unknown format")
-    return _completion(document)
-
-
 def _completion(response: Json) -> UpstreamResponse:
     output, status = response.get("output"), response.get("status", "completed")
     if status not in ("completed", "incomplete"):
@@ -177,39 +170,22 @@ def _usage(given: Json) -> Json:
 _READ = guarded(_completion, "the response")
 
 
-class ResponseStream:
-    """A streamed response; all of it is passed on as it is."""
+class ResponseStream(AnswerStream):
+    """A streamed response."""
 
     def __init__(self, call: ClientRequest) -> None:
+        super().__init__(call)
         self._items: dict[int, Json] = {}
         self._response: Json = {}
-        self._problem = ""
-        self.ending = False
-        self.done = False
-        self.lost_ids = False
 
-    def feed(self, received: ServerEvent) -> bytes:
-        """Take an event; returns it, one that cannot be recorded with a mark."""
-        if received.data and received.data != b"[DONE]":
-            data = parse_object(received.data)
-            try:
-                if data is None:
-                    raise ValueError("an event of the stream is no JSON object")
-                self._take(data)
-            except (ValueError, TypeError, LookupError) as problem:
-                self._problem = self._problem or str(problem) or "an event of the stream has an unknown format"
-                return marked(received)
-        return received.raw
-
-    def whole(self) -> UpstreamResponse:
-        """The complete response as a chat completion."""
-        if self._problem or not self.ending:
-            raise Unrecordable(self._problem or "the stream ended before its answer did")
+    def read(self) -> UpstreamResponse:
+        """As ``AnswerStream.read``."""
         # Some servers leave the output out of the last event.
         items = [item for _, item in sorted(self._items.items())]
         return _READ({**self._response, "output": self._response.get("output") or items})
 
-    def _take(self, data: Json) -> None:
+    def take(self, data: Json) -> None:
+        """As ``AnswerStream.take``."""
         match data.get("type"):
             case "response.output_item.done":
                 self._items[int(data.get("output_index", len(self._items)))] = dict(data["item"])
@@ -231,7 +207,7 @@ RESPONSES = WireProtocol(
     reports_ids=False,
     wanted=wants_nothing,
     parse=guarded(_parse, "the request"),
-    answer=guarded(_answer, "the response"),
+    answer=of_document(_completion),
     stream=ResponseStream,
     error_event=_error_event,
 )

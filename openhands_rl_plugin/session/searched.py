@@ -7,7 +7,6 @@ client executed, condensed or left out shows in its next prompt.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -23,7 +22,6 @@ from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     JsonObject,
     Limits,
-    PolicyRef,
     SamplingParams,
     StopReason,
     StrategySpec,
@@ -47,7 +45,6 @@ class OpenRequest(BaseModel):
 
     session: str = Field(default="", max_length=200)
     task: str = ""
-    data: Annotated[JsonObject, Field(default_factory=dict)]
     strategy: StrategySpec | None = None
     limits: Annotated[JsonObject, Field(default_factory=dict)]
     sampling: SamplingParams = SamplingParams()
@@ -77,7 +74,7 @@ class SearchedEpisode:
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             raise ConfigError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
-        task = request.task.model_copy(update={"instruction": opened.task, "data": opened.data, "limits": limits})
+        task = request.task.model_copy(update={"instruction": opened.task, "limits": limits})
         request = request.model_copy(update={"task": task, "sampling": opened.sampling, "seed": opened.seed})
         self._storage = storage
         self._base_model = base_model
@@ -101,11 +98,6 @@ class SearchedEpisode:
     def nodes(self) -> int:
         """How many messages the episode has."""
         return len(self._session.tree.nodes)
-
-    @property
-    def policy(self) -> PolicyRef | None:
-        """The weights that gave the first answer."""
-        return next((node.policy for node in self._session.tree.nodes if node.policy is not None), None)
 
     async def complete(self, call: ClientRequest, model: str, upstream: Upstream) -> Json:
         """The answer of the strategy, which is stored. Raises as ``Session.complete``."""
@@ -132,11 +124,6 @@ class SearchedEpisode:
         trajectory = self._session.freeze(evidence=evidence)
         await self._session.end(trajectory)
         return trajectory.id
-
-
-def new_name() -> str:
-    """Of a session that is not named."""
-    return uuid.uuid4().hex
 
 
 def events_of(document: Json, *, usage: bool) -> Iterator[bytes]:

@@ -104,7 +104,7 @@ class Session(Episode):
         self._engine: SessionEngine | None = None
         self._conversation: WorkspaceConversation | None = None
         self._turn = asyncio.Lock()
-        self._sink: LoopBoundStorage | None = None
+        self._sink: Any = None
         self._checked_nodes = 0
         self._wrong_tokens = False
 
@@ -179,7 +179,7 @@ class Session(Episode):
         if other._sink is not None:
             self._keep_in(other._sink)
 
-    def _keep_in(self, sink: LoopBoundStorage) -> None:
+    def _keep_in(self, sink: Any) -> None:
         self._sink = sink
         self.store_in(sink)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
-from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 # Seconds between checks whether the loop was closed.
@@ -25,30 +23,15 @@ class LoopBoundStorage:
         self._storage = storage
         self._loop = loop
 
-    async def add(self, trajectory: Trajectory) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._on_loop(self._storage.add(trajectory))
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """A method of the storage, to be called on its loop; nothing is done by one that a pipe to another process has
+        not."""
 
-    async def begin(self, start: EpisodeStart) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._on_loop(self._storage.begin(start))
+        async def call(*given: Any) -> Any:
+            if (method := getattr(self._storage, name, None)) is not None:
+                return await self._on_loop(method(*given))
 
-    async def grow(self, growth: EpisodeGrowth) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._on_loop(self._storage.grow(growth))
-
-    async def end(self, end: EpisodeEnd) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._on_loop(self._storage.end(end))
-
-    async def add_scores(self, scores: Sequence[Score]) -> None:
-        """As in ``TrajectoryStorage``; nothing where the storage is a pipe to another process."""
-        if (add := getattr(self._storage, "add_scores", None)) is not None:
-            await self._on_loop(add(scores))
-
-    async def drop(self, trajectory_ids: Sequence[str]) -> int:
-        """As in ``TrajectoryStorage``."""
-        return await self._on_loop(self._storage.drop(trajectory_ids))
+        return call
 
     async def _on_loop[T](self, call: Coroutine[Any, Any, T]) -> T:
         if self._loop is asyncio.get_running_loop():

@@ -173,81 +173,6 @@ def ids_of(text: bytes) -> list[int] | None:
     return ids if max(ids, default=0) < _LARGEST else None
 
 
-class PromptIdCache:
-    """Parses arrays of prompt ids and reuses the parsed ids of earlier prompts.
-
-    Most of a prompt repeats that of the turn before, so only the new part is parsed. ``most`` prompts are kept.
-    Thread-safe.
-    """
-
-    def __init__(self, most: int = 4) -> None:
-        self._most = most
-        self._known: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
-
-    def ids(self, inside: bytes) -> tuple[int, ...] | None:
-        """The ids in the inside of an array, or ``None`` when it contains anything else."""
-        known = self._known
-        start, ids = max((each for each in known if _begins(inside, each[0])), key=_length, default=(b"", ()))
-        # The new part starts with the comma after the last known id.
-        new = ids_of(canonical(inside[len(start) :])[bool(start) :])
-        if new is None:
-            return None
-        ids += tuple(new)
-        # Replaced in one assignment, so that other threads never see a partial state.
-        self._known = ((inside, ids), *(each for each in known if each[0] is not start))[: self._most]
-        return ids
-
-
-class ContextCache:
-    """Parses the tokens of answers; only the part that a prompt adds to an earlier context is parsed.
-
-    The contexts of the last ``most`` answers are kept. Thread-safe.
-    """
-
-    def __init__(self, most: int = 16) -> None:
-        self._most = most
-        self._prompts = PromptIdCache()
-        self._known: tuple[tuple[Tokens, bytes, bytes], ...] = ()
-
-    def tokens(
-        self, inside: bytes, sampled: TokenIds, logprobs: Sequence[float], after: Tokens | None = None
-    ) -> Tokens | None:
-        """The tokens of an answer to the prompt with the ids ``inside``; ``None`` when that contains anything else.
-
-        ``after``: the tokens of the previous answer on the same path. The result extends them when the prompt starts
-        with them and this cache still has them.
-        """
-        added = self._added(inside, after)
-        extends = added is not None
-        prompt = ids_of(added) if added is not None else self._prompts.ids(inside)
-        if prompt is None:
-            return None
-        # No second validation: the arrays contain only numbers.
-        tokens = Tokens.model_construct(
-            extends=extends, prompt_ids=tuple(prompt), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
-        )
-        # Replaced in one assignment, so that other threads never see a partial state.
-        self._known = ((tokens, inside, sampled.text), *self._known)[: self._most]
-        return tokens
-
-    def _added(self, inside: bytes, after: Tokens | None) -> bytes | None:
-        """The canonical text that a prompt adds to the context; ``None`` when it does not start with it."""
-        prompt, sampled = next((known[1:] for known in self._known if known[0] is after), (b"", b""))
-        if not _begins(inside, prompt):
-            return None
-        rest = canonical(inside[len(prompt) :])[1:]
-        return rest[len(sampled) :] if rest.startswith(sampled) else None
-
-
-def _begins(inside: bytes, start: bytes) -> bool:
-    """Whether an array starts with the ids of another one, and not with a part of a number."""
-    return bool(start) and inside.startswith(start) and inside[len(start) : len(start) + 1] in (b"", b",")
-
-
-def _length(known: tuple[bytes, tuple[int, ...]]) -> int:
-    return len(known[0])
-
-
 @dataclass(frozen=True, slots=True)
 class TokenSegment:
     """The canonical text of a sampled node's prompt delta and sampled ids; ``extends`` as in ``Tokens``."""
@@ -259,24 +184,23 @@ class TokenSegment:
 class NodeTokens:
     """Token ids by node, as text: about seven bytes per token, each token once.
 
-    It replaces the ids in the tree, whose nodes drop them once they are stored.
+    A gateway's tree drops the ids of a node once they are stored, and has them here only.
     """
 
     def __init__(self, tree: EpisodeTree) -> None:
         self._tree = tree
         self._pieces: dict[int, TokenSegment] = {}
-        for index, node in enumerate(tree.nodes):
-            if (tokens := node.tokens) is not None:
-                text = text_of(tokens.prompt_ids + tokens.sampled_ids)
-                self._pieces[index] = TokenSegment(tokens.extends, text)
-                node.tokens = None
 
-    def read(
-        self, parent: int | None, prompt: bytes, sampled: TokenIds, logprobs: list[float]
-    ) -> tuple[Tokens, TokenSegment] | None:
-        """The tokens of an answer to ``prompt`` (canonical text) below ``parent``, and the segment to ``note``.
+    def forget(self, nodes: Sequence[int]) -> None:
+        """Keep the ids of these nodes as text alone."""
+        for index in nodes:
+            self._piece(index)
+            self._tree.nodes[index].tokens = None
 
-        ``None`` when the prompt contains anything but token ids.
+    def read(self, parent: int | None, prompt: bytes, sampled: TokenIds, logprobs: Sequence[float]) -> Tokens | None:
+        """The tokens of an answer to ``prompt`` (canonical text) below ``parent``.
+
+        They extend those before when the prompt starts with them; ``None`` when it contains anything but token ids.
         """
         chain = self._chain(parent)
         at = 0
@@ -285,29 +209,29 @@ class NodeTokens:
                 chain, at = [], 0
                 break
             at += len(piece.text)
-        new = prompt[at:]
-        ids = ids_of(new)
+        ids = ids_of(prompt[at:])
         if ids is None:
             return None
-        extends = bool(chain)
         # No second validation: the arrays contain only numbers.
-        tokens = Tokens.model_construct(
-            extends=extends, prompt_ids=tuple(ids), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
+        return Tokens.model_construct(
+            extends=bool(chain), prompt_ids=tuple(ids), sampled_ids=tuple(sampled.numbers), logprobs=tuple(logprobs)
         )
-        return tokens, TokenSegment(extends, new + sampled.text)
-
-    def note(self, node: int, piece: TokenSegment) -> None:
-        """Remember the segment that ``read`` returned for this node."""
-        self._pieces[node] = piece
 
     def _chain(self, node: int | None) -> list[TokenSegment]:
         """The segments of the nearest sampled node at or above ``node``, from the start of its segment."""
         chain: list[TokenSegment] = []
         while node is not None:
-            piece = self._pieces.get(node)
+            piece = self._piece(node)
             if piece is not None:
                 chain.append(piece)
                 if not piece.extends:
                     break
             node = self._tree.nodes[node].parent
         return chain[::-1]
+
+    def _piece(self, node: int) -> TokenSegment | None:
+        tokens = self._tree.nodes[node].tokens
+        if node not in self._pieces and tokens is not None:
+            text = text_of(tokens.prompt_ids) + text_of(tokens.sampled_ids)
+            self._pieces[node] = TokenSegment(tokens.extends, text)
+        return self._pieces.get(node)

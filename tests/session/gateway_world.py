@@ -220,6 +220,11 @@ async def world(
             yield World(gateway, http, model, path)
 
 
+def contents(trajectory: Trajectory) -> list[tuple[str, str | None]]:
+    """Who said what on the acted path."""
+    return [(said.role, said.content) for said in trajectory.messages()]
+
+
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     """Wait for something that will be so."""
     async with asyncio.timeout(seconds):

@@ -86,6 +86,8 @@ async def test_sessions_are_named_by_path_header_body_and_opening(tmp_path: Path
         plain["messages"] += [answer, user("two")]
         await gateway.http.post("/v1/chat/completions", json=plain)
         await gateway.http.post("/v1/chat/completions", json={"model": "policy", "messages": [user("other")]})
+        named_by = (await gateway.http.get("/health")).json()["named_by"]
+    assert named_by == {"path": 1, "header": 1, "prompt_cache_key": 1, "metadata": 2, "opening": 3}
     found = {trajectory.task.id: len(trajectory.nodes) for trajectory in await gateway.stored()}
     named = {"from-path", "from-header", "from-body", "from-metadata", "from-litellm_metadata"}
     assert named < set(found)

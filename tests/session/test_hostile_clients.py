@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from gateway_world import Body, Model, streamed, user, world
+from raw_clients import exchange, request, status
 
 
 def nested(levels: int) -> Body:
@@ -38,22 +39,11 @@ async def test_deep_json_never_makes_the_store_unreadable(tmp_path: Path, levels
     assert len(await gateway.stored()) == (1 if deep else 4)
 
 
-async def raw(url: str, path: str, body: bytes) -> bytes:
-    """The status line of a POST whose path no client library changes."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-    answer = await reader.read()
-    writer.close()
-    return answer.partition(b"\r\n")[0]
-
-
 async def test_no_path_leads_out_of_v1(tmp_path: Path):
     asked: list[str] = []
 
-    async def answer(request: web.Request, body: Body) -> web.Response:
-        asked.append(request.raw_path)
+    async def answer(came: web.Request, body: Body) -> web.Response:
+        asked.append(came.raw_path)
         return web.json_response({})
 
     refused = ["/v1/%2e%2e/admin", "/v1/a%2F..%2F..%2Fadmin", "/v1/..%5Cadmin", "/session/s/v1/x/%2E./admin"]
@@ -65,8 +55,9 @@ async def test_no_path_leads_out_of_v1(tmp_path: Path):
         "/v1/models/org%2Fname": "/v1/models/org%2Fname",
     }
     async with world(tmp_path, Model(behave=answer)) as gateway:
-        lines = [await raw(gateway.url, path, b"{}") for path in [*refused, *passed]]
-    assert [line.split()[1] for line in lines] == [b"400"] * len(refused) + [b"200"] * len(passed)
+        asks = [request(path, host="localhost", content_type="application/json") for path in [*refused, *passed]]
+        answers = [status(await asyncio.to_thread(exchange, gateway.url, each)) for each in asks]
+    assert answers == [400] * len(refused) + [200] * len(passed)
     assert asked == list(passed.values())
 
 

@@ -18,13 +18,11 @@ from aiohttp import web
 from gateway_world import SYSTEM, Body, Model, prompt_ids, sampled_ids, serving, stored, until, user, world
 from tiny_model import write_adapter, write_model
 
-from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.session.gateway import running_gateway
-from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SECRET = "sk-proj-" + "Ab3" * 14
@@ -32,14 +30,6 @@ SECRET = "sk-proj-" + "Ab3" * 14
 
 def contents(trajectory: Trajectory) -> list[str | None]:
     return [message.content for message in trajectory.messages()]
-
-
-async def test_a_gateway_that_stops_ends_its_sessions(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        await gateway.say(user("one"), session="a")
-        assert (await gateway.only()).stop is StopReason.UNFINISHED
-    trajectory = await gateway.only()
-    assert trajectory.stop is StopReason.NO_ACTION and trajectory.evidence == {"ended_by": "shutdown"}
 
 
 async def test_a_session_ends_when_its_calls_have(tmp_path: Path):
@@ -73,6 +63,7 @@ async def test_forgotten_sessions_are_read_back(tmp_path: Path):
     for name, trajectory in trajectories.items():
         assert contents(trajectory) == [each["content"] for each in [*histories[name], lasts[name]]]
         assert len(trajectory.nodes) == 7 and trajectory.stop is StopReason.NO_ACTION
+        assert trajectory.evidence == {"ended_by": "shutdown"}
         ids: list[int] = []
         for node in trajectory.sampled():
             assert node.tokens is not None
@@ -242,16 +233,8 @@ async def test_real_server_with_adapters(policy: tuple[Path, AdapterStore], tmp_
                 assert node.tokens is not None and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) > 0
 
 
-async def test_a_port_that_is_taken_and_a_store_that_cannot_be_written(tmp_path: Path):
-    async with world(tmp_path / "a") as gateway:
-        port = int(gateway.url.rpartition(":")[2])
-        config = GatewayConfig(upstream=gateway.model.url, port=port)
-        with pytest.raises(ConfigError, match=f":{port}: the port is in use; choose another one"):
-            async with running_gateway(config, FileTrajectoryStorage(tmp_path / "b")):
-                pass
+async def test_a_store_that_cannot_be_written_is_said_at_the_start(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
-        async with running_gateway(
-            GatewayConfig(upstream="http://127.0.0.1:9/v1", port=0), FileTrajectoryStorage(tmp_path / "file")
-        ):
+        async with world(tmp_path / "file"):
             pass

@@ -11,10 +11,8 @@ from typing import Any
 import anthropic
 import pytest
 from aiohttp import web
-from gateway_world import Body, Model, World, streamed, world
+from gateway_world import Body, Model, World, contents, streamed, world
 from protocol_wire import message, message_events
-
-from openhands_rl_plugin.core.types import Trajectory
 
 TOOL = {"name": "bash", "description": "runs a command", "input_schema": {"type": "object", "properties": {}}}
 THOUGHT = {"type": "thinking", "thinking": "I look first.", "signature": "signed"}
@@ -51,10 +49,6 @@ async def claude(path: Path, **options: Any) -> AsyncIterator[tuple[World, Claud
         anthropic.AsyncAnthropic(base_url=gateway.url, api_key="k", max_retries=0) as client,
     ):
         yield gateway, model, client
-
-
-def contents(trajectory: Trajectory) -> list[tuple[str, str | None]]:
-    return [(said.role, said.content) for said in trajectory.messages()]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,37 +1,15 @@
-"""What the gateway lets in: the same rules as every server, with aiohttp below; and a model server that misbehaves."""
+"""What the gateway lets in: rewards, evidence and sessions within bounds; and a model server that misbehaves."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from gateway_world import Body, Model, user, world
-from raw_clients import exchange, request, status
-
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
 JSON = "application/json"
 END = "/session/s/end"
-PAY = b'{"reward": 1}'
-
-
-async def sent(url: str, data: bytes) -> int:
-    return status(await asyncio.to_thread(exchange, url, data))
-
-
-async def test_no_page_ends_a_session(tmp_path: Path) -> None:
-    async with world(tmp_path) as gateway:
-        for headers in (
-            {"host": "evil.example", "content_type": JSON},
-            {"host": "localhost", "origin": "http://evil.example", "content_type": JSON},
-            {"host": "localhost", "origin": "null", "content_type": JSON},
-        ):
-            assert await sent(gateway.url, request(END, body=PAY, **headers)) == 403
-        assert await sent(gateway.url, request(END, body=PAY, host="localhost", content_type="text/plain")) == 415
-        assert await sent(gateway.url, request(END, body=PAY, host="localhost", content_type=JSON)) == 404
 
 
 @pytest.mark.parametrize("reward", ["1e9", "-1.5", "1.0000001", "1e400", "NaN", '"Infinity"'])
@@ -53,20 +31,6 @@ async def test_a_client_writes_no_evidence_that_rewards_read(tmp_path: Path) -> 
             refused = await gateway.end(evidence={name: {"report": {"resolved": True}}})
             assert refused.status_code == 400 and name in refused.text
         assert (await gateway.end(evidence={"note": "mine"})).json()["ended"]
-
-
-async def test_the_range_is_configured(tmp_path: Path) -> None:
-    async with world(tmp_path, reward_max=500) as gateway:
-        await gateway.http.post("/session/s/v1/chat/completions", json={"model": "m", "messages": [user("one")]})
-        assert (await gateway.http.post(END, json={"reward": 200})).json()["scored"]
-    with pytest.raises(ValueError, match="--reward-min is above"):
-        GatewayConfig.model_validate({"upstream": "http://m/v1", "reward_min": 2})
-
-
-def test_an_address_of_the_network_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENHANDS_RL_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"^--host 0.0.0.0: .*export OPENHANDS_RL_API_KEY="):
-        GatewayConfig(upstream="http://m/v1", host="0.0.0.0").access()
 
 
 async def test_sessions_that_have_not_ended_are_bounded(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
-from gateway_world import Body, Model, World, streamed, world
+from gateway_world import Body, Model, World, contents, streamed, world
 from protocol_wire import call_item, reasoning_item, response, response_events, text_item
 
 from openhands_rl_plugin.core.types import Trajectory
@@ -62,10 +62,6 @@ async def ask(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> Any:
         answer = await events.get_final_response()
     assert answer.output_text in ("", said)
     return answer
-
-
-def contents(trajectory: Trajectory) -> list[tuple[str, str | None]]:
-    return [(said.role, said.content) for said in trajectory.messages()]
 
 
 EXPECTED = [

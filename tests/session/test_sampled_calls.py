@@ -84,16 +84,3 @@ async def test_after_a_condensation_calls_are_put_back_by_their_ids(tmp_path: Pa
         shorter = [SYSTEM, user("in short: it looked"), second, {**result, "tool_call_id": "call_1"}]
         await gateway.say(*shorter, tools=[TOOL])
     assert arguments_in(caller.model.bodies[-1]["messages"]) == [SAMPLED]
-
-
-async def test_health_says_what_named_the_sessions(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        body = {"model": "policy", "messages": [user("one")]}
-        await gateway.http.post("/session/mine/v1/chat/completions", json=body)
-        await gateway.http.post("/v1/chat/completions", json=body, headers={"x-litellm-session-id": "mine"})
-        await gateway.http.post("/v1/chat/completions", json={**body, "prompt_cache_key": "mine"})
-        await gateway.http.post("/v1/chat/completions", json={**body, "metadata": {"session_id": "mine"}})
-        for _ in range(2):
-            await gateway.http.post("/v1/chat/completions", json=body)
-        health = (await gateway.http.get("/health")).json()
-    assert health["named_by"] == {"path": 1, "header": 1, "prompt_cache_key": 1, "metadata": 1, "opening": 2}
