@@ -68,16 +68,17 @@ def is_offered(name: str) -> bool:
     return name not in _LEFT_OUT
 
 
-def described(messages: Sequence[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]]) -> list[Any]:
+def described(
+    prompt: Sequence[Mapping[str, Any]], converted: Sequence[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]]
+) -> list[Any]:
     """The prompt with the tools in its system message, for a model without tool calling.
 
-    ``messages`` are in the form that the host has for such a model, without its own texts on tools.
+    ``converted``: the other messages, in the form that the host has for such a model, without its own texts on tools.
     """
     suffix = _FORM + "".join(f"\n{_signature(tool['function'])}" for tool in tools)
-    system, rest = ({"role": "system", "content": ""}, messages)
-    if messages and messages[0]["role"] == "system":
-        system, rest = messages[0], messages[1:]
-    return [{**system, "content": _with_suffix(system["content"], suffix)}, *rest]
+    given = [message for message in prompt if message["role"] == "system"]
+    first, *more = given or [{"role": "system", "content": ""}]
+    return [{**first, "content": _with_suffix(first["content"], suffix)}, *more, *converted]
 
 
 def _compact(tool: Mapping[str, Any]) -> Any:

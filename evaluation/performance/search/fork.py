@@ -28,7 +28,7 @@ from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.errors import EpisodeError
 from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkMethod
-from openhands_rl_plugin.hosts.v0.runtime import BubblewrapRuntime
+from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
 BOUNDS_MS: dict[ForkMethod, float] = {"overlay": 150.0, "copy": 1000.0}
 FILES = 3000
@@ -45,10 +45,10 @@ def fill(folder: Path) -> None:
         file.write_bytes(source.randbytes(BYTES // FILES))
 
 
-def session(folder: Path) -> BubblewrapRuntime:
+def session(folder: Path) -> WorkspaceRuntime:
     """A runtime over the workspace, as a session has it."""
     config = OpenHandsConfig(enable_browser=False, workspace_base=str(folder))
-    runtime = BubblewrapRuntime(
+    runtime = WorkspaceRuntime(
         config=config,
         event_stream=EventStream("fork", InMemoryFileStore()),
         llm_registry=LLMRegistry(config),
@@ -59,7 +59,7 @@ def session(folder: Path) -> BubblewrapRuntime:
     return runtime
 
 
-def milliseconds(runtime: BubblewrapRuntime, method: ForkMethod) -> float:
+def milliseconds(runtime: WorkspaceRuntime, method: ForkMethod) -> float:
     """One fork. Raises ``EpisodeError`` where the method does not work."""
     os.sync()
     runtime.workspace.fork_methods = (method,)
@@ -70,7 +70,7 @@ def milliseconds(runtime: BubblewrapRuntime, method: ForkMethod) -> float:
     return 1000 * elapsed
 
 
-def possible(runtime: BubblewrapRuntime) -> list[ForkMethod]:
+def possible(runtime: WorkspaceRuntime) -> list[ForkMethod]:
     """The methods that work here; the first use of each is not measured."""
     found: list[ForkMethod] = []
     for method in METHODS:
@@ -82,18 +82,18 @@ def possible(runtime: BubblewrapRuntime) -> list[ForkMethod]:
     return found
 
 
-def crossings(runtime: BubblewrapRuntime, forks: int) -> int:
+def crossings(runtime: WorkspaceRuntime, forks: int) -> int:
     """How many of so many forks, 16 at a time, saw a file, a variable, a process or an output of another."""
     runtime.workspace.fork_methods = METHODS
 
-    def run(twin: BubblewrapRuntime, command: str) -> list[str]:
+    def run(twin: WorkspaceRuntime, command: str) -> list[str]:
         action = CmdRunAction(command)
         action.set_hard_timeout(60)
         return str(getattr(twin.run_action(action), "content", "")).split()
 
     def right(number: int) -> bool:
         twin = runtime.fork(threading.Event())
-        assert isinstance(twin, BubblewrapRuntime)
+        assert isinstance(twin, WorkspaceRuntime)
         try:
             run(twin, f"echo {number} | tee mine d0/f0 /tmp/mine; sleep 900 & export ME={number}")
             seen = run(twin, "cat mine d0/f0 /tmp/mine; echo $ME; ls | wc -l; pgrep -c sleep")

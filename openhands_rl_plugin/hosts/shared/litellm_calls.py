@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,6 +41,18 @@ OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litell
 
 KEY_VARIABLES = {"hosted_vllm": "HOSTED_VLLM_API_KEY", "litellm_proxy": "LITELLM_PROXY_API_KEY"}
 """Where litellm takes the key from when [llm] has none; a custom_openai is an openai to it."""
+
+_MALFORMED = ("FunctionCallConversionError", "FunctionCallNotExistsError", "FunctionCallValidationError")
+_MALFORMED += ("LLMMalformedActionError", "LLMNoActionError", "LLMResponseError")
+
+
+def malformed(errors: ModuleType) -> tuple[type[Exception], ...]:
+    """What OpenHands, of whose errors this is the module, raises for an answer of the model that it cannot parse.
+
+    V0's controller reports all but the first to the model; that one ends the session.
+    """
+    return tuple(getattr(errors, name) for name in _MALFORMED)
+
 
 # litellm's own arguments, which are no part of a request.
 _LITELLMS = frozenset({"api_key", "base_url", "api_base", "api_version", "custom_llm_provider", "timeout", "client"})

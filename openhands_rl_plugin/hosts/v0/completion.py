@@ -13,14 +13,7 @@ from typing import Any
 
 from litellm import Message as LiteLLMMessage
 from litellm.types.utils import Choices, ModelResponse
-from openhands.core.exceptions import (
-    FunctionCallConversionError,
-    FunctionCallNotExistsError,
-    FunctionCallValidationError,
-    LLMMalformedActionError,
-    LLMNoActionError,
-    LLMResponseError,
-)
+from openhands.core import exceptions
 from openhands.llm.fn_call_converter import (
     STOP_WORDS,
     convert_fncall_messages_to_non_fncall_messages,
@@ -32,22 +25,16 @@ from openhands.llm.model_features import get_features
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.hosts.compact_prompt import described
-from openhands_rl_plugin.hosts.shared.litellm_calls import answered, upstream_of
+from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.session.upstream import Upstream
 
-ANSWERED = (
-    FunctionCallNotExistsError,
-    FunctionCallValidationError,
-    LLMMalformedActionError,
-    LLMNoActionError,
-    LLMResponseError,
-)
-"""Errors of an answer that OpenHands' controller reports to the model; others end the session."""
-
-MALFORMED = (FunctionCallConversionError, *ANSWERED)
+MALFORMED = malformed(exceptions)
 """What OpenHands raises for an answer of the model that it cannot parse."""
+
+ANSWERED = MALFORMED[1:]
+"""Errors of an answer that OpenHands' controller reports to the model; others end the session."""
 
 
 def connect(session: Session, llm: LLM) -> None:
@@ -110,11 +97,10 @@ def _completed_by_text(
 
 def described_tools(prompt: Sequence[WireMessage], tools: Sequence[Any]) -> list[Any]:
     """The prompt as it is sent. Raises OpenHands' ``FunctionCallConversionError``."""
-    system = [message for message in prompt if message["role"] == "system"]
     rest: list[Any] = [message for message in prompt if message["role"] != "system"]
     # Without tools it adds no text to the conversation.
     converted = convert_fncall_messages_to_non_fncall_messages(rest, [], add_in_context_learning_example=False)
-    return described([*system, *converted], tools)
+    return described(prompt, converted, tools)
 
 
 def read_described_call(response: ModelResponse, tools: Sequence[Any]) -> None:

@@ -187,7 +187,6 @@ class SessionController(AgentController):
         self._on_state(self.get_agent_state())
 
 
-_RUNTIMES = {None: "WorkspaceRuntime", "bubblewrap": "BubblewrapRuntime", "none": "SubprocessRuntime"}
 # Condensers that ask a model.
 _ASKING = frozenset({"llm", "llm_attention", "structured"})
 
@@ -257,6 +256,5 @@ def _condenser(options: HostOptions, llm: LLMConfig) -> CondenserConfig:
 
 def runtime_path(options: HostOptions) -> str:
     """The class path of the OpenHands runtime for these options."""
-    if options.environment_mode:
-        return "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
-    return f"openhands_rl_plugin.hosts.v0.runtime.{_RUNTIMES[options.isolation]}"
+    where = "environment_runtime.Environment" if options.environment_mode else "runtime.Workspace"
+    return f"openhands_rl_plugin.hosts.v0.{where}Runtime"

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from openhands.core.config import OpenHandsConfig
 from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, FileWriteAction, IPythonRunCellAction
@@ -81,13 +81,11 @@ class WorkspaceRuntime(SessionRuntime):
     The constructor raises ``ConfigError`` where bubblewrap does not work.
     """
 
-    isolation: Literal["bubblewrap", "none"] | None = None
-
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
         bound = current_episode()
         task = bound.workspace if bound else None
         settings = bound.settings if bound else host_settings(config.get_agent_config(RL_AGENT), config)
-        isolated = (self.isolation or (settings.workspace.isolation if task is None else "bubblewrap")) != "none"
+        isolated = settings.workspace.isolation != "none"
         if isolated and config.sandbox.use_host_network:
             raise ConfigError("[sandbox] use_host_network: write [rl.workspace] network = true in its place")
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
@@ -251,18 +249,6 @@ class WorkspaceRuntime(SessionRuntime):
         if self.files.kind(directory) != "directory":
             return []
         return [f"{directory.rstrip('/')}/{name}" for name, _ in self.files.entries(directory)]
-
-
-class BubblewrapRuntime(WorkspaceRuntime):
-    """The workspace runtime in bubblewrap, whatever the settings say."""
-
-    isolation = "bubblewrap"
-
-
-class SubprocessRuntime(WorkspaceRuntime):
-    """The workspace runtime without isolation, even where bubblewrap is installed."""
-
-    isolation = "none"
 
 
 def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> CmdOutputObservation:

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import threading
 import uuid
+from pathlib import Path
 
-from openhands.sdk import LLM
+from openhands.sdk import LLM, Tool
 from openhands.sdk.context.condenser import CondenserBase, LLMSummarizingCondenser
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
@@ -17,15 +18,17 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
+from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
-from openhands_rl_plugin.hosts.shared.sessions import register_runtime
+from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.endings import BOUNDARY, said_finish
-from openhands_rl_plugin.hosts.v1.tools import SessionTools, session_tools
+from openhands_rl_plugin.hosts.v1.tools import EDITOR, TERMINAL
 from openhands_rl_plugin.hosts.v1.values import price_of
+from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.session import Session, bind_episode
 
 _CONTINUE = (
@@ -46,18 +49,20 @@ class ConversationSession(HostSession):
         self._settings = settings
         self._agent: RLAgent | None = None
         self._conversation: LocalConversation | None = None
-        self._tools: SessionTools | None = None
+        self._own_folder: Path | None = None
         self._thread: threading.Thread | None = None
 
     def _start(self, instruction: str) -> None:
-        tools = self._tools = session_tools(self._settings, self._options, self._episode)
-        agent = self._agent = self._make_agent(tools)
-        if tools.workspace is not None:
-            register_runtime(self._sid, tools.workspace)
+        given = self._episode.workspace
+        if given is None:
+            folder = self._own_folder = temporary_folder("tools")
+        else:
+            folder = given.root / given.repository
+        agent = self._agent = self._make_agent()
         conversation = self._conversation = LocalConversation(
             agent=agent,
             conversation_id=uuid.UUID(self._sid),
-            workspace=str(tools.folder),
+            workspace=str(folder.resolve()),
             visualizer=None,
             stuck_detection=self._options.stuck_detection,
             max_iteration_per_run=self._episode.limits.max_turns * ITERATIONS_A_TURN + 2,
@@ -102,8 +107,10 @@ class ConversationSession(HostSession):
             played.release()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
-        if self._tools is not None:
-            self._tools.close()
+        if isinstance(workspace := runtime_of(self._sid), ConversationWorkspace):
+            workspace.close()
+        if self._own_folder is not None:
+            remove_tree(self._own_folder)
 
     def _play(self, conversation: LocalConversation) -> None:
         ended: Failure | RLError | str = ""
@@ -128,10 +135,14 @@ class ConversationSession(HostSession):
                 return
             conversation.send_message(self._reply(said, _CONTINUE))
 
-    def _make_agent(self, tools: SessionTools) -> RLAgent:
-        llm = self._llm("agent")
+    def _tools(self) -> list[Tool]:
+        seconds = self._options.command_timeout
+        return [Tool(name=TERMINAL, params={"no_change_timeout_seconds": seconds}), Tool(name=EDITOR)]
+
+    def _make_agent(self) -> RLAgent:
         kind = RLAgent if self._options.agent == RL_AGENT else RecordedAgent
-        return kind(llm=llm, tools=list(tools.tools), condenser=self._condenser(), rl=tools.rl)
+        rl = {"workspace": self._settings.workspace.model_dump(include={"isolation", "prompt"})}
+        return kind(llm=self._llm("agent"), tools=self._tools(), condenser=self._condenser(), rl=rl)
 
     def _llm(self, usage: str) -> LLM:
         episode = self._episode

@@ -27,9 +27,7 @@ class ConversationRunner(SessionHostRunner):
         agent = self._options.agent
         if agent not in (RL_AGENT, STOCK_AGENT):
             raise ConfigError(unknown_name("agent of OpenHands V1", agent, [RL_AGENT, STOCK_AGENT]))
-        from openhands_rl_plugin.hosts.v1.tools import is_isolated
-
-        if is_isolated(self._settings, self._options):
+        if self._settings.workspace.isolation != "none":
             check_bubblewrap()
         if "LOG_LEVEL" not in os.environ:
             logging.getLogger("openhands").setLevel(logging.ERROR)

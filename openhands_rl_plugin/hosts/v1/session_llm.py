@@ -12,35 +12,20 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from litellm.types.utils import ModelResponse
-from openhands.sdk.llm import LLM, LLMResponse
+from openhands.sdk.llm import LLM, LLMResponse, exceptions
 from openhands.sdk.llm import Message as SdkMessage
-from openhands.sdk.llm.exceptions import (
-    FunctionCallConversionError,
-    FunctionCallNotExistsError,
-    FunctionCallValidationError,
-    LLMMalformedActionError,
-    LLMNoActionError,
-    LLMResponseError,
-)
 from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr, SecretStr
 
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.hosts.compact_prompt import described
-from openhands_rl_plugin.hosts.shared.litellm_calls import answered, upstream_of
+from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
 from openhands_rl_plugin.hosts.v1.values import chunks_of
 from openhands_rl_plugin.hosts.v1.written_prompts import Prompts, copied
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.upstream import Upstream
 
-MALFORMED = (
-    FunctionCallConversionError,
-    FunctionCallNotExistsError,
-    FunctionCallValidationError,
-    LLMMalformedActionError,
-    LLMNoActionError,
-    LLMResponseError,
-)
+MALFORMED = malformed(exceptions)
 """What the SDK raises for an answer of the model that it cannot parse."""
 
 
@@ -123,10 +108,9 @@ class SessionLLM(LLM):
         if self._prompts is None or not self._prompts.compact:
             return convert(own, tools, kwargs, *more, **named)
         # The SDK adds its text where there are tools and a system message.
-        system = [message for message in own if message["role"] == "system"]
         rest = [message for message in own if message["role"] != "system"]
         converted, arguments = convert(rest, [], kwargs, *more, **named)
-        return described([*system, *converted], tools), arguments
+        return described(own, converted, tools), arguments
 
     def _transport_call(
         self, *, messages: list[dict[str, Any]], enable_streaming: bool = False, on_token: Any = None, **kwargs: Any

@@ -8,25 +8,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openhands.sdk import Tool
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationState
 from openhands.sdk.tool import ToolExecutor, register_tool
 from openhands.tools.file_editor.definition import FileEditorAction, FileEditorObservation, FileEditorTool
 from openhands.tools.terminal.definition import TerminalAction, TerminalObservation, TerminalTool
 
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
-from openhands_rl_plugin.config.workspace import PromptName
-from openhands_rl_plugin.core.files import remove_tree, temporary_folder
-from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.session.session import Session, current_episode
+from openhands_rl_plugin.session.session import current_episode
+
+TERMINAL, EDITOR = TerminalTool.name, FileEditorTool.name
 
 _opening = threading.Lock()
 
@@ -46,9 +42,9 @@ def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
         if bound is None and not isinstance(own, dict):
             return None
         settings = bound.settings if bound is not None else settings_from_sections({"rl": own})
-        if settings.workspace.isolation == "none":
-            return None
         task, folder = bound.workspace if bound is not None else None, Path(str(state.workspace.working_dir))
+        if settings.workspace.isolation == "none" and (task is None or task.container is None):
+            return None
         protected = protected_by(settings.reward)
         opened = ConversationWorkspace.open(folder, settings.workspace, task=task, protected=protected)
         register_runtime(session, opened)
@@ -137,50 +133,3 @@ def _register() -> None:
 
 
 _register()
-
-
-@dataclass(frozen=True)
-class SessionTools:
-    """``folder`` is what the SDK takes for its workspace; ``private``: it is removed with the session.
-
-    ``workspace`` is the sandbox of the tools; ``None`` where they are the SDK's own, with the rights of this process.
-    ``prompt`` is that of ``[rl.workspace]``.
-    """
-
-    tools: Sequence[Tool]
-    folder: Path
-    private: bool
-    workspace: ConversationWorkspace | None
-    prompt: PromptName
-
-    @property
-    def rl(self) -> dict[str, object]:
-        """What the agent says of its tools."""
-        isolation = {"isolation": "none"} if self.workspace is None else {}
-        return {"workspace": {**isolation, "prompt": self.prompt}}
-
-    def close(self) -> None:
-        """End the sandbox, and remove the folder if nobody else has it. Blocks."""
-        if self.workspace is not None:
-            self.workspace.close()
-        if self.private:
-            remove_tree(self.folder)
-
-
-def session_tools(settings: RLSettings, options: HostOptions, episode: Session) -> SessionTools:
-    """The tools of an episode's session. Raises ``ConfigError`` where they cannot be isolated as asked."""
-    given = episode.workspace
-    folder = temporary_folder("tools") if given is None else given.root / given.repository
-    workspace = None
-    if is_isolated(settings, options) or (given is not None and given.container is not None):
-        protected = protected_by(settings.reward)
-        workspace = ConversationWorkspace.open(folder, settings.workspace, task=given, protected=protected)
-    terminal = Tool(name=TerminalTool.name, params={"no_change_timeout_seconds": options.command_timeout})
-    tools = (terminal, Tool(name=FileEditorTool.name))
-    prompt = settings.workspace.prompt
-    return SessionTools(tools, folder.resolve(), private=given is None, workspace=workspace, prompt=prompt)
-
-
-def is_isolated(settings: RLSettings, options: HostOptions) -> bool:
-    """Whether the tools work in bubblewrap."""
-    return (options.isolation or settings.workspace.isolation) != "none"

@@ -122,10 +122,10 @@ def test_a_summary_that_the_model_asks_for(server: ScriptedModel, tmp_path: Path
     server.policies["requested"] = lambda body: next(answers)
     settings = RLSettings(serving=ServingSettings(base_url=server.url, model="requested"))
     condenser = {**CONDENSER, "max_size": 16, "keep_first": 1}
-    options = HostOptions(environment_mode=False, isolation="none", condenser=condenser)
+    options = HostOptions(environment_mode=False, condenser=condenser)
     config = controller_config(settings, options)
     config.agents["RLAgent"].enable_condensation_request = True
-    config.extended = ExtendedConfig({"rl": {"storage": {"path": str(tmp_path)}}})
+    config.extended = ExtendedConfig({"rl": {"workspace": {"isolation": "none"}, "storage": {"path": str(tmp_path)}}})
     asyncio.run(run_controller(config=config, initial_user_action=MessageAction(content="Think.")))
 
     async def read() -> list[Trajectory]:

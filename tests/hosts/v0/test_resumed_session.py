@@ -21,8 +21,9 @@ from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 
 def config_for(url: str, folder: Path, rl: dict) -> OpenHandsConfig:
     settings = RLSettings(serving=ServingSettings(base_url=url, model="resumed"))
-    config = controller_config(settings, HostOptions(environment_mode=False, isolation="none"))
+    config = controller_config(settings, HostOptions(environment_mode=False))
     config.file_store, config.file_store_path = "local", str(folder / "sessions")
+    rl = {**rl, "workspace": {"isolation": "none"}}
     config.extended = ExtendedConfig({"rl": {**rl, "storage": {"path": str(folder / "store")}}})
     return config
 

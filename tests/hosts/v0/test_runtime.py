@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 from openhands.core.config import OpenHandsConfig
+from openhands.core.config.extended_config import ExtendedConfig
 from openhands.events import EventSource, EventStreamSubscriber
 from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction
 from openhands.events.event import FileEditSource, FileReadSource
@@ -26,7 +27,7 @@ from openhands_rl_plugin.hosts.v0 import runtime as runtimes
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
 Make = Callable[..., WorkspaceRuntime]
-KINDS = ["SubprocessRuntime", pytest.param("BubblewrapRuntime", marks=needs_bubblewrap)]
+KINDS = ["none", pytest.param("bubblewrap", marks=needs_bubblewrap)]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,10 @@ def llms() -> LLMRegistry:
 def make(llms: LLMRegistry) -> Iterator[Make]:
     made: list[WorkspaceRuntime] = []
 
-    def make(kind: str = "WorkspaceRuntime", sid: str = "session", **config) -> WorkspaceRuntime:
-        runtime = get_runtime_cls(f"{runtimes.__name__}.{kind}")(
-            config=OpenHandsConfig(enable_browser=False, **config),
+    def make(isolation: str = "bubblewrap", sid: str = "session", **config) -> WorkspaceRuntime:
+        extended = ExtendedConfig({"rl": {"workspace": {"isolation": isolation}}})
+        runtime = get_runtime_cls(f"{runtimes.__name__}.WorkspaceRuntime")(
+            config=OpenHandsConfig(enable_browser=False, extended=extended, **config),
             event_stream=EventStream(sid, InMemoryFileStore()),
             llm_registry=llms,
             sid=sid,
@@ -108,7 +110,7 @@ def test_what_the_agent_reads(runtime: WorkspaceRuntime):
 
 
 def test_a_sandbox_that_ends_is_answered_and_replaced(make: Make):
-    runtime = make("SubprocessRuntime")
+    runtime = make("none")
     assert "a new one is started" in command(runtime, "kill -9 $PPID; sleep 9").to_agent_observation()
     assert command(runtime, "echo on").content == "on"
 
@@ -148,13 +150,13 @@ def test_editor(runtime: WorkspaceRuntime):
     ],
 )
 def test_wrong_edits_are_answered(make: Make, name: str, path: str, arguments: dict, said: str):
-    runtime = make("SubprocessRuntime")
+    runtime = make("none")
     command(runtime, "echo text > exists; mkdir dir")
     assert said in edit(runtime, name, path, **arguments).content
 
 
 def test_a_directory_is_listed_without_a_host_shell(make: Make):
-    runtime = make("SubprocessRuntime")
+    runtime = make("none")
     marker = Path(f"/tmp/rl-injected-{os.getpid()}")
     name = f"x;touch ${{HOME%%root*}}tmp;touch {marker.name}"
     runtime.files.write(f"/workspace/{name}/file", b"")
@@ -190,7 +192,7 @@ def test_the_given_workspace_is_used_and_kept(make: Make, tmp_path: Path):
 def test_without_bubblewrap_nothing_runs_unless_that_is_asked_for(make: Make):
     with pytest.raises(ConfigError, match=r"^bubblewrap is not installed: [^\n]*isolation = \"none\"$"):
         make()
-    runtime = make(extended={"rl": {"workspace": {"isolation": "none"}}})
+    runtime = make("none")
     assert command(runtime, "pwd").content == "/workspace"
     assert runtime.files.root.is_dir()
 

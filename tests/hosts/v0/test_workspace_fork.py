@@ -25,7 +25,7 @@ from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, ForkMethod, Tree, fork_tree
-from openhands_rl_plugin.hosts.v0.runtime import SubprocessRuntime, WorkspaceRuntime
+from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
 pytestmark = needs_bubblewrap
 
@@ -59,8 +59,8 @@ def llms() -> LLMRegistry:
 def make(llms: LLMRegistry, tmp_path: Path) -> Iterator[Make]:
     made: list[WorkspaceRuntime] = []
 
-    def make(*methods: ForkMethod, kind: type[WorkspaceRuntime] = WorkspaceRuntime, **config) -> WorkspaceRuntime:
-        runtime = kind(
+    def make(*methods: ForkMethod, **config) -> WorkspaceRuntime:
+        runtime = WorkspaceRuntime(
             config=OpenHandsConfig(enable_browser=False, **config),
             event_stream=EventStream("session", InMemoryFileStore()),
             llm_registry=llms,
@@ -219,7 +219,8 @@ def test_closing_ends_everything_in_a_fork_and_nothing_else(runtime: WorkspaceRu
 
 
 def test_without_isolation_there_are_no_forks(make: Make):
-    assert not make(kind=SubprocessRuntime).forkable and make().forkable
+    without = {"rl": {"workspace": {"isolation": "none"}}}
+    assert not make(extended=without).forkable and make().forkable
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Limits, StopReason, T
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v1 import conversation_session
-from openhands_rl_plugin.hosts.v1.tools import SessionTools
+from openhands_rl_plugin.hosts.v1.conversation_session import ConversationSession
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 import_module("openhands.tools.task")
@@ -60,14 +58,6 @@ def delegating(model: str, server: ScriptedModel, look: dict[str, Any]) -> None:
         return says("I delegate.", call("task", task, "call-p"))
 
     server.policies[model] = policy
-
-
-def with_tasks(made: Callable[..., SessionTools]) -> Callable[..., SessionTools]:
-    def tools(*given: Any) -> SessionTools:
-        found = made(*given)
-        return replace(found, tools=(*found.tools, Tool(name=TASK_TOOLS)))
-
-    return tools
 
 
 def parent_and_child(episodes: list[Trajectory]) -> tuple[Trajectory, Trajectory]:
@@ -157,7 +147,8 @@ async def test_under_a_runner_it_is_stored_where_the_parent_is(
 ) -> None:
     delegating("runner", server, call(TERMINAL, {"command": "echo more > found.txt; pwd"}, "call-s"))
     # Runners offer the terminal and the editor only.
-    monkeypatch.setattr(conversation_session, "session_tools", with_tasks(conversation_session.session_tools))
+    offered = ConversationSession._tools
+    monkeypatch.setattr(ConversationSession, "_tools", lambda session: [*offered(session), Tool(name=TASK_TOOLS)])
     repository = tmp_path / "repository"
     repository.mkdir()
     serving = ServingSettings(base_url=server.url, model="runner", request_timeout=20.0)
