@@ -74,7 +74,7 @@ class RLAgent(Agent):
     @property
     def static_system_message(self) -> str:
         """The stock agent's, or the compact one."""
-        if not self._settings().workspace.is_compact:
+        if not self.settings().workspace.is_compact:
             return super().static_system_message
         stock_prompt = getattr(self, "system_prompt", None) is None and (
             self.system_prompt_filename == Agent.model_fields["system_prompt_filename"].default
@@ -125,6 +125,11 @@ class RLAgent(Agent):
         return self._conversations.episode_of(conversation)
 
     @property
+    def parent(self) -> tuple[ConversationEpisode, str] | None:
+        """The episode in which this agent was made as a sub-agent, and its registered kind."""
+        return self._parent
+
+    @property
     def delegated_by(self) -> Session | None:
         """The episode in which this agent was made, as a sub-agent."""
         return self._parent[0].episode if self._parent is not None else None
@@ -141,16 +146,15 @@ class RLAgent(Agent):
         made._parent = (by, kind)
         return made
 
-    def _settings(self) -> RLSettings:
+    def settings(self) -> RLSettings:
+        """Those of the episode that it is made for, or else its own."""
         bound = self.delegated_by or current_episode()
         return bound.settings if bound is not None else settings_from_sections({"rl": self.rl})
 
     @contextmanager
     def _playing(self, conversation: LocalConversation) -> Iterator[Agent]:
         """The agent for one step."""
-        episode = self._conversations.begin_step(
-            conversation, self.llm, self._settings, exact=self.replays_sampled, parent=self._parent
-        )
+        episode = self._conversations.begin_step(self, conversation)
         if episode is None:
             yield self
             return
@@ -171,7 +175,7 @@ class RLAgent(Agent):
             episode.full = bool(episode.episode.turns)
             raise
         finally:
-            self._conversations.end_step(conversation)
+            self._conversations.end_step(episode, conversation)
 
 
 class RecordedAgent(RLAgent):

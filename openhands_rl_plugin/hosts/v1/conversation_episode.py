@@ -65,8 +65,13 @@ class ConversationEpisode:
     ) -> None:
         self.episode = episode
         self.session = str(conversation.state.id)
+        self.calls = calls
         self.over = False
         self.failed = False
+        # Of its steps: whether one is under way, and how many ended; the events at which the agent finished, and why.
+        self.stepping, self.steps = False, 0
+        self.finished: tuple[int | None, StopReason | None] = (None, None)
+        self.seen: tuple[Status, int] | None = None
         self.delegated: weakref.WeakSet[ConversationEpisode] = weakref.WeakSet()
         self._conversation = weakref.ref(conversation)
         self.prompts = Prompts(compact=episode.settings.workspace.is_compact)
