@@ -22,11 +22,10 @@ from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
-from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.endings import BOUNDARY, said_finish
-from openhands_rl_plugin.hosts.v1.tools import EDITOR, TERMINAL
+from openhands_rl_plugin.hosts.v1.tools import EDITOR, TERMINAL, open_workspace
 from openhands_rl_plugin.hosts.v1.values import price_of
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.session import Session, bind_episode
@@ -50,6 +49,7 @@ class ConversationSession(HostSession):
         self._agent: RLAgent | None = None
         self._conversation: LocalConversation | None = None
         self._own_folder: Path | None = None
+        self._workspace: ConversationWorkspace | None = None
         self._thread: threading.Thread | None = None
 
     def _start(self, instruction: str) -> None:
@@ -59,6 +59,7 @@ class ConversationSession(HostSession):
         else:
             folder = given.root / given.repository
         agent = self._agent = self._make_agent()
+        self._workspace = open_workspace(self._sid, self._settings, folder, given)
         conversation = self._conversation = LocalConversation(
             agent=agent,
             conversation_id=uuid.UUID(self._sid),
@@ -107,8 +108,8 @@ class ConversationSession(HostSession):
             played.release()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
-        if isinstance(workspace := runtime_of(self._sid), ConversationWorkspace):
-            workspace.close()
+        if self._workspace is not None:
+            self._workspace.close()
         if self._own_folder is not None:
             remove_tree(self._own_folder)
 

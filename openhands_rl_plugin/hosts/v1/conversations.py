@@ -107,10 +107,11 @@ class Conversations:
         for session, episode in self._all():
             if episode is None or episode.over or episode.stepping or not episode.standalone:
                 continue
-            seen, episode.seen = episode.seen, (episode.status, episode.steps)
+            now = episode.status, episode.steps
+            settled, episode.seen = episode.seen == now, now
             if episode.conversation is None:
                 self._end(session, episode)
-            elif seen == episode.seen and seen[0] in ENDED:
+            elif settled and now[0] in ENDED:
                 episode.end()
 
     def _all(self) -> list[tuple[str, ConversationEpisode | None]]:

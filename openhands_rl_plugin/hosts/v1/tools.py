@@ -17,7 +17,9 @@ from openhands.sdk.tool import ToolExecutor, register_tool
 from openhands.tools.file_editor.definition import FileEditorAction, FileEditorObservation, FileEditorTool
 from openhands.tools.terminal.definition import TerminalAction, TerminalObservation, TerminalTool
 
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.session import current_episode
@@ -42,13 +44,20 @@ def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
         if bound is None and not isinstance(own, dict):
             return None
         settings = bound.settings if bound is not None else settings_from_sections({"rl": own})
-        task, folder = bound.workspace if bound is not None else None, Path(str(state.workspace.working_dir))
-        if settings.workspace.isolation == "none" and (task is None or task.container is None):
-            return None
-        protected = protected_by(settings.reward)
-        opened = ConversationWorkspace.open(folder, settings.workspace, task=task, protected=protected)
-        register_runtime(session, opened)
-        return opened
+        folder = Path(str(state.workspace.working_dir))
+        return open_workspace(session, settings, folder, bound.workspace if bound is not None else None)
+
+
+def open_workspace(
+    session: str, settings: RLSettings, folder: Path, task: TaskWorkspace | None
+) -> ConversationWorkspace | None:
+    """A workspace registered under a conversation's id, weakly; ``None`` where nothing isolates it."""
+    if settings.workspace.isolation == "none" and (task is None or task.container is None):
+        return None
+    protected = protected_by(settings.reward)
+    opened = ConversationWorkspace.open(folder, settings.workspace, task=task, protected=protected)
+    register_runtime(session, opened)
+    return opened
 
 
 class RLTerminalTool(TerminalTool):
