@@ -56,8 +56,8 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1 import RLAgent
 from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
+from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
 from openhands_rl_plugin.session.branches import BranchWorld
 from openhands_rl_plugin.session.turns import Turn
 

@@ -1,4 +1,8 @@
-"""``RLAgent`` inside OpenHands' controller: the CodeAct agent with a strategy for every turn, fully recorded."""
+"""Makes ``Agent.register`` of OpenHands idempotent.
+
+Autoload registers ``RLAgent``, and so does OpenHands itself when a config.toml has the documented ``classpath`` line;
+without this the second registration would be logged as an error.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any
 from litellm.exceptions import ContextWindowExceededError
 from litellm.types.utils import ModelResponse
 from openhands.agenthub.codeact_agent.codeact_agent import CodeActAgent
+from openhands.controller.agent import Agent
 from openhands.controller.state.state import State
 from openhands.core.config import AgentConfig
 from openhands.core.exceptions import FunctionCallConversionError, FunctionCallValidationError
@@ -40,16 +45,17 @@ from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, stand
 from openhands_rl_plugin.hosts.v0.branch import SessionBranch
 from openhands_rl_plugin.hosts.v0.completion import (
     MALFORMED,
+    CompactMemory,
     ask,
     connect,
     describe_tools,
     described_tools,
+    noted_step,
     read_described_call,
+    record_condenser,
     twin,
 )
-from openhands_rl_plugin.hosts.v0.condensation import CompactMemory, record_condenser
 from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentActions, EnvironmentRuntime
-from openhands_rl_plugin.hosts.v0.registration import register
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 from openhands_rl_plugin.hosts.v0.settings import (
@@ -66,6 +72,21 @@ from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.session import Session, current_episode
 from openhands_rl_plugin.session.token_id_text import Json
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
+
+_register_new = Agent.register
+
+
+def register(name: str, agent_cls: type[Agent]) -> None:
+    """``Agent.register``, except that registering the same class again changes nothing.
+
+    Raises OpenHands' ``AgentAlreadyRegisteredError`` when another class has the name.
+    """
+    if Agent._registry.get(name) is not agent_cls:
+        _register_new(name, agent_cls)
+
+
+Agent.register = staticmethod(register)
+
 
 ENVIRONMENT_RUNTIME = "EnvironmentRuntime"
 WORKSPACE_RUNTIME = "WorkspaceRuntime"
@@ -282,19 +303,13 @@ class RLAgent(CodeActAgent):
 
         Without a condenser, a full context window ends the episode.
         """
-        session.note = {"session": state.session_id, "step": state.iteration_flag.current_value}
-        turns = session.turns
         try:
-            return step()
+            with noted_step(session, state):
+                return step()
         except EpisodeOver as over:
             return self._finish(over.stop)
         except asyncio.CancelledError:
             return NullAction()
-        except MALFORMED as error:
-            if session.turns > turns:
-                # OpenHands reports the error to the model, without the answer.
-                session.unread(describe(error))
-            raise
         except ConfigError as error:
             runtime = runtime_of(state.session_id)
             bare = isinstance(runtime, WorkspaceRuntime) and not runtime.forkable

@@ -1,19 +1,28 @@
-"""The completions of an OpenHands ``LLM``, asked of a session by a direct call in the place of litellm's.
+"""The completions of OpenHands' LLMs, asked of a session by a direct call in the place of litellm's.
 
 It takes the place of ``LLM._completion_unwrapped``, below retries, message formatting and the conversion of tools to a
 prompt, and before the answer is parsed. An error of the model server is raised as litellm's exception, so that
-OpenHands' own retries and messages work as before.
+OpenHands' own retries and messages work as before. What condensers and other agents ask is recorded, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from litellm import Message as LiteLLMMessage
+from litellm.exceptions import ContextWindowExceededError
 from litellm.types.utils import Choices, ModelResponse
+from openhands.controller.agent import Agent
+from openhands.controller.state.state import State
 from openhands.core import exceptions
+from openhands.core.config import AgentConfig
+from openhands.core.message import Message, TextContent
+from openhands.events.action import Action, AgentFinishAction
+from openhands.events.observation import Observation
+from openhands.events.observation.agent import RecallObservation
 from openhands.llm.fn_call_converter import (
     STOP_WORDS,
     convert_fncall_messages_to_non_fncall_messages,
@@ -21,9 +30,15 @@ from openhands.llm.fn_call_converter import (
 )
 from openhands.llm.llm import LLM
 from openhands.llm.model_features import get_features
+from openhands.memory.condenser.condenser import Condenser
+from openhands.memory.condenser.impl.pipeline import CondenserPipeline
+from openhands.memory.conversation_memory import ConversationMemory
+from openhands.utils.prompt import PromptManager
 
 from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.messages import WireMessage
+from openhands_rl_plugin.core.types import CONDENSATION, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import described
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
 from openhands_rl_plugin.session.branches import Complete
@@ -52,12 +67,6 @@ def ask(llm: LLM, complete: Complete) -> None:
 
     answer.send = _send_of(llm)  # type: ignore[attr-defined]
     holder._completion_unwrapped = answer
-
-
-def ask_beside(llm: LLM, session: Session, kind: str) -> None:
-    """Record what ``llm`` is asked beside the episode, such as a condenser's summaries, as nodes of this ``kind``."""
-    upstream = _upstream(llm)
-    ask(llm, lambda body: background().wait_for(session.aside(body, kind, upstream)))
 
 
 def twin(llm: LLM) -> LLM:
@@ -109,3 +118,107 @@ def read_described_call(response: ModelResponse, tools: Sequence[Any]) -> None:
     if isinstance(choice, Choices):
         [answer] = convert_non_fncall_messages_to_fncall_messages([choice.message.model_dump()], list(tools))
         choice.message = LiteLLMMessage(**answer)
+
+
+def record_condenser(condenser: Condenser, session: Session) -> None:
+    """Record what a condenser asks its model, as nodes of their own kind beside the episode."""
+    for llm in _models(condenser):
+        upstream = _upstream(llm)
+        ask(llm, lambda body, to=upstream: background().wait_for(session.aside(body, CONDENSATION, to)))
+
+
+def _models(condenser: Condenser) -> Iterator[LLM]:
+    if isinstance(condenser, CondenserPipeline):
+        for each in condenser.condensers:
+            yield from _models(each)
+    elif isinstance(llm := getattr(condenser, "llm", None), LLM):
+        yield llm
+
+
+_CONTEXT = """\
+{% if repository_info -%}
+The repository {{ repository_info.repo_name }} is in {{ repository_info.repo_directory }}
+{%- if repository_info.branch_name %}, on branch {{ repository_info.branch_name }}{% endif %}.
+{% endif -%}
+{% if repository_instructions -%}
+{{ repository_instructions }}
+{% endif -%}
+{% if runtime_info -%}
+{% if runtime_info.working_dir not in ("", "/workspace") -%}
+The folder is {{ runtime_info.working_dir }}.
+{% endif -%}
+{% for host, port in (runtime_info.available_hosts or {}).items() -%}
+A web server may use port {{ port }}, which the user reaches as {{ host }}.
+{% endfor -%}
+{% if runtime_info.additional_agent_instructions -%}
+{{ runtime_info.additional_agent_instructions }}
+{% endif -%}
+{% for name, description in (runtime_info.custom_secrets_descriptions or {}).items() -%}
+The environment variable {{ name }} is set{% if description %}: {{ description }}{% else %}.{% endif %}
+{% endfor -%}
+{% endif -%}
+{% if conversation_instructions and conversation_instructions.content -%}
+{{ conversation_instructions.content }}
+{% endif %}"""
+
+
+class CompactMemory(ConversationMemory):
+    """OpenHands' conversation with these texts, and no message where nothing is told."""
+
+    def __init__(self, config: AgentConfig, prompts: PromptManager) -> None:
+        prompts.additional_info_template = prompts.env.from_string(_CONTEXT)
+        super().__init__(config, prompts)
+
+    def _process_observation(self, obs: Observation, *args: Any, **rest: Any) -> list[Message]:
+        messages = super()._process_observation(obs, *args, **rest)
+        if not isinstance(obs, RecallObservation):
+            return messages
+        for message in messages:
+            message.content = [each for each in message.content if not _is_empty(each)]
+        return [message for message in messages if message.content]
+
+
+def _is_empty(content: object) -> bool:
+    return isinstance(content, TextContent) and not content.text.strip()
+
+
+@contextmanager
+def noted_step(session: Session, state: State) -> Iterator[None]:
+    """One step of an agent: what it asks has the step's number, and an answer that it cannot read is noted as such."""
+    session.note = {"session": state.session_id, "step": state.iteration_flag.current_value}
+    turns = session.turns
+    try:
+        yield
+    except MALFORMED as error:
+        if session.turns > turns:
+            # OpenHands reports the error to the model, without the answer.
+            session.unread(describe(error))
+        raise
+
+
+def record_agent(agent: Agent, session: Session) -> None:
+    """Record all further steps of ``agent``, whose own sampling and limits hold.
+
+    An answer that OpenHands cannot parse is kept off the executed path, and a prompt that exceeds the context window
+    ends the episode.
+    """
+    own_step = agent.step
+    session.samples = False
+    connect(session, agent.llm)
+    if isinstance(condenser := getattr(agent, "condenser", None), Condenser):
+        record_condenser(condenser, session)
+    ask(agent.llm, lambda body: background().wait_for(session.complete(body)))
+
+    def step(state: State) -> Action:
+        try:
+            with noted_step(session, state):
+                action = own_step(state)
+        except ContextWindowExceededError:
+            session.failure = None
+            session.end_here(StopReason.MAX_TOKENS)
+            return AgentFinishAction(final_thought="The context window is full.")
+        if isinstance(action, AgentFinishAction):
+            session.end_here(StopReason.TERMINATED)
+        return action
+
+    agent.step = step

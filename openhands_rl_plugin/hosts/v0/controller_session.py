@@ -36,7 +36,7 @@ from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, Hos
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.sessions import stop_deciding
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
-from openhands_rl_plugin.hosts.v0.other_agents import record_agent
+from openhands_rl_plugin.hosts.v0.completion import record_agent
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
 from openhands_rl_plugin.session.session import Session

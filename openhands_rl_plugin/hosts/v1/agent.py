@@ -28,10 +28,9 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
-from openhands_rl_plugin.hosts.v1.conversations import Conversations
+from openhands_rl_plugin.hosts.v1.conversations import Conversations, adopting
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.session_llm import SessionLLM
-from openhands_rl_plugin.hosts.v1.sub_agents import adopting
 from openhands_rl_plugin.session.session import Session, current_episode
 from openhands_rl_plugin.session.turns import EpisodeOver
 

@@ -30,9 +30,8 @@ from openhands_rl_plugin.core.messages import calls_in, text_of
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime
-from openhands_rl_plugin.hosts.v1.session_llm import SessionLLM
+from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.sampled_texts import read_text
 from openhands_rl_plugin.session.token_id_text import Json

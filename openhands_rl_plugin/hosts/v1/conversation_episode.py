@@ -1,4 +1,4 @@
-"""One episode of one conversation of the SDK: its completions, its end, and what happens when the plugin fails."""
+"""One episode of one conversation of the SDK: its completions, why it ended, and what happens when the plugin fails."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
-from openhands.sdk.event import Event
-from openhands.sdk.llm import LLM
+from openhands.sdk.event import ActionEvent, Event, MessageEvent
+from openhands.sdk.event.conversation_error import ConversationErrorEvent
+from openhands.sdk.llm import LLM, TextContent
 from openhands.sdk.llm.exceptions import LLMBadRequestError
+from openhands.sdk.tool.builtins import FinishTool
 from pydantic import SecretStr
 
 from openhands_rl_plugin.core.concurrency import Job, background
@@ -28,10 +30,8 @@ from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorksp
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import SHORT_ID, RunBeside, StandaloneRun, store_name
 from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
-from openhands_rl_plugin.hosts.v1.endings import conversation_end
-from openhands_rl_plugin.hosts.v1.session_llm import Unrecorded, model_server
+from openhands_rl_plugin.hosts.v1.session_llm import Prompts, Unrecorded, model_server
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, NoEvidence
-from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.session.branches import BranchWorld
@@ -41,6 +41,60 @@ from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 from openhands_rl_plugin.session.upstream import Upstream
+
+BOUNDARY = "openhands.conversation"
+ENDED = frozenset({Status.FINISHED, Status.ERROR, Status.STUCK})
+"""From these a conversation goes on only when it is run again."""
+
+_LIMITS = {"MaxIterationsReached": StopReason.MAX_TURNS, "MaxBudgetReached": StopReason.TRUNCATED}
+
+
+def conversation_end(status: Status, events: Sequence[Event]) -> tuple[StopReason, Failure | None]:
+    """Why a conversation ended. Reaching a limit of the SDK is a regular end of an episode."""
+    if status == Status.FINISHED:
+        # As with OpenHands V0, words that await an answer are no end of the task's own.
+        return StopReason.NO_ACTION if awaits_answer(events) else StopReason.TERMINATED, None
+    if status == Status.STUCK:
+        return StopReason.TRUNCATED, None
+    if status != Status.ERROR:
+        message = f"it was closed before the agent had finished ({status.value})"
+        return StopReason.ERROR, _failure(message)
+    error = next((event for event in reversed(events) if isinstance(event, ConversationErrorEvent)), None)
+    if error is None:
+        return StopReason.ERROR, _failure("the conversation ended with an error")
+    if (limit := _LIMITS.get(error.code)) is not None:
+        return limit, None
+    return StopReason.ERROR, _failure(f"{error.code}: {error.detail}")
+
+
+def said_finish(events: Sequence[Event]) -> bool:
+    """Whether the agent's last words were a call of the ``finish`` tool."""
+    last = _last_words(events)
+    return isinstance(last, ActionEvent) and last.tool_name == FinishTool.name
+
+
+def awaits_answer(events: Sequence[Event]) -> bool:
+    """Whether the agent's last words were a message without a call."""
+    return isinstance(_last_words(events), MessageEvent)
+
+
+def last_instruction(events: Sequence[Event]) -> str:
+    """What the user said last; empty where nobody said anything."""
+    for event in reversed(events):
+        if isinstance(event, MessageEvent) and event.source == "user":
+            said = event.llm_message.content
+            return "\n".join(part.text for part in said if isinstance(part, TextContent))
+    return ""
+
+
+def _last_words(events: Sequence[Event]) -> Event | None:
+    said = (event for event in reversed(events) if isinstance(event, ActionEvent | MessageEvent))
+    return next((event for event in said if event.source == "agent"), None)
+
+
+def _failure(message: str) -> Failure:
+    return Failure(kind=FailureKind.INFRASTRUCTURE, message=message[:500], boundary=BOUNDARY)
+
 
 log = logging.getLogger("openhands")
 

@@ -1,29 +1,158 @@
 """The LLM that an agent's step is given: a session answers its requests, in the place of litellm.
 
 It is the SDK's own ``LLM`` but for the call of litellm at its end. So the prompt, the arguments, retries, the reading
-of calls, metrics and logs are the SDK's.
+of calls, metrics and logs are the SDK's. Prompts and tools are written once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from litellm.types.utils import ModelResponse
-from openhands.sdk.llm import LLM, LLMResponse, exceptions
+from litellm.types.utils import Choices, Delta, ModelResponse, ModelResponseStream, StreamingChoices
+from openhands.sdk.llm import LLM, ImageContent, LLMResponse, exceptions
 from openhands.sdk.llm import Message as SdkMessage
 from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr, SecretStr
 
 from openhands_rl_plugin.core.errors import describe
-from openhands_rl_plugin.hosts.compact_prompt import described
+from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described, is_offered
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
-from openhands_rl_plugin.hosts.v1.values import chunks_of
-from openhands_rl_plugin.hosts.v1.written_prompts import Prompts, copied
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.upstream import Upstream
+
+
+def has_images(messages: Sequence[SdkMessage]) -> bool:
+    """Whether any message shows an image."""
+    return any(isinstance(part, ImageContent) for message in messages for part in message.content)
+
+
+def chunks_of(response: ModelResponse) -> list[ModelResponseStream]:
+    """The answer as a stream would have brought it, in whole parts: reasoning, text with calls, the end.
+
+    A streamed answer brings no prompt ids through litellm, so it is sampled whole and streamed afterwards.
+    """
+    if not response.choices or not isinstance(choice := response.choices[0], Choices):
+        return []
+    said = choice.message
+    calls = [{"index": at, **call.model_dump()} for at, call in enumerate(said.tool_calls or ())]
+    thought = getattr(said, "reasoning_content", None)
+    deltas = [Delta(role="assistant", reasoning_content=thought)] if thought else []
+    deltas.append(Delta(role="assistant", content=said.content, tool_calls=calls or None))
+    parts = [StreamingChoices(index=0, delta=delta) for delta in deltas]
+    parts.append(StreamingChoices(index=0, delta=Delta(), finish_reason=choice.finish_reason))
+    return [ModelResponseStream(id=response.id, model=response.model, choices=[each]) for each in parts]
+
+
+def price_of(model: str) -> float | None:
+    """The price of a token, in USD: 0 for a model that is not in litellm's list, else ``None``, which takes that one.
+
+    Otherwise the SDK asks litellm for the price of each answer, and warns each time that there is none.
+    """
+    from litellm import model_cost
+
+    if model in model_cost or model.partition("/")[2] in model_cost:
+        return None
+    return 0.0
+
+
+_RISK = "add_security_risk_prediction"
+
+
+class Written(list[dict[str, Any]]):
+    """Messages as ``LLM.format_messages_for_llm`` returns them, which nobody changes. So a copy is the same."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Written:
+        return self
+
+
+class WrittenTool:
+    """A tool whose schemas are written once, which takes milliseconds; in all else the tool itself."""
+
+    def __init__(self, tool: ToolDefinition, *, compact: bool) -> None:
+        self._tool = tool
+        self._compact = compact
+        self._written: dict[str, Any] = {}
+
+    def to_openai_tool(self, **asked: Any) -> JsonObject:
+        """As of the tool. A copy, in which litellm may write."""
+        key = repr(asked)
+        if key not in self._written:
+            written = self._tool.to_openai_tool(**asked)
+            self._written[key] = compact_tools([written])[0] if self._compact else written
+        return copied(self._written[key])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tool, name)
+
+
+class Prompts:
+    """Writes the prompts of one conversation, and its tools, once. ``compact``: fewer tools, with short texts."""
+
+    def __init__(self, *, compact: bool) -> None:
+        self.compact = compact
+        self._settings: dict[str, Any] = {}
+        self._messages: Sequence[SdkMessage] = ()
+        self._written = Written()
+        self._tools: tuple[ToolDefinition, ...] = ()
+        self._offered: list[Any] = []
+        self._risk = self._fixed = False
+
+    def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> Written:
+        """What ``llm.format_messages_for_llm`` returns. Not to be changed: the next prompt shares it.
+
+        Of a conversation that goes on from the last prompt, only what is new is written.
+        """
+        known = self._known(llm, messages)
+        # Copies: the SDK may mark messages for the prompt cache while it writes them.
+        new = llm.format_messages_for_llm([each.model_copy() for each in messages[known:]])
+        # Without ``self``, an LLM that is changed later would be compared with itself.
+        self._settings, self._messages = dict(llm.__dict__), tuple(messages)
+        self._written = Written([*self._written[:known], *new])
+        return self._written
+
+    def offer(
+        self, llm: LLM, tools: Sequence[ToolDefinition], arguments: dict[str, Any]
+    ) -> tuple[list[Any] | None, dict[str, Any]]:
+        """The tools that are sent, and the arguments of the completion."""
+        if self._fixed:
+            return self._offered or None, {**arguments, _RISK: self._risk}
+        if len(tools) != len(self._tools) or not all(map(operator.is_, tools, self._tools)):
+            self._tools = tuple(tools)
+            told = [tool for tool in tools if not self.compact or is_offered(tool.name)]
+            # A log of completions shows the tools' own fields, which are not what is sent of compact ones.
+            plain = llm.log_completions and not self.compact
+            self._offered = told if plain else [WrittenTool(tool, compact=self.compact) for tool in told]
+        self._risk = bool(arguments.get(_RISK))
+        return self._offered or None, arguments
+
+    def forked(self) -> Prompts:
+        """For a copy of the conversation: with the tools of this one, whatever the copy has."""
+        twin = Prompts(compact=self.compact)
+        twin._offered, twin._risk, twin._fixed = self._offered, self._risk, bool(self._tools)
+        return twin
+
+    def _known(self, llm: LLM, messages: Sequence[SdkMessage]) -> int:
+        """How many of the messages are written as they were in the last prompt."""
+        before = self._messages
+        if not before or llm.__dict__ != self._settings:
+            return 0
+        # Which messages are marked, and how large an image may be, depends on the others.
+        if llm.is_caching_prompt_active() or has_images(messages):
+            return 0
+        return len(before) if tuple(messages[: len(before)]) == before else 0
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of JSON; ``copy.deepcopy`` takes ten times as long."""
+    if isinstance(value, dict):
+        return {name: copied(each) for name, each in value.items()}
+    return [copied(each) for each in value] if isinstance(value, list) else value
+
 
 MALFORMED = malformed(exceptions)
 """What the SDK raises for an answer of the model that it cannot parse."""

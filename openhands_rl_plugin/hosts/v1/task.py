@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.hosts.v1.agent import RLAgent
-from openhands_rl_plugin.hosts.v1.values import price_of
+from openhands_rl_plugin.hosts.v1.session_llm import price_of
 
 log = logging.getLogger("openhands")
 

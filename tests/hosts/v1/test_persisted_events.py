@@ -15,7 +15,7 @@ from sdk_play import converse, finish, make_agent, make_llm, repair, stored, thi
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import Message, ToolCall, Trajectory
-from openhands_rl_plugin.hosts.v1.values import message_of
+from openhands_rl_plugin.hosts.v1.critic import message_of
 from openhands_rl_plugin.trajectories.exchange import v1 as v1_events
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
 

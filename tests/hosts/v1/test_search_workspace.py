@@ -24,8 +24,8 @@ from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, ToolCall, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
+from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.hosts.v1.written_prompts import Prompts
 from openhands_rl_plugin.session.branches import BranchWorld
 from openhands_rl_plugin.session.turns import Turn
 
