@@ -340,8 +340,9 @@ class HostConversation:
         tree = self._tree
         at, known = self._match(prompt)
         new = tuple(to_message(message) for message in prompt[known:])
-        rewritten = at != tree.head
+        before = tree.head
         self._settle(at, new)
+        rewritten = at != (tree.head if new else before)
         # The last action was executed even if it is no part of the prompt any more, so it gets its step all the same.
         tree.observe(Observation())
         tree.head = at

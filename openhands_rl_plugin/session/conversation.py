@@ -32,6 +32,20 @@ class WorkspaceConversation(HostConversation):
             del noted["replayed_as"]
         return found
 
+    def _settle(self, at: int | None, new: Sequence[Message]) -> None:
+        """An answer was not executed when another one to its prompt was sent back, nor when the host goes on from that
+        prompt without it: what it says instead is why."""
+        tree, last = self._tree, self._tree.head
+        path = tree.path(at) if at is not None else []
+        if last is None or last in path or not tree.nodes[last].sampled:
+            return
+        asked = tree.nodes[last].parent
+        left_out = at == asked and not (new and new[0].role == "assistant")
+        if left_out and new:
+            tree.nodes[last].metadata.setdefault("malformed", new[0].content)
+        if left_out or any(tree.nodes[index].sampled and tree.nodes[index].parent == asked for index in path):
+            tree.head = asked
+
     def unread(self, node: int) -> None:
         """The host could not read the answer ``node``: its next prompt goes on without it."""
         self._acted.discard(node)
@@ -54,20 +68,10 @@ class ClientConversation(WorkspaceConversation):
                 self._forms[index] = node.message
 
     def _settle(self, at: int | None, new: Sequence[Message]) -> None:
-        """What the client sent back was acted on. An answer was not when another one to its prompt was sent back, nor
-        when the client goes on from that prompt without it."""
+        """What the client sent back was acted on."""
+        super()._settle(at, new)
         tree = self._tree
-        last = tree.head
-        path = tree.path(at) if at is not None else []
-        if last is not None and tree.nodes[last].sampled and last not in path:
-            asked = tree.nodes[last].parent
-            other = any(tree.nodes[index].sampled and tree.nodes[index].parent == asked for index in path)
-            left_out = at == asked and not (new and new[0].role == "assistant")
-            if left_out and new:
-                tree.nodes[last].metadata["malformed"] = "the client went on without it"
-            if other or left_out:
-                tree.head = asked
-        for index in path:
+        for index in tree.path(at) if at is not None else ():
             node = tree.nodes[index]
             if node.sampled and node.reward is None and index != tree.head:
                 node.reward = 0.0

@@ -73,14 +73,18 @@ def test_an_answer_has_its_tokens_policy_and_parameters(server: ScriptedModel) -
     assert "prompt_token_ids" not in document and "token_ids" not in document["choices"][0]
 
 
-def test_the_next_prompt_goes_on_and_shows_what_the_host_made_of_the_answer(server: ScriptedModel) -> None:
+@pytest.mark.parametrize("has_parser", [True, False], ids=["the host says so", "its prompt shows it"])
+def test_the_next_prompt_goes_on_and_shows_what_the_host_made_of_the_answer(
+    server: ScriptedModel, has_parser: bool
+) -> None:
     server.script("on", [says("Hello."), says("Unread."), says("Bye.")])
     session = session_of(server)
     ask(session, "on")
     longer = [*ASK, says("Hello."), {"role": "user", "content": "And now?"}]
     ask(session, "on", longer)
-    session.unread("no call")
-    ask(session, "on", [*longer, {"role": "user", "content": "Again."}])
+    if has_parser:
+        session.unread("no call")
+    ask(session, "on", [*longer, {"role": "user", "content": "no call"}])
     one, two, three = (node for node in session.tree.nodes if node.sampled)
     assert one.tokens and two.tokens and two.tokens.extends and one.reward == 0.0
     assert [*one.tokens.prompt_ids, *one.tokens.sampled_ids, *two.tokens.prompt_ids] == prompt_ids(longer)
