@@ -73,12 +73,12 @@ async def _close(branch: Environment) -> None:
             await branch.close()
 
 
-class EnvironmentWorld:
+class EnvironmentWorld(OpenForks):
     """A live episode of an environment, which can only be forked. Its forks answer as the session records."""
 
     def __init__(self, environment: Forkable, limits: Limits) -> None:
+        super().__init__()
         self.limits = limits
-        self.forks = OpenForks()
         self._environment = environment
 
     @property
@@ -92,11 +92,7 @@ class EnvironmentWorld:
 
     async def copied(self, origin: Forkable) -> Environment:
         """A copy of the episode, or of one of its forks."""
-        return await self.forks.add(self._copied(origin))
-
-    async def close(self) -> None:
-        """Close all forks."""
-        await self.forks.close()
+        return await self.add(self._copied(origin))
 
     async def _copied(self, origin: Forkable) -> _Fork:
         made = await origin.fork()
@@ -119,7 +115,7 @@ class _Fork:
         return await self.environment.evidence()
 
     async def close(self) -> None:
-        self.world.forks.closed(self)
+        self.world.closed(self)
         await self.environment.close()
 
 

@@ -118,16 +118,16 @@ class HeldBranch:
         return waiting.result()
 
 
-class BranchWorld:
+class BranchWorld(OpenForks):
     """A ``World``: the live session of a host at one decision, which is only forked. ``turn``: its request;
     ``calls``: the session's, if they are put back into its prompts."""
 
     def __init__(self, live: Branch, turn: Turn, engine: SessionEngine, calls: SampledCalls | None = None) -> None:
+        super().__init__()
         self.engine = engine
         self._live = live
         self._turn = turn
         self._calls = calls
-        self._forks = OpenForks()
 
     @property
     def info(self) -> EnvInfo:
@@ -143,16 +143,12 @@ class BranchWorld:
 
     async def branch(self, origin: Branch, turn: Turn, calls: SampledCalls | None) -> BranchEnvironment:
         """A copy of ``origin``, whose request ``turn`` waits."""
-        return await self._forks.add(self._fork(origin, turn, calls))
-
-    def closed(self, branch: BranchEnvironment) -> None:
-        """A branch was closed by its user."""
-        self._forks.closed(branch)
+        return await self.add(self._fork(origin, turn, calls))
 
     async def close(self) -> None:
         """Close all branches; forks that are not finished are abandoned."""
         self._live.stop.set()
-        await self._forks.close()
+        await super().close()
 
     async def _fork(self, origin: Branch, turn: Turn, calls: SampledCalls | None) -> BranchEnvironment:
         own = calls.copied() if calls is not None else None

@@ -7,7 +7,6 @@ from the environment variables that the settings name.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import time
 from collections import deque
@@ -105,7 +104,7 @@ class WorkerPoolRunner:
         while not (self._episodes or self._closed.is_set()):
             left = self._idle_since + self._idle_timeout - time.monotonic()
             if left > 0:
-                with contextlib.suppress(TimeoutError):
+                with suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), left)
                 continue
             # An episode that comes meanwhile waits for this, and starts workers anew.

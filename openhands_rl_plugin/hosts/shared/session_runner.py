@@ -60,7 +60,25 @@ class SessionHostRunner(ABC):
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._gate:
-            return await self._run_episode(request, workspace)
+            episode = Session(
+                request,
+                self._settings,
+                strategy=self._make_strategy(),
+                strategy_spec=self._spec,
+                base_model=self._settings.serving.model,
+                environment_mode=self._options.environment_mode,
+                workspace=workspace,
+                token_ids=self._options.token_ids,
+            )
+            if self._storage is not None:
+                episode.keep_in(self._storage, asyncio.get_running_loop())
+            session = self._session(episode)
+            try:
+                trajectory = await self._run_session(session, episode.limits.timeout)
+                await episode.end(trajectory)
+                return trajectory
+            finally:
+                await self._release(session)
 
     async def close(self) -> None:
         """Wait for the sessions that are still closing, and end the threads."""
@@ -74,18 +92,6 @@ class SessionHostRunner(ABC):
     @abstractmethod
     def _session(self, episode: Session) -> HostSession:
         """A session for one episode, not opened. Called on the event loop."""
-
-    async def _run_episode(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
-        episode = self._episode(request, workspace)
-        if self._storage is not None:
-            episode.keep_in(self._storage, asyncio.get_running_loop())
-        session = self._session(episode)
-        try:
-            trajectory = await self._run_session(session, episode.limits.timeout)
-            await episode.end(trajectory)
-            return trajectory
-        finally:
-            await self._release(session)
 
     async def _run_session(self, session: HostSession, timeout: float | None) -> Trajectory:
         timed_out, failure = False, None
@@ -103,18 +109,6 @@ class SessionHostRunner(ABC):
         # An agent of OpenHands uses no strategy; its episode has the simplest one.
         stock = self._options.agent != RL_AGENT
         return registry.build("strategies", _UNUSED if stock else self._spec.name, self._spec.options)
-
-    def _episode(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Session:
-        return Session(
-            request,
-            self._settings,
-            strategy=self._make_strategy(),
-            strategy_spec=self._spec,
-            base_model=self._settings.serving.model,
-            environment_mode=self._options.environment_mode,
-            workspace=workspace,
-            token_ids=self._options.token_ids,
-        )
 
     async def _release(self, session: HostSession) -> None:
         closing = asyncio.create_task(self._in_thread(session.close))

@@ -193,12 +193,9 @@ class EnvironmentActions:
         for event in reversed(history):
             if event.id <= self._last_read:
                 break
-            if isinstance(event, MCPObservation):
+            if isinstance(event, MCPObservation | ErrorObservation):
                 self._last_read = event.id
-                return _parsed(event.content)
-            if isinstance(event, ErrorObservation):
-                self._last_read = event.id
-                return _failed(event.content)
+                return (_parsed if isinstance(event, MCPObservation) else _failed)(event.content)
         return _failed("the runtime did not answer")
 
 
