@@ -74,9 +74,7 @@ def test_an_answer_has_its_tokens_policy_and_parameters(server: ScriptedModel) -
 
 
 @pytest.mark.parametrize("has_parser", [True, False], ids=["the host says so", "its prompt shows it"])
-def test_the_next_prompt_goes_on_and_shows_what_the_host_made_of_the_answer(
-    server: ScriptedModel, has_parser: bool
-) -> None:
+def test_the_next_prompt_shows_what_the_host_made_of_the_answer(server: ScriptedModel, has_parser: bool) -> None:
     server.script("on", [says("Hello."), says("Unread."), says("Bye.")])
     session = session_of(server)
     ask(session, "on")
