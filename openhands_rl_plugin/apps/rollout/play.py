@@ -118,10 +118,9 @@ def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward
 
     Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server.
     """
-    settings, own = found.settings, found.settings.reward
+    settings, own = with_base_model(found.settings, options), found.settings.reward
     if found.suite.name == ENVIRONMENT:
         check_environment_server(settings)
-    settings = with_base_model(settings, options)
     graded = graded_by((found.entry,), own)
     # The return of a repository task is what its grading says, as in a loop.
     reward = make_reward(graded if found.suite.software and own.name == _RETURN else own)
