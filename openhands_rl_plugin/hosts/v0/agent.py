@@ -126,21 +126,18 @@ class RLAgent(CodeActAgent):
             self.conversation_memory = CompactMemory(self.config, self.prompt_manager)
         if isinstance(self.llm, RouterLLM):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
-        self._served_model: str | None = None
         self._workspace = llm_registry.config.workspace_base or ""
         self._environment = EnvironmentActions()
         self._seen: tuple[list[Event], set[int]] = ([], set())
         if self._described:
             describe_tools(self.llm)
-        if bound is not None:
-            check_reward(self._settings.reward, config.runtime)
-            self._begin(bound)
-            return
         try:
             check_reward(self._settings.reward, config.runtime)
-            self._served_model = self._check_first_prompt()
+            self._served_model = self._check_first_prompt() if bound is None else None
         except RLError as error:
             refuse(error)
+        if bound is not None:
+            self._begin(bound)
 
     def _check_first_prompt(self) -> str | None:
         """Raises ``RLError`` when the run cannot begin; returns the served name of the adapter that it samples from."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import atexit
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from openhands.core.config import OpenHandsConfig
 from openhands.core.exceptions import AgentRuntimeError
 from openhands.events import EventSource
-from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, FileWriteAction, MessageAction
+from openhands.events.action import CmdRunAction, MessageAction
 from openhands.events.action.mcp import MCPAction
 from openhands.events.event import Event
 from openhands.events.observation import ErrorObservation, Observation
@@ -147,17 +148,11 @@ class EnvironmentRuntime(SessionRuntime):
         """Not supported."""
         return self.unsupported("shell")
 
-    def read(self, action: FileReadAction) -> Observation:
+    def read(self, action: Any) -> Observation:
         """Not supported."""
         return self.unsupported("files")
 
-    def write(self, action: FileWriteAction) -> Observation:
-        """Not supported."""
-        return self.unsupported("files")
-
-    def edit(self, action: FileEditAction) -> Observation:
-        """Not supported."""
-        return self.unsupported("files")
+    write = edit = read
 
     def copy_to(self, host_src: str, sandbox_dest: str, recursive: bool = False) -> None:
         """Raises ``AgentRuntimeError``: an environment has no files."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from openhands.core.config import OpenHandsConfig
-from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, FileWriteAction, IPythonRunCellAction
+from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, FileWriteAction
 from openhands.events.action.mcp import MCPAction
 from openhands.events.event import FileEditSource, FileReadSource
 from openhands.events.observation import (
@@ -206,10 +206,6 @@ class WorkspaceRuntime(SessionRuntime):
             impl_source=FileEditSource.OH_ACI,
             diff="" if is_rewritten(before, after) else get_diff(before, after, action.path),
         )
-
-    def run_ipython(self, action: IPythonRunCellAction) -> Observation:
-        """Not supported; the observation tells the model what to do instead."""
-        return self.unsupported("Jupyter: run Python with a shell command (enable_jupyter = false)")
 
     async def call_tool_mcp(self, action: MCPAction) -> Observation:
         """Not supported."""

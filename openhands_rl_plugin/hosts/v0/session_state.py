@@ -7,12 +7,7 @@ from typing import Any
 from openhands.core.config import OpenHandsConfig
 from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
 from openhands.core.schema import AgentState
-from openhands.events.action import (
-    BrowseInteractiveAction,
-    BrowseURLAction,
-    ChangeAgentStateAction,
-    IPythonRunCellAction,
-)
+from openhands.events.action import ChangeAgentStateAction, IPythonRunCellAction
 from openhands.events.event import Event
 from openhands.events.observation import ErrorObservation, Observation
 from openhands.events.stream import EventStream
@@ -82,16 +77,14 @@ class SessionRuntime(Runtime):
         super().on_event(event)
 
     def run_ipython(self, action: IPythonRunCellAction) -> Observation:
-        """Not supported."""
-        return self.unsupported("Jupyter")
+        """Not supported; the observation tells the model what to do instead."""
+        return self.unsupported("Jupyter: run Python with a shell command (enable_jupyter = false)")
 
-    def browse(self, action: BrowseURLAction) -> Observation:
+    def browse(self, action: Any) -> Observation:
         """Not supported."""
         return self.unsupported("browser (enable_browsing = false)")
 
-    def browse_interactive(self, action: BrowseInteractiveAction) -> Observation:
-        """Not supported."""
-        return self.unsupported("browser (enable_browsing = false)")
+    browse_interactive = browse
 
     def get_mcp_config(self, extra_stdio_servers: list[MCPStdioServerConfig] | None = None) -> MCPConfig:
         """No servers: a session has no tools but its agent's."""
