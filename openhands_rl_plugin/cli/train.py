@@ -23,6 +23,7 @@ from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stored import add_filters, filter_of, json_object
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.options.versions import LATEST, publish, publish_servers, starting_point
+from openhands_rl_plugin.cli.options.weights import given_weights
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.registry import build
@@ -330,9 +331,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or print the plan. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
-    from openhands_rl_plugin.apps.demo_model import named_model
-
-    config, args.model = config_of(args), named_model(args.model)
+    config, args.model = config_of(args), given_weights(args.model)
     if args.store is None:
         return print_shapes(args, config)
     args.adapter = args.adapter or (VERIFIER if args.verifier else config.serving.adapter)

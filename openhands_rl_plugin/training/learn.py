@@ -101,7 +101,7 @@ def fit(
             metrics = trainer.reinforce(dataset.samples, on_progress, run=run)
     if not metrics.steps:
         trainer.finish()
-        raise TrainingError(f"nothing was learnt: the advantages of all {metrics.samples} sequences are 0")
+        raise TrainingError(f"nothing was learnt: none of {metrics.samples} sequences had a gradient")
     return metrics
 
 

@@ -146,7 +146,7 @@ class TinkerTrainer(Trainer):
         except TrainingError:
             self._close()  # a gradient without a step, or a bad one: what comes next begins at the last checkpoint
             raise
-        return total, norm or 0.0, diagnostics
+        return total, norm, diagnostics
 
     def _gradient(self, live: list[TrainingSample], weights: Tensor, loss: MicroBatchLoss) -> tuple[float, Diagnostics]:
         """Add the gradient of the batch at the service."""

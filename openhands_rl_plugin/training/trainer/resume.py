@@ -45,22 +45,13 @@ def save_checkpoint(directory: Path, tensors: dict[str, Tensor], counters: dict[
         ) from error
 
 
-def load_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and counters that ``save_checkpoint`` wrote. Raises ``TrainingError``."""
+def load_checkpoint(directory: Path, *, tensors: bool = True) -> Checkpoint:
+    """The tensors, if they are wanted, and the counters that ``save_checkpoint`` wrote. Raises ``TrainingError``."""
     source = directory / STATE_FILE
     try:
         with safe_open(source, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
-
-
-def load_counters(directory: Path) -> dict[str, str]:
-    """What ``load_checkpoint`` gives, without the tensors. Raises ``TrainingError``."""
-    source = directory / STATE_FILE
-    try:
-        with safe_open(source, framework="pt") as file:
-            return file.metadata() or {}
+            names = file.keys() if tensors else ()
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
 
@@ -194,7 +185,9 @@ def _other_layout(path: Path, how: str) -> TrainingError:
 
 
 def _is_of(directory: Path, fingerprint: str) -> bool:
-    return (directory / STATE_FILE).exists() and load_counters(directory).get("fingerprint") == fingerprint
+    return (directory / STATE_FILE).exists() and load_checkpoint(directory, tensors=False)[1].get(
+        "fingerprint"
+    ) == fingerprint
 
 
 def _steps(shards: Path) -> list[Path]:
@@ -219,6 +212,8 @@ class MetricsFile:
     def __init__(self, directory: Path) -> None:
         self._metrics = directory / METRICS_FILE
         make_directory(directory)
+        for draft in directory.rglob(".*.????????"):  # of a call that was killed
+            draft.unlink(missing_ok=True)
 
     def log(self, record: Mapping[str, float]) -> None:
         """Append one line to the metrics."""

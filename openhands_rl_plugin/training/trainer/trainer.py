@@ -189,8 +189,11 @@ class Trainer(ABC):
     @abstractmethod
     def _update(
         self, live: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
-    ) -> tuple[float, float, Diagnostics]:
-        """One optimiser step by samples with a gradient and the weight of a token of each: loss, norm, diagnostics."""
+    ) -> tuple[float, float | None, Diagnostics]:
+        """One optimiser step by samples and the weight of a token of each: loss, norm if it is known, diagnostics.
+
+        With a norm of 0 there was no gradient, as where a correction masks all tokens, and no step was made.
+        """
 
     @abstractmethod
     def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
@@ -300,7 +303,10 @@ class Trainer(ABC):
             if live:
                 self._rate = self._learning_rate(self.step)
                 total, norm, found = self._update(live, weights, loss)
-                self._count(live, total, norm, found, tally)
+                if norm == 0.0:
+                    live, found = [], Diagnostics()
+                else:
+                    self._count(live, total, norm or 0.0, found, tally)
             tally.skip(len(batch) - len(live), whole=not live)
             advanced(number, batch, found)
 

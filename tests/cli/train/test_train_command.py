@@ -79,15 +79,24 @@ def test_versions_follow_each_other(
     assert [json.loads(line)["done"] for line in lines] == [1]
 
 
-@pytest.mark.parametrize("more", [[], ["--step-rewards", "environment"]], ids=["episodes", "turns"])
-def test_equal_rewards_make_no_version(
-    more: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+TURNS, MASK = "--step-rewards environment", "--correction mask --correction-low 0.99 --correction-high 1.01"
+
+
+@pytest.mark.parametrize(("more", "spread"), [("", 0.0), (TURNS, 0.0), (f"{TURNS} --kl k3", 0.0), (MASK, 0.5)])
+def test_a_call_without_a_gradient_makes_no_version(
+    more: str, spread: float, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    equal = store_of(tmp_path / "equal", *(episode(number, 1.0) for number in range(4)))
-    words = ["train", str(equal), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
-    assert cli.main([*words, "--algorithm", "reinforce++", *more]) == 1
+    rewarded = store_of(tmp_path / "store", *(episode(number, spread * (number % 2)) for number in range(4)))
+    left = tmp_path / "adapters" / "policy.training" / ".trainer_state.safetensors.0a1b2c3d"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    words = ["train", str(rewarded), "--adapters", str(tmp_path / "adapters"), *TINY, "--algorithm", "reinforce++"]
+    assert cli.main([*words, "--model", str(tmp_path / "typo"), *more.split()]) == 1
+    assert _said(capsys).endswith("this is not the folder of a model (it has no config.json)")
+    assert cli.main([*words, "--model", str(model), *more.split()]) == 1
     assert "nothing to compare" in (said := _said(capsys)) or "nothing was learnt" in said
     assert AdapterStore(tmp_path / "adapters").versions("policy") == ()
+    assert left.exists() is ("nothing to compare" in said), "what a killed command left goes when training begins"
 
 
 _ENDS_AT = """
