@@ -50,8 +50,7 @@ def load_checkpoint(directory: Path, *, tensors: bool = True) -> Checkpoint:
     source = directory / STATE_FILE
     try:
         with safe_open(source, framework="pt") as file:
-            names = file.keys() if tensors else ()
-            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+            return {name: file.get_tensor(name) for name in (file.keys() if tensors else ())}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
 
@@ -185,9 +184,8 @@ def _other_layout(path: Path, how: str) -> TrainingError:
 
 
 def _is_of(directory: Path, fingerprint: str) -> bool:
-    return (directory / STATE_FILE).exists() and load_checkpoint(directory, tensors=False)[1].get(
-        "fingerprint"
-    ) == fingerprint
+    known = (directory / STATE_FILE).exists()
+    return known and load_checkpoint(directory, tensors=False)[1].get("fingerprint") == fingerprint
 
 
 def _steps(shards: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from verifier_store import tiny_judge, toy_episodes
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.core.files import file_sha256
+from openhands_rl_plugin.core.files import file_sha256, write_file
 from openhands_rl_plugin.core.types import Failure, FailureKind, PolicyRef, SamplingParams, Score, Task, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.gate import TaskLineage, TasksLineage, write_lineage, write_tasks
@@ -88,8 +88,7 @@ def test_a_call_without_a_gradient_makes_no_version(
 ) -> None:
     rewarded = store_of(tmp_path / "store", *(episode(number, spread * (number % 2)) for number in range(4)))
     left = tmp_path / "adapters" / "policy.training" / ".trainer_state.safetensors.0a1b2c3d"
-    left.parent.mkdir(parents=True)
-    left.touch()
+    write_file(left, "", parents=True)
     words = ["train", str(rewarded), "--adapters", str(tmp_path / "adapters"), *TINY, "--algorithm", "reinforce++"]
     assert cli.main([*words, "--model", str(tmp_path / "typo"), *more.split()]) == 1
     assert _said(capsys).endswith("this is not the folder of a model (it has no config.json)")

@@ -196,8 +196,8 @@ def test_what_stands_beside_it(row: Any, prompt: list[str], rewards: list[Any], 
     assert [[m.content for m in each.messages()[:-1]] for each in found] == [prompt] * len(rewards)
     assert [scores[0].reward if scores else None for _, scores in stored(tmp_path / "store")] == rewards
     function = {"name": "bash", "description": "Runs.", "parameters": SCHEMA}
-    assert [*found[0].tools] in ([], [{"type": "function", "function": function}])
-    assert bool(found[0].tools) is bool(row.get("functions") or row.get("tools"))
+    offered = [{"type": "function", "function": function}] if row.get("functions") or row.get("tools") else []
+    assert [*found[0].tools] == offered
 
 
 def test_two_rows_are_two_tasks(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
         json.dumps({"id": "y", "messages": [USER, ANSWER], "score": math.nan}).encode(),
         json.dumps({"id": "z", "messages": [USER, calling({**call(), "function": {"arguments": "{}"}})]}).encode(),
         json.dumps({"id": "y", "messages": [USER, ANSWER], "score": 1e300}).encode(),
-        b"[1]",
+        b'{"messages": []}',
         json.dumps({"messages": [USER], "choices": [{"index": 0, "message": ANSWER}]}).encode(),
         b'{"prompt": "Q", "chosen": "yes", "rejected": "yes"}',
         json.dumps(good[2]).encode(),
@@ -334,5 +334,4 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert "3 new trajectories of 3 records, 0 scores; 10 bad records skipped" in told.out
     assert "rows.jsonl:7: score: must be a finite number" in told.err
     assert "rows.jsonl:9: score: must be less than or equal to 1000000000" in told.err
-    assert "rows.jsonl:10: must be a JSON object, not list" in told.err
     assert run("import", tmp_path / "rows.jsonl", "--into", tmp_path / "store", "--skip-bad") == 0

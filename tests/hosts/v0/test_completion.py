@@ -61,9 +61,8 @@ async def test_what_is_recorded_can_be_read(name: str) -> None:
         answer = (await asyncio.to_thread(llm.completion, messages=MESSAGES)).choices[0]
     read, recorded = to_message(answer.message.model_dump()), session.tree.nodes[-1].message
     assert read.content == recorded.content and answer.finish_reason in ("stop", "tool_calls")
-    assert [(each.id, each.name, each.arguments) for each in read.tool_calls] == [
-        (each.id, each.name, each.arguments[:1000]) for each in recorded.tool_calls
-    ]
+    calls = [(each.id, each.name, each.arguments[:1000]) for each in recorded.tool_calls]
+    assert [(each.id, each.name, each.arguments) for each in read.tool_calls] == calls
 
 
 FULL = "This model's maximum context length is 100 tokens. However, your messages resulted in 200 tokens."
