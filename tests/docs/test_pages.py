@@ -105,12 +105,15 @@ class Story:
     check: Callable[[Session], None] = nothing
 
 
+TUTORIALS = tuple(f"tutorials/{name}.md" for name in ("record", "judge", "train", "publish"))
 STORIES = {
     "readme": Story(("../README.md",), fixer),
     "home": Story(("index.md",), fixer),
     "v0": Story(("openhands-v0.md",), fixer),
     "quickstart": Story(("start/quickstart.md",), check=learnt),
-    "tutorials": Story(tuple(f"tutorials/{name}.md" for name in ("record", "judge", "train", "publish")), fixer),
+    "tutorials": Story(
+        (*(f"tutorials/{name}.md" for name in ("record", "judge", "train", "publish")), "howto/any-agent.md"), fixer
+    ),
     "worlds": Story(tuple(f"tutorials/{name}.md" for name in ("search", "evaluate", "loop")), check=searched),
     "http": Story(("reference/http.md",), fixer),
     "tools": Story(("howto/tools.md",), seller),

@@ -1,0 +1,125 @@
+"""Published agents, unchanged, under ``openhands-rl run -- COMMAND``: what they ask is recorded as one episode.
+
+``.ci/peers agents`` makes the folder that OPENHANDS_RL_AGENTS names: mini-swe-agent and OpenHands' own command line in
+environments of their own, Claude Code and Codex of npm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from protocol_wire import message, message_events, response, response_events
+from scripted_model import call, says, serve
+
+from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
+from openhands_rl_plugin.core.types import StopReason
+
+AGENTS = Path(os.environ.get("OPENHANDS_RL_AGENTS", ""))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("OPENHANDS_RL_AGENTS"), reason="needs OPENHANDS_RL_AGENTS: .ci/peers agents"),
+]
+TASK, SHELL = "Write hello into greeting.txt", "echo hello > greeting.txt; cat greeting.txt"
+CODEX = (
+    "exec codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox -m policy -c model_provider=rl "
+    '-c "model_providers.rl={name=\\"rl\\", base_url=\\"$OPENAI_BASE_URL\\", env_key=\\"OPENAI_API_KEY\\"}" "$0"'
+)
+CHAT = {
+    "mini-swe-agent": (["mini", "-m", "openai/policy", "-y", "--exit-immediately", "-l", "0", "-t"], "bash"),
+    "OpenHands": (["openhands", "--headless", "--override-with-envs", "-t"], "terminal"),
+}
+OTHERS = {
+    "Claude Code": ["claude", "--model", "policy", "--dangerously-skip-permissions", "-p"],
+    "Codex": ["sh", "-c", CODEX],
+}
+
+
+class Imitated(BaseHTTPRequestHandler):
+    """A model server of the Messages and the Responses API: one command of the shell, then an end."""
+
+    def log_message(self, *words: Any) -> None: ...
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        done = SHELL in json.dumps(body.get("messages") or body.get("input"))
+        if self.path.split("?")[0].endswith("/messages"):
+            run = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": SHELL, "description": "w"}}
+            last = message({"type": "text", "text": "Done."}, number=2)
+            events = message_events(last if done else message(run, stop="tool_use"))
+        else:
+            run = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "exec_command"}
+            run |= {"arguments": json.dumps({"cmd": SHELL}), "status": "completed"}
+            text = {"type": "output_text", "text": "Done.", "annotations": []}
+            item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]}
+            events = response_events(response(item if done else run, number=2 if done else 1))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        self.wfile.writelines(events)
+
+
+@pytest.fixture
+def imitated() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Imitated)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+def policy(body: dict[str, Any], shell: str) -> dict[str, Any]:
+    names = [tool["function"]["name"] for tool in body["tools"]]
+    if not any(each["role"] == "assistant" for each in body["messages"]):
+        return says("I write.", call(shell, {"command": SHELL, "security_risk": "LOW"}))
+    if "finish" in names:
+        return says(None, call("finish", {"message": "Done."}, "f"))
+    return says(None, call(shell, {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}, "f"))
+
+
+async def recorded(words: list[str], url: str, folder: Path, *options: str) -> Trajectory:
+    programs = [AGENTS / "mini/bin", AGENTS / "openhands/bin", AGENTS / "node_modules/.bin"]
+    environ = os.environ | {"PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]), "HOME": str(folder)}
+    environ |= {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "LLM_MODEL": "openai/policy"}
+    environ |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1", "CODEX_HOME": str(folder)}
+    (folder / "work").mkdir()
+    command = [sys.executable, "-m", "openhands_rl_plugin", "run", "--base-url", url, "--store", "store", *options]
+    command += ["--workspace", "work", "--", *words, TASK]
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (folder / "work/greeting.txt").read_text() == "hello\n"
+    async with FileTrajectoryStorage(folder / "store") as storage:
+        [(trajectory, _)] = [found async for found in storage.find()]
+    assert trajectory.stop is StopReason.TERMINATED and (trajectory.evidence or {})["exit_code"] == 0
+    return trajectory
+
+
+@pytest.mark.parametrize("name", CHAT)
+async def test_chat_completions_are_recorded_with_token_ids(name: str, tmp_path: Path) -> None:
+    words, shell = CHAT[name]
+    with serve() as server:
+        server.policies["policy"] = lambda body: policy(body, shell)
+        found = await recorded(words, server.url, tmp_path)
+    first, last = (found.nodes[at] for at in found.acted())
+    assert first.tokens is not None and last.tokens is not None and last.tokens.extends
+    assert first.message.tool_calls[0].name == shell
+
+
+@pytest.mark.parametrize("name", OTHERS)
+async def test_other_protocols_are_recorded_for_imitation(name: str, imitated: str, tmp_path: Path) -> None:
+    if not (AGENTS / "node_modules").exists():
+        pytest.skip("needs npm: .ci/peers agents")
+    found = await recorded(OTHERS[name], imitated, tmp_path)
+    first, last = (found.nodes[at] for at in found.acted())
+    assert SHELL in first.message.tool_calls[0].arguments and last.message.content == "Done."
+    assert first.tokens is None and "reports none" in str(first.metadata["missing"])
+    assert "hello" in str(found.nodes[last.parent or 0].message.content) and found.tools
