@@ -74,7 +74,7 @@ test-containers: $(READY) ## Test the Docker back end against a real engine
 lint: $(READY) ## Check the style and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 	$(BIN)/cog --check $(COG)
 
 format: $(READY) ## Format the code
