@@ -23,6 +23,7 @@ from scripted_model import call, says, serve
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
 from openhands_rl_plugin.core.types import StopReason
 
+ROOT = Path(__file__).parents[2]
 AGENTS = Path(os.environ.get("OPENHANDS_RL_AGENTS", ""))
 pytestmark = [
     pytest.mark.slow,
@@ -112,6 +113,40 @@ async def test_chat_completions_are_recorded_with_token_ids(name: str, tmp_path:
     first, last = (found.nodes[at] for at in found.acted())
     assert first.tokens is not None and last.tokens is not None and last.tokens.extends
     assert first.message.tool_calls[0].name == shell
+
+
+def choosing(body: dict[str, Any]) -> dict[str, Any]:
+    """One seed of two writes what is asked for; a judge says so."""
+    last = json.dumps(body["messages"][-2:])
+    if "Yes or No" in last:
+        return says("Yes" if "echo hello" in last else "No")
+    if body["messages"][-1]["role"] == "user":
+        return says("I write.", call("bash", {"command": SHELL if body["seed"] % 2 else "echo no > greeting.txt"}))
+    return policy(body, "bash")
+
+
+async def test_a_search_decides_for_mini_swe_agent(tmp_path: Path) -> None:
+    (tmp_path / "search.toml").write_text('[rl]\nrollout_strategy = "BestOfN"\nstrategy = { n = 6, value = "model" }\n')
+    with serve() as server:
+        server.policies["policy"] = choosing
+        words, _ = CHAT["mini-swe-agent"]
+        found = await recorded(words, server.url, tmp_path, "--config", "search.toml", "--strategy", "BestOfN")
+    assert found.strategy.name == "BestOfN" and len(found.acted()) == 2 < sum(node.sampled for node in found.nodes)
+
+
+def test_mini_swe_agent_is_searched_in_forks(tmp_path: Path) -> None:
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(AGENTS / "mini-beside"), *sys.path]),
+        "HOME": str(tmp_path),
+    }
+    (tmp_path / "work").mkdir()
+    with serve() as server:
+        server.policies["policy"] = choosing
+        words = [server.url, "policy", "work", TASK, "grep -q hello greeting.txt"]
+        command = [sys.executable, ROOT / "docs/examples/search_another_agent.py", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.stdout.splitlines()[-1].endswith("exit code 0"), done.stdout + done.stderr
+    assert " 0 simulated" not in done.stdout and (tmp_path / "work/greeting.txt").read_text() == "hello\n"
 
 
 @pytest.mark.parametrize("name", OTHERS)

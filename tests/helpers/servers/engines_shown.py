@@ -36,8 +36,3 @@ SHOWN: Mapping[str, Shown] = {
         cosine=0.999,
     )
 }
-
-FIRST_UPDATE = 0.99
-"""The least cosine between the first updates by two engines, from one SFT adapter in the shop."""
-RISE = 0.1
-"""By how much more the last of three iterations earns than the first, at least."""
