@@ -54,7 +54,7 @@ class Model(LitellmModel):
 
 
 class MiniBranch:
-    """The agent in ``folder``, or in a copy of it."""
+    """A ``session.branches.Branch``: the agent in ``folder`` where it is ``live``, else in a copy of it."""
 
     def __init__(self, agent: DefaultAgent, folder: Path, *, live: bool = False) -> None:
         self.stop = threading.Event()
@@ -66,7 +66,6 @@ class MiniBranch:
         self.agent.messages = copy.deepcopy(agent.messages)
 
     def run(self, complete: Complete) -> None:
-        """Go on until the agent ends."""
         self.agent.model = Model(self.agent.model.config.model_name, complete)
         while self.agent.messages[-1]["role"] != "exit":
             try:
@@ -75,24 +74,19 @@ class MiniBranch:
                 self.agent.add_messages(*flow.messages)
 
     def fork(self) -> MiniBranch:
-        """A copy."""
         return MiniBranch(self.agent, self.folder)
 
     def seconds(self, answer: Any) -> float:
-        """The longest that its commands may take."""
         return 60.0
 
     def evidence(self) -> dict[str, Any]:
-        """Nothing of its own: ``check`` judges it."""
         return {}
 
     def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """Run the reward's command in the folder."""
         ran = subprocess.run(asked.command, shell=True, cwd=self.folder, capture_output=True, text=True, timeout=60)
         return CommandEvidence(command=asked.command, exit_code=ran.returncode, output=ran.stdout[-2000:])
 
     def close(self) -> None:
-        """Remove the copy."""
         shutil.rmtree(self.folder.parent)
 
 

@@ -331,7 +331,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or print the plan. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
-    config, args.model = config_of(args), given_weights(args.model)
+    config = config_of(args)
+    if not args.verifier and (foreign := given_fields(args, VerifierSettings)):
+        raise ConfigError(f"{option_of(min(foreign))} is for a verifier: give --verifier too, or leave it out")
+    args.model = given_weights(args.model)
     if args.store is None:
         return print_shapes(args, config)
     args.adapter = args.adapter or (VERIFIER if args.verifier else config.serving.adapter)
@@ -341,8 +344,6 @@ def run(args: argparse.Namespace) -> int:
     with join_processes() as ranks:
         if args.verifier:
             return VerifierTraining(args, ranks, config).run()
-        if foreign := given_fields(args, VerifierSettings):
-            raise ConfigError(f"{option_of(min(foreign))} is for a verifier: give --verifier too, or leave it out")
         return PolicyTraining(args, ranks, config).run()
 
 

@@ -134,7 +134,7 @@ class TinkerTrainer(Trainer):
 
     def _update(
         self, live: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
-    ) -> tuple[float, float, Diagnostics]:
+    ) -> tuple[float, float | None, Diagnostics]:
         try:
             total, diagnostics = self._gradient(live, torch.tensor(weights), loss)
             if not math.isfinite(total):

@@ -197,10 +197,13 @@ def changes(asked: dict) -> dict:
         git("update-index", "--add", "--replace", "-z", "--stdin", names=sorted(names - large))
     finally:
         files.close()
-    compare = ("diff", "--cached", "--no-renames")
+    trees = asked["tree"], git("write-tree").decode().strip()
+    # With an index git would read a file of the workspace again, as it is now, in the place of what was recorded.
+    os.environ["GIT_INDEX_FILE"] += "-none"
+    compare = ("diff", "--no-renames")
     return {
-        "names": beginning(asked["names"], *compare, "--name-status", "-z", asked["tree"]),
-        "patch": beginning(asked["patch"], *compare, "--no-color", "--no-ext-diff", "--no-textconv", asked["tree"]),
+        "names": beginning(asked["names"], *compare, "--name-status", "-z", *trees),
+        "patch": beginning(asked["patch"], *compare, "--no-color", "--no-ext-diff", "--no-textconv", *trees),
         "large": [name.decode("utf-8", "replace") for name in sorted(large) if files.found[name].st_ctime > began],
     }
 

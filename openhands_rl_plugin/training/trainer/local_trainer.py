@@ -108,8 +108,7 @@ class LocalTrainer(Trainer):
                 "Lower learning_rate, or check the recorded logprobs"
             )
         self._optimizer.param_groups[0]["lr"] = self._rate
-        if norm:
-            self._optimizer.step()
+        self._optimizer.step()
         return total, norm, diagnostics
 
     def _clip_gradients(self) -> float:

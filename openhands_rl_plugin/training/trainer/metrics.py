@@ -103,7 +103,8 @@ class RunningMetrics:
     """Sums over one call so far.
 
     They are part of checkpoints, so a resumed run has the same metrics as one that was not interrupted.
-    ``trained_tokens`` and ``means`` are those of the diagnostics; ``seconds``: wall time before the last resumption.
+    ``trained_tokens`` and ``means`` are those of the diagnostics; ``seconds``: wall time before the last resumption;
+    ``unmoved``: steps without any gradient.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -113,6 +114,7 @@ class RunningMetrics:
     drift: float = 0.0
     skipped_steps: int = 0
     skipped_samples: int = 0
+    unmoved: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
@@ -123,7 +125,7 @@ class RunningMetrics:
 
     def metrics(self, samples: int, staleness: float) -> TrainMetrics:
         """The metrics of the call."""
-        steps = len(self.losses)
+        steps = len(self.losses) if self.unmoved < len(self.losses) else 0
         return TrainMetrics(
             steps=steps,
             skipped_steps=self.skipped_steps,

@@ -192,7 +192,7 @@ class Trainer(ABC):
     ) -> tuple[float, float | None, Diagnostics]:
         """One optimiser step by samples and the weight of a token of each: loss, norm if it is known, diagnostics.
 
-        With a norm of 0 there was no gradient, as where a correction masks all tokens, and no step was made.
+        With a norm of 0 there was no gradient, as where a correction masks all tokens.
         """
 
     @abstractmethod
@@ -303,10 +303,8 @@ class Trainer(ABC):
             if live:
                 self._rate = self._learning_rate(self.step)
                 total, norm, found = self._update(live, weights, loss)
-                if norm == 0.0:
-                    live, found = [], Diagnostics()
-                else:
-                    self._count(live, total, norm or 0.0, found, tally)
+                self._count(live, total, norm or 0.0, found, tally)
+                tally.unmoved += norm == 0.0
             tally.skip(len(batch) - len(live), whole=not live)
             advanced(number, batch, found)
 

@@ -297,7 +297,7 @@ WRONG = [
     (["--run", "no-such-run"], 1, "no stored episode of policy or a base model matches"),
     (["--algorithm", "grpo", "--min-reward", "0.5"], 1, "nothing to compare"),
     (["--algorithm", "sft", "--imitate-above", "1"], 1, "nothing to imitate"),
-    (["--model", "no-such-model"], 1, "cannot read no-such-model/config.json"),
+    (["--model", "no-such-model"], 1, "--model no-such-model: this is not the folder of a model"),
 ]
 
 

@@ -45,13 +45,13 @@ def test_a_loss_beyond_the_margin_that_the_interval_includes_holds_it_back(
 ) -> None:
     verdict = held_out_gate("policy-v000002", after, {"policy-v000001": HALF}, 0.05)
     assert verdict.passed is passed
-    assert "policy-v000001 (" in verdict.said and "a loss of 0.05 is allowed" in verdict.said
+    assert "policy-v000001 (" in verdict.sentence and "a loss of 0.05 is allowed" in verdict.sentence
 
 
 def test_a_tie_of_few_tasks_says_nothing() -> None:
     few, enough = tasks(1.0, 1.0), tasks(*[1.0] * 40)
     verdict = held_out_gate("c", few, {"used": few}, 0.05)
-    assert not verdict.passed and "2 tasks of 40 that the margin needs" in verdict.said
+    assert not verdict.passed and "2 tasks of 40 that the margin needs" in verdict.sentence
     assert held_out_gate("c", enough, {"used": enough}, 0.05).passed
     assert all((1 - margin) ** tasks_needed(margin) < 0.14 for margin in (0.02, 0.05, 0.1, 0.3, 0.9))
 
@@ -69,7 +69,7 @@ def test_what_goes_wrong_more_often_holds_it_back(kind: str) -> None:
     assert safety_gate("c", quiet, quiet, 0.05).passed
     loud = {**quiet, kind: tasks(*[0.0] * 44, *[1.0] * 6)}
     verdict = safety_gate("c", loud, quiet, 0.05)
-    assert not verdict.passed and kind in verdict.said
+    assert not verdict.passed and kind in verdict.sentence
     assert safety_gate("c", quiet, loud, 0.05).passed, "less of it is no trouble"
     once = {**quiet, kind: tasks(*[0.0] * 49, 1.0)}
     assert safety_gate("c", once, quiet, 0.05).passed, "in one of 50 it happens by chance"
@@ -91,7 +91,7 @@ def test_what_goes_wrong_more_often_holds_it_back(kind: str) -> None:
 def test_what_goes_wrong_rises_by_chance_only(kind: str, n: int, more: int, fewer: int, passed: bool) -> None:
     after, before = tasks(*[1.0] * more, *[0.0] * (n - more)), tasks(*[0.0] * (n - fewer), *[1.0] * fewer)
     verdict = safety_gate("c", {kind: after}, {kind: before}, 0.05)
-    assert verdict.passed is passed and (passed or kind in verdict.said)
+    assert verdict.passed is passed and (passed or kind in verdict.sentence)
 
 
 FURTHER = [

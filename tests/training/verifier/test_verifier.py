@@ -193,7 +193,7 @@ WRONG = [
     (["--reward", "return"], "a verifier is trained on labels; name their source with --label"),
     (["--algorithm", "dapo"], "--algorithm: a verifier is always fine-tuned"),
     (["--lora-variant", "dora", "--publish", "http://127.0.0.1:9/v1"], "nor vLLM can serve it"),
-    (["--model", "no-such-model"], "cannot read no-such-model/config.json"),
+    (["--model", "no-such-model"], "--model no-such-model: this is not the folder of a model"),
 ]
 
 
