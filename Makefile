@@ -40,8 +40,9 @@ reference: $(READY) ## Write the pages that are made from the source
 pictures: $(READY) ## Draw the studio's pictures: ARGS="--run runs/demo"
 	$(BIN)/python .ci/docs/pictures.py $(ARGS)
 
+# Three processes on two processors: a quarter of the time they wait.
 test: lint ## Check the style and the types, run the fast tests
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # In .venv-v1, from the same lock; another 3 GB unless CPU=1.
 test-v1: $(READY_V1) ## Check the types of the host for OpenHands V1, run its tests
