@@ -26,7 +26,7 @@ class Habits(NamedTuple):
     def line(self) -> str:
         """The shares with their counts."""
         parts = zip(("finish", "run the tests before", "fail with an edit", "recover"), self, strict=True)
-        return ", ".join(f"{name} {share.mean:.2f} of {share.n}" for name, share in parts)
+        return ", ".join(f"{name} {share.mean:.2f} of {share.n}" if share.n else f"{name} -" for name, share in parts)
 
 
 def habits(episodes: Sequence[tuple[Trajectory, bool]]) -> Habits:
