@@ -210,7 +210,7 @@ class MetricsFile:
     def __init__(self, directory: Path) -> None:
         self._metrics = directory / METRICS_FILE
         make_directory(directory)
-        for draft in directory.rglob(".*.????????"):  # of a call that was killed
+        for draft in filter(Path.is_file, directory.rglob(".*.????????")):  # of a call that was killed
             draft.unlink(missing_ok=True)
 
     def log(self, record: Mapping[str, float]) -> None:
