@@ -41,7 +41,7 @@ from openhands_rl_plugin.rollout.journal import GrowingEpisode
 from openhands_rl_plugin.session.conversation import ClientConversation, squeezed
 from openhands_rl_plugin.session.requests import ClientRequest, with_sampled_calls
 from openhands_rl_plugin.session.responses import RecordedChoice, UpstreamResponse
-from openhands_rl_plugin.session.sampled_texts import SampledTexts
+from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
 from openhands_rl_plugin.session.token_id_text import NodeTokens, canonical
 
 TOOLS = "tools"
@@ -191,7 +191,7 @@ class SessionEpisode:
 
     def with_sampled_calls(self, call: ClientRequest) -> tuple[ClientRequest, int]:
         """The request with the session's tool calls as they were sampled, and how many that changes."""
-        return with_sampled_calls(call, self._tree)
+        return with_sampled_calls(call, self._calls)
 
     async def record(
         self,
@@ -237,6 +237,7 @@ class SessionEpisode:
             else:
                 # Until the next request shows which choice the client uses, it is the first.
                 self._conversation.acted(node)
+                self._calls.add(tree.nodes[node].message)
         await journal.keep(tree)
         self._node_tokens.forget(range(first, len(tree.nodes)))
         return causes
@@ -283,6 +284,10 @@ class SessionEpisode:
         self._node_tokens.forget(range(len(tree.nodes)))
         self._conversation = ClientConversation(tree, SampledTexts())
         self._sides = SideRequests(tree)
+        self._calls = SampledCalls()
+        for node in tree.nodes:
+            if node.sampled:
+                self._calls.add(node.message)
 
     def _begin(self, call: ClientRequest, answer: UpstreamResponse) -> GrowingEpisode:
         instruction = next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None)

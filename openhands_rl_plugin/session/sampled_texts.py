@@ -1,6 +1,7 @@
 """The answers of a conversation as the model sampled them, also where the host writes them anew.
 
-``SampledCalls`` has the calls by the API, whose arguments V1 repairs. ``SampledTexts`` has calls that are text:
+``SampledCalls`` has the calls by the API, whose arguments V1 repairs: it replays ``"[1, 2]"`` as ``[1, 2]``, for the
+model another text than it sampled. ``SampledTexts`` has calls that are text:
 OpenHands reads such a call and replays it written anew: with an empty line before it, with line breaks around values of
 several lines, without the white space around it, with a closing tag that a stop word had cut. For the model that is
 another text than it sampled, so each turn would be a sequence of its own. What the model said is sent instead, where it
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.messages import WireMessage, is_json_object, text_of
@@ -89,16 +91,20 @@ class SampledCalls:
     def _restored(self, message: WireMessage, seen: dict[str, int]) -> WireMessage:
         if message["role"] != "assistant" or not message.get("tool_calls"):
             return message
-        calls = [self._sampled(call, seen) for call in reversed(message["tool_calls"])][::-1]
-        return message if calls == message["tool_calls"] else {**message, "tool_calls": calls}
+        given = message["tool_calls"]
+        calls = [self._sampled(call, seen) for call in reversed(given)][::-1]
+        return message if all(map(is_, calls, given)) else {**message, "tool_calls": calls}
 
     def _sampled(self, call: Any, seen: dict[str, int]) -> Any:
-        id = call["id"]
-        known = self._by_id.get(id, ())
+        if not (id := call.get("id")):
+            return call
+        known, said = self._by_id.get(id, ()), call["function"]
         at = seen[id] = seen.get(id, 0) + 1
+        if any(own is not None and (own.name, own.arguments) == (said["name"], said["arguments"]) for own in known):
+            return call
         if at > len(known) or (own := known[-at]) is None:
             return call
-        return {**call, "function": {**call["function"], "name": own.name, "arguments": own.arguments}}
+        return {**call, "function": {**said, "name": own.name, "arguments": own.arguments}}
 
 
 class _Said(NamedTuple):
