@@ -226,7 +226,6 @@ def listed_models(url: str, key: str | None) -> Sequence[ListedModel]:
 
 
 SHORT_ID = 8
-_NOT_SENT = "the server did not send them: `openhands-rl serve`, vLLM and SGLang do"
 
 
 def run_summary(trajectory: Trajectory, scores: tuple[Score, ...], settings: RLSettings) -> str:
@@ -279,11 +278,11 @@ def _token_ids(sampled: list[Node]) -> str:
 
 
 def _why_not_sent(without: list[Node]) -> str:
-    """The server's refusal, where one was noted."""
+    """The server's refusal, or that the protocol has none, where one was noted."""
     noted = (node.metadata.get(MISSING) for node in without)
     causes = (str(each.get("token_ids", "")) for each in noted if isinstance(each, dict))
-    refusal = next((cause for cause in causes if "refuses" in cause), None)
-    return f"{refusal}; `openhands-rl serve`, vLLM and SGLang send them" if refusal else _NOT_SENT
+    known = next((cause for cause in causes if "refuses" in cause or "reports none" in cause), "")
+    return f"{known or 'the server did not send them'}; in chat completions `openhands-rl serve`, vLLM and SGLang do"
 
 
 def _reward(trajectory: Trajectory, scores: tuple[Score, ...]) -> float | None:

@@ -25,11 +25,10 @@ def test_an_episode_that_nobody_judged_says_how_to() -> None:
 
 def test_missing_token_ids_have_a_cause() -> None:
     episode = changed(example_trajectory(), tokens=None)
-    assert "token ids: no (the server did not send them: `openhands-rl serve`" in run_summary(episode, (), RLSettings())
-    refused = changed(episode, metadata={"missing": {"token_ids": "the model server refuses return_token_ids"}})
-    assert "token ids: no (the model server refuses return_token_ids; `openhands-rl serve`" in run_summary(
-        refused, (), RLSettings()
-    )
+    assert "token ids: no (the server did not send them; in chat" in run_summary(episode, (), RLSettings())
+    for cause in ("the model server refuses return_token_ids", "POST /v1/messages reports none"):
+        refused = changed(episode, metadata={"missing": {"token_ids": cause}})
+        assert f"token ids: no ({cause}; in chat completions" in run_summary(refused, (), RLSettings())
     said = Message(role="assistant", content="the key is [redacted]")
     assert "token ids: no (a secret was taken out" in run_summary(changed(episode, message=said), (), RLSettings())
 
