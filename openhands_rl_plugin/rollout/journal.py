@@ -44,11 +44,12 @@ class EpisodeSink(Protocol):
         ...
 
 
-class GrowingEpisode:
-    """Writes the new nodes of one episode's tree. They survive a crash once ``keep`` has returned.
+class EpisodeJournal:
+    """Stores one episode from its first node to its end. What it holds survives a crash once ``keep`` has returned.
 
-    It remembers only the mutable fields of stored nodes, so that a gateway may hold hundreds of long episodes.
-    Writes run one at a time.
+    The episode is opened by the first write, which drops an unfinished one of the same id: its nodes are no
+    part of this one. Writes run one at a time; a started one is awaited even when its caller is cancelled.
+    Of stored nodes only what may change is remembered, so that a gateway may hold hundreds of long episodes.
     """
 
     def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
@@ -56,39 +57,67 @@ class GrowingEpisode:
         self._storage = storage
         self._begun = False
         self._ended = False
-        self._stored = 0
         self._head: int | None = None
         # Of the stored actions; what an environment or a host said is not changed any more.
         self._facts: dict[int, _Facts] = {}
+        # A digest of what each stored node's metadata says.
+        self._noted: list[int] = []
         self._turn = asyncio.Lock()
 
-    def continue_after(self, nodes: Sequence[Node], head: int | None) -> None:
-        """Take all ``nodes`` as stored."""
-        self._begun = True
-        self._remember(nodes, (), head)
+    @classmethod
+    def resumed(cls, storage: EpisodeSink, unfinished: Trajectory) -> Self:
+        """The journal of an episode that continues after the nodes that are stored."""
+        journal = cls(storage, EpisodeStart.of(unfinished))
+        journal._begun = True
+        journal._remember(unfinished.nodes, (), unfinished.head)
+        return journal
 
     async def keep(self, tree: EpisodeTree) -> None:
-        """Store the nodes and marks that came since the last call. Raises ``StorageError``."""
+        """Store the nodes and marks that came since the last call; nothing after ``end``. Raises ``StorageError``."""
+        await shielded(self._keep(tree))
+
+    async def end(self, trajectory: Trajectory) -> None:
+        """Store what is left of the frozen episode and close it. Raises ``StorageError``."""
+        await shielded(self._close(trajectory))
+
+    def is_continued_by(self, trajectory: Trajectory) -> bool:
+        """False where something changed that no growth can express, such as what a host noted on an earlier node.
+
+        Then the episode is written once more as a whole; it is kept as deltas, so that this is little.
+        """
+        nodes = trajectory.nodes
+        return self._begun and self._noted == [_digest(node) for node in nodes[: len(self._noted)]]
+
+    async def _keep(self, tree: EpisodeTree) -> None:
         async with self._turn:
             if self._ended:
                 return
-            await self._begin(tree.tools)
-            first = self._stored
+            if not self._begun:
+                await self._storage.drop((self.start.id,))
+                await self._storage.begin(self.start.model_copy(update={"tools": tree.tools or self.start.tools}))
+                self._begun = True
             marks = self._changes(tree.nodes)
-            if len(tree.nodes) > first or marks or tree.head != self._head:
-                nodes = tuple(Node(**vars(node)) for node in tree.nodes[first:])
-                await self._grow(nodes, marks, tree.head)
-                self._remember(nodes, marks, tree.head)
+            new = tree.nodes[len(self._noted) :]
+            if new or marks or tree.head != self._head:
+                await self._grow(tuple(Node(**vars(node)) for node in new), marks, tree.head)
 
-    async def _begin(self, tools: tuple[JsonObject, ...]) -> None:
-        if not self._begun:
-            await self._storage.begin(self.start.model_copy(update={"tools": tools or self.start.tools}))
-            self._begun = True
+    async def _close(self, trajectory: Trajectory) -> None:
+        async with self._turn:
+            if not self.is_continued_by(trajectory):
+                await self._storage.add(trajectory)
+            else:
+                marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[len(self._noted) :]
+                if marks or nodes:
+                    await self._grow(nodes, marks, trajectory.head)
+                await self._storage.end(EpisodeEnd.of(trajectory))
+            self._ended = True
 
     async def _grow(self, nodes: tuple[Node, ...], marks: tuple[NodeMark, ...], head: int | None) -> None:
+        first = len(self._noted)
         await self._storage.grow(
-            EpisodeGrowth(trajectory_id=self.start.id, first=self._stored, nodes=nodes, head=head, marks=marks)
+            EpisodeGrowth(trajectory_id=self.start.id, first=first, nodes=nodes, head=head, marks=marks)
         )
+        self._remember(nodes, marks, head)
 
     def _changes(self, nodes: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:
         """Marks for the stored actions that are not any more as they were stored. A search asks thousands of times."""
@@ -102,70 +131,9 @@ class GrowingEpisode:
         for mark in marks:
             search = self._facts[mark.index][-1] if mark.search is None else mark.search
             self._facts[mark.index] = mark.reward, mark.simulated, mark.value, mark.visits, search
-        self._facts |= {at: _facts(node) for at, node in enumerate(nodes, self._stored) if node.sampled}
-        self._stored += len(nodes)
+        self._facts |= {at: _facts(node) for at, node in enumerate(nodes, len(self._noted)) if node.sampled}
+        self._noted += map(_digest, nodes)
         self._head = head
-
-
-class EpisodeJournal(GrowingEpisode):
-    """Stores one episode from its first node to its end, and remembers all of it to compare it with the end.
-
-    The episode is opened by the first write, which drops an unfinished one of the same id: its nodes are no
-    part of this one. A started write is awaited even when its caller is cancelled.
-    """
-
-    def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
-        super().__init__(storage, start)
-        self._kept: list[Node] = []
-
-    @classmethod
-    def resumed(cls, storage: EpisodeSink, unfinished: Trajectory) -> Self:
-        """The journal of an episode that continues after the nodes that are stored."""
-        journal = cls(storage, EpisodeStart.of(unfinished))
-        journal.continue_after(unfinished.nodes, unfinished.head)
-        return journal
-
-    async def keep(self, tree: EpisodeTree) -> None:
-        """Store the nodes and marks that came since the last call; nothing after ``end``. Raises ``StorageError``."""
-        await shielded(super().keep(tree))
-
-    async def end(self, trajectory: Trajectory) -> None:
-        """Store what is left of the frozen episode and close it. Raises ``StorageError``."""
-        await shielded(self._close(trajectory))
-
-    async def _close(self, trajectory: Trajectory) -> None:
-        async with self._turn:
-            if not self._begun or not self._continued_by(trajectory):
-                await self._storage.add(trajectory)
-            else:
-                marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[self._stored :]
-                if marks or nodes:
-                    await self._grow(nodes, marks, trajectory.head)
-                await self._storage.end(EpisodeEnd.of(trajectory))
-            self._ended = True
-
-    async def _begin(self, tools: tuple[JsonObject, ...]) -> None:
-        if not self._begun:
-            await self._storage.drop((self.start.id,))
-        await super()._begin(tools)
-
-    def _remember(self, nodes: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> None:
-        super()._remember(nodes, marks, head)
-        for mark in marks:
-            node = self._kept[mark.index]
-            self._kept[mark.index] = node.model_copy(update=mark.changes(node))
-        self._kept.extend(nodes)
-
-    def _continued_by(self, trajectory: Trajectory) -> bool:
-        """False where something changed that no growth can express, such as what a host noted on an earlier node.
-
-        Then the episode is written once more as a whole; it is kept as deltas, so that this is little.
-        """
-        kept, final = self._kept, trajectory.nodes
-        return len(kept) <= len(final) and all(
-            one == other or (one.sampled and one.model_copy(update=_mark(at, other).changes(one)) == other)
-            for at, (one, other) in enumerate(zip(kept, final, strict=False))
-        )
 
 
 class JournalledEngine:
@@ -201,6 +169,11 @@ async def stored_episode(storage: EpisodeSink, trajectory_id: str) -> Trajectory
         return None
     where = TrajectoryFilter(ids=(trajectory_id,), finished=None)
     return next(iter([found async for found, _ in find(where)]), None)
+
+
+def _digest(node: Node) -> int:
+    """Of all that a host may note on a node, which is not what search does."""
+    return hash(repr({name: value for name, value in node.metadata.items() if name != "search"}))
 
 
 def _facts(node: Node) -> _Facts:

@@ -37,7 +37,7 @@ from openhands_rl_plugin.core.types import (
     kind_of,
     path_to,
 )
-from openhands_rl_plugin.rollout.journal import GrowingEpisode
+from openhands_rl_plugin.rollout.journal import EpisodeJournal
 from openhands_rl_plugin.session.conversation import ClientConversation, squeezed
 from openhands_rl_plugin.session.requests import ClientRequest, with_sampled_calls
 from openhands_rl_plugin.session.responses import RecordedChoice, UpstreamResponse
@@ -163,7 +163,7 @@ class SessionEpisode:
         self._storage = storage
         self._key = key
         self._base_model = base_model
-        self._journal: GrowingEpisode | None = None
+        self._journal: EpisodeJournal | None = None
         self._take(EpisodeTree(clock=time.time))
 
     @classmethod
@@ -172,8 +172,7 @@ class SessionEpisode:
     ) -> SessionEpisode:
         """Continue a stored episode."""
         episode = cls(storage, key, base_model)
-        episode._journal = GrowingEpisode(storage, EpisodeStart.of(stored))
-        episode._journal.continue_after(stored.nodes, stored.head)
+        episode._journal = EpisodeJournal.resumed(storage, stored)
         episode._take(EpisodeTree.thaw(stored, clock=time.time))
         episode._sides.remember_tools()
         return episode
@@ -289,7 +288,7 @@ class SessionEpisode:
             if node.sampled:
                 self._calls.add(node.message)
 
-    def _begin(self, call: ClientRequest, answer: UpstreamResponse) -> GrowingEpisode:
+    def _begin(self, call: ClientRequest, answer: UpstreamResponse) -> EpisodeJournal:
         instruction = next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None)
         request = self._key.request(instruction or "")
         self._tree.tools = call.tools
@@ -297,7 +296,7 @@ class SessionEpisode:
         start = EpisodeStart.for_request(
             request, strategy=STRATEGY, policy=policy, tools=call.tools, started=time.time()
         )
-        self._journal = GrowingEpisode(self._storage, start)
+        self._journal = EpisodeJournal(self._storage, start)
         return self._journal
 
     def _propose(

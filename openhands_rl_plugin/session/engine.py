@@ -22,13 +22,12 @@ from openhands_rl_plugin.core.messages import (
 )
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Usage
-from openhands_rl_plugin.models.engines.chunks import places_of_ids
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 from openhands_rl_plugin.session.requests import Unrecordable
 from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.sampled_texts import SampledTexts
-from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json, NodeTokens, canonical, parse_object
+from openhands_rl_plugin.session.token_id_text import Json, NodeTokens, canonical, parse_object
 from openhands_rl_plugin.session.turns import Turn, TurnAnswers
 from openhands_rl_plugin.session.upstream import ServerError, Upstream
 
@@ -166,8 +165,6 @@ class SessionEngine:
         tokens = None
         if choice.prompt is not None:
             tokens = self._tokens.read(after, canonical(choice.prompt), choice.sampled, choice.logprobs)
-        if tokens is None and _sends_ids(answer.document):
-            session.note_wrong_tokens()
         document = answer.plain()
         message = _fitting(choice.message, document, number)
         metadata: JsonObject = {
@@ -235,12 +232,6 @@ def _read(body: bytes) -> UpstreamResponse:
             raise ServerError(200, "the server answered without a choice", body) from problem
         shown = " ".join(body[:200].decode("utf-8", "replace").split())
         raise ServerError(500, f"{problem} (check base_url): {shown}", body) from problem
-
-
-def _sends_ids(document: Json) -> bool:
-    """Whether both kinds of ids are there, whatever their values."""
-    places = [*places_of_ids(document["choices"][0]), *places_of_ids(document)]
-    return all(any(place.get(name) for place in places) for name in (PROMPT_IDS, SAMPLED_IDS))
 
 
 def _fitting(message: Message, document: Json, number: int) -> Message:

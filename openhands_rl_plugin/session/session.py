@@ -20,7 +20,6 @@ from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import PROMPT
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
-    Failure,
     FailureKind,
     JsonObject,
     Limits,
@@ -29,7 +28,6 @@ from openhands_rl_plugin.core.types import (
     Score,
     StopReason,
     StrategySpec,
-    Tokens,
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
@@ -46,7 +44,6 @@ from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 from openhands_rl_plugin.session.upstream import Upstream
 
 _SEEDS = 2**31
-_LARGEST_ID = 2**63 - 1
 
 
 class Session(Episode):
@@ -105,8 +102,6 @@ class Session(Episode):
         self._conversation: WorkspaceConversation | None = None
         self._turn = asyncio.Lock()
         self._sink: Any = None
-        self._checked_nodes = 0
-        self._wrong_tokens = False
 
     def connect(self, upstream: Upstream) -> None:
         """Sample from ``upstream``, in the middle of the episode, too."""
@@ -128,6 +123,8 @@ class Session(Episode):
         async with self._turn:
             wire = body["messages"] if self.calls is None else self.calls.put_back(body["messages"])
             rewritten = conversation.follow(wire)
+            if not self.environment_mode and self.settings.workspace.is_compact:
+                tree.nodes[0].metadata[PROMPT] = self.settings.workspace.prompt
             tree.tools = tree.tools or tuple(body.get("tools") or ())
             if self.samples and (stop := self.stop or self.limit_reached()) is not None:
                 raise EpisodeOver(stop)
@@ -183,18 +180,6 @@ class Session(Episode):
         self._sink = sink
         self.store_in(sink)
 
-    def keep(self) -> None:
-        """Store the nodes since the last call. Blocks: do not call it on the storage's event loop or that of
-        ``background``. Raises ``StorageError``."""
-        if self._journal is not None:
-            background().wait_for(self.keep_up())
-
-    async def keep_up(self) -> None:
-        """``keep`` for callers on the loop of ``background``, where strategies modify the tree."""
-        self._drop_wrong_tokens()
-        self._note_prompt()
-        await super().keep_up()
-
     async def end(self, trajectory: Trajectory) -> None:
         """Close the episode in the storage, if it is stored while it runs. Raises ``StorageError``."""
         await self._in_background(super().end(trajectory))
@@ -215,36 +200,6 @@ class Session(Episode):
         longest = min(wanted.max_tokens or self.limits.max_response_length, self.limits.max_response_length)
         return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
 
-    def freeze(
-        self, *, stop: StopReason | None = None, failure: Failure | None = None, evidence: JsonObject | None = None
-    ) -> Trajectory:
-        """As ``Episode.freeze``."""
-        failure = self.failure or failure or self._drop_wrong_tokens()
-        self._note_prompt()
-        return super().freeze(stop=stop, failure=failure, evidence=evidence)
-
-    def note_wrong_tokens(self) -> None:
-        """The server sent token ids that are not whole numbers."""
-        self._wrong_tokens = True
-
-    def _note_prompt(self) -> None:
-        if self.tree.nodes and not self.environment_mode and self.settings.workspace.is_compact:
-            self.tree.nodes[0].metadata[PROMPT] = self.settings.workspace.prompt
-
-    def _drop_wrong_tokens(self) -> Failure | None:
-        """Drop all token ids if any is not a whole number: no turn of the episode can be trained on without the others.
-
-        Checks the nodes since the last call.
-        """
-        new, self._checked_nodes = self.tree.nodes[self._checked_nodes :], len(self.tree.nodes)
-        self._wrong_tokens |= not all(_whole_numbers(node.tokens) for node in new if node.tokens is not None)
-        if not self._wrong_tokens:
-            return None
-        for node in self.tree.nodes:
-            node.tokens = None
-        message = "the model server's token ids are not whole numbers"
-        return Failure(kind=FailureKind.MODEL, message=message, boundary="openhands.recorder")
-
 
 _BOUND: ContextVar[Session | None] = ContextVar("rl_session", default=None)
 
@@ -257,10 +212,6 @@ def bind_episode(episode: Session) -> AbstractContextManager[Session]:
 def current_episode() -> Session | None:
     """The episode bound in this context."""
     return _BOUND.get()
-
-
-def _whole_numbers(tokens: Tokens) -> bool:
-    return all(type(id) is int and 0 <= id <= _LARGEST_ID for id in (*tokens.prompt_ids, *tokens.sampled_ids))
 
 
 def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
