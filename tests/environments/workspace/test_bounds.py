@@ -107,9 +107,9 @@ class TestBombs:
         result = run(fill)
         began = time.monotonic()
         assert "added more than" in result.output
-        assert run("rm -f big; echo on").output == "on\n" and 0.5 < time.monotonic() - began < 3
-        began = time.monotonic()
-        assert run("echo on").output == "on\n" and time.monotonic() - began < 0.5
+        assert run("rm -f big; echo on").output == "on\n"
+        waited, began = time.monotonic() - began, time.monotonic()
+        assert run("echo on").output == "on\n" and time.monotonic() - began < waited > 0.5
 
     def test_folders_that_the_user_lends_count(self, run: Run, tmp_path: Path):
         for _ in range(2):

@@ -200,7 +200,7 @@ async def test_what_does_not_get_better_is_an_infrastructure_error(mode: str):
         with pytest.raises(InfrastructureError, match="after 3 attempts") as failed:
             await player.complete(ASK)
         await player.aclose()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     assert "\n" not in str(failed.value)
     assert mode == "absent" or len(server.requests) == 3
     expected = {"absent": "openhands-rl serve", "drops": "broke", "slow": "within 0.5 s"}
