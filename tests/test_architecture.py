@@ -281,7 +281,8 @@ TORCH_ROOMS = (
         ({"skyrl"}, ("contrib/trainers/skyrl.py",)),
         ({"verl"}, ("contrib/trainers/verl.py",)),
         ({"verifiers"}, ("contrib/environments/verifiers_bridge.py", "contrib/trainers/verifiers.py")),
-        ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ()),
+        # Between a pool and the workers that it started, as with ``multiprocessing`` and Ray; never a file.
+        ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ("hosts/pool/connection.py",)),
         # Code that this process compiled, for its own child, which would execute the text as well.
         ({"marshal"}, ("environments/workspace/inside.py",)),
     ],

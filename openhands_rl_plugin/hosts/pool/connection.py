@@ -1,13 +1,12 @@
-"""The pool's side of one worker, over any channel: messages of one JSON document a line, and calls by number."""
+"""The pool's side of one worker, over any channel: each side calls methods of the other, in pickled messages."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import pickle
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Literal, Protocol
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any, NamedTuple, Protocol
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import (
@@ -15,174 +14,104 @@ from openhands_rl_plugin.core.errors import (
     ConfigError,
     InfrastructureError,
     MissingExtraError,
-    PublishError,
     RLError,
     StorageError,
-    TrainingError,
     boundary,
-    describe,
 )
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, trajectory_id
-from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Frozen, Trajectory
+from openhands_rl_plugin.core.records import trajectory_id
+from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.rollout.journal import EpisodeSink
-
-MAX_LINE_BYTES = 256 * 1024 * 1024
-"""Far above the longest episodes (tens of MiB with token ids); limits the memory for a broken worker's line."""
 
 
-class Start(Frozen):
-    """To a worker, first: the settings of its runner, with names of environment variables, but no secrets.
+class Call(NamedTuple):
+    """A call of a method of the other side."""
 
-    ``stores``: whether the pool has a storage.
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Answer(NamedTuple):
+    """What the call of this number returned, or the error that it raised."""
+
+    number: int
+    value: object
+    error: RLError | None
+
+
+class Peer:
+    """Calls the other side, and answers its calls by the methods of ``serves``. For one event loop.
+
+    ``send`` sends a message. ``answering`` has a task for each call of the other side.
     """
 
-    kind: Literal["start"] = "start"
-    settings: RLSettings
-    options: HostOptions
-    stores: bool = False
-
-
-class RunEpisode(Frozen):
-    """To a worker: run an episode."""
-
-    kind: Literal["run"] = "run"
-    number: int
-    request: EpisodeRequest
-    workspace: TaskWorkspace | None = None
-
-
-class Stored(Frozen):
-    """To a worker: the result of a ``Store``; ``error`` is empty on success."""
-
-    kind: Literal["stored"] = "stored"
-    number: int
-    dropped: int = 0
-    error: str = ""
-
-
-class Ready(Frozen):
-    """From a worker: it can run episodes."""
-
-    kind: Literal["ready"] = "ready"
-
-
-class WorkerResult(Frozen):
-    """From a worker: a finished episode."""
-
-    kind: Literal["result"] = "result"
-    number: int
-    trajectory: Trajectory
-
-
-class Store(Frozen):
-    """From a worker: records for the pool's storage, written in the order of the fields. The episode waits."""
-
-    kind: Literal["store"] = "store"
-    number: int
-    drop: tuple[str, ...] = ()
-    start: EpisodeStart | None = None
-    growth: EpisodeGrowth | None = None
-    end: EpisodeEnd | None = None
-    trajectory: Trajectory | None = None
-
-    @property
-    def episodes(self) -> set[str]:
-        """The ids of the trajectories that are written to."""
-        written = {each.trajectory_id for each in (self.growth, self.end) if each is not None}
-        return written | {each.id for each in (self.start, self.trajectory) if each is not None}
-
-    async def write_to(self, storage: EpisodeSink) -> Stored:
-        """Write the records. Raises ``StorageError``."""
-        dropped = await storage.drop(self.drop) if self.drop else 0
-        if self.start is not None:
-            await storage.begin(self.start)
-        if self.growth is not None:
-            await storage.grow(self.growth)
-        if self.end is not None:
-            await storage.end(self.end)
-        if self.trajectory is not None:
-            await storage.add(self.trajectory)
-        return Stored(number=self.number, dropped=dropped)
-
-
-class Refused(Frozen):
-    """From a worker: an error that must stop the run. ``number`` is ``None`` when its runner could not be created."""
-
-    kind: Literal["refused"] = "refused"
-    number: int | None
-    error: str
-    message: str
-
-    @classmethod
-    def of(cls, number: int | None, error: RLError) -> Refused:
-        """The error as a message."""
-        return cls(number=number, error=type(error).__name__, message=str(error))
-
-    def as_error(self) -> RLError:
-        """The error as an instance of its class."""
-        return _ERRORS.get(self.error, RLError)(self.message)
-
-
-_ERRORS: dict[str, type[RLError]] = {
-    error.__name__: error for error in (ConfigError, PublishError, StorageError, TrainingError)
-}
-_ERRORS[MissingExtraError.__name__] = ConfigError
-# A runner should not raise this error; it fails only its episode.
-_ERRORS[CaughtFailure.__name__] = InfrastructureError
-
-ToWorker = Start | RunEpisode | Stored
-FromWorker = Ready | WorkerResult | Store | Refused
-TO_WORKER: TypeAdapter[ToWorker] = TypeAdapter(Annotated[ToWorker, Field(discriminator="kind")])
-FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
-
-
-def to_line(message: Frozen) -> bytes:
-    """The message as one line, with its newline."""
-    return message.model_dump_json().encode() + b"\n"
-
-
-def from_line[T](adapter: TypeAdapter[T], line: bytes) -> T:
-    """Read one line. Raises ``InfrastructureError`` for anything but a complete message."""
-    try:
-        return adapter.validate_json(line)
-    except ValidationError as error:
-        raise InfrastructureError(f"not a message: {describe(error)}") from error
-
-
-class Calls[A]:
-    """The calls of one side that wait for an answer. For one event loop."""
-
-    def __init__(self) -> None:
+    def __init__(self, serves: object, send: Callable[[bytes], Awaitable[None]]) -> None:
+        self.answering: set[asyncio.Task[None]] = set()
+        self._serves = serves
+        self._send = send
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[A]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._gone: RLError | None = None
 
-    async def ask(self, send: Callable[[int], Awaitable[None]]) -> A:
-        """The answer to what ``send`` sends under the number that it gets. Raises the error that is the answer."""
+    async def ask(self, method: str, *arguments: object) -> Any:
+        """What the other side's method returns. Raises the error that it raises, or that of ``disconnect``."""
+        if self._gone is not None:
+            raise self._gone
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await send(number)
+            await self._send(pickle.dumps(Call(number, method, arguments)))
             return await answer
         finally:
             del self._waiting[number]
 
-    def answered(self, number: int, answer: A | RLError) -> None:
-        """Complete the call of this number. Answers to cancelled calls are ignored."""
-        waiting = self._waiting.get(number)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(answer, RLError):
-            waiting.set_exception(answer)
-        else:
-            waiting.set_result(answer)
+    def receive(self, message: bytes) -> None:
+        """Handle one message. Calls are answered in the background; answers to cancelled calls are ignored."""
+        received: Call | Answer = pickle.loads(message)
+        if isinstance(received, Call):
+            task = asyncio.create_task(self._answer(received))
+            self.answering.add(task)
+            task.add_done_callback(self.answering.discard)
+        elif (waiting := self._waiting.get(received.number)) is not None and not waiting.done():
+            if received.error is not None:
+                waiting.set_exception(received.error)
+            else:
+                waiting.set_result(received.value)
 
     def disconnect(self, error: RLError) -> None:
-        """Fail the calls that wait: the other side is gone."""
-        for number in list(self._waiting):
-            self.answered(number, error)
+        """Fail all calls: the other side is gone."""
+        self._gone = error
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    async def _answer(self, call: Call) -> None:
+        value, error = None, None
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, f"worker.{call.method}"):
+                value = await getattr(self._serves, call.method)(*call.arguments)
+        except CaughtFailure as caught:
+            error = InfrastructureError(str(caught))
+        except MissingExtraError as missing:
+            error = ConfigError(str(missing))
+        except RLError as raised:
+            error = raised
+        await self._send(pickle.dumps(Answer(call.number, value, error)))
+
+
+def framed(message: bytes) -> bytes:
+    """The message as it is written to a pipe: after its length."""
+    return len(message).to_bytes(8) + message
+
+
+async def read_message(pipe: asyncio.StreamReader) -> bytes:
+    """The next message of a pipe; empty at its end."""
+    try:
+        return await pipe.readexactly(int.from_bytes(await pipe.readexactly(8)))
+    except asyncio.IncompleteReadError:
+        return b""
 
 
 # Seconds. Importing OpenHands takes ten on an idle machine, and a cluster may have to start a machine first.
@@ -190,14 +119,14 @@ _START_TIMEOUT = 600.0
 
 
 class WorkerChannel(Protocol):
-    """Lines of ``messages`` to and from one worker, on any machine."""
+    """Messages to and from one worker, on any machine."""
 
-    async def send(self, line: bytes) -> None:
-        """Send a line. Returns silently when the worker is gone: ``receive`` reports that."""
+    async def send(self, message: bytes) -> None:
+        """Send a message. Returns silently when the worker is gone: ``receive`` reports that."""
         ...
 
     async def receive(self) -> Sequence[bytes]:
-        """The next lines; empty when the worker is gone. Raises ``InfrastructureError`` for other data."""
+        """The next messages; empty when the worker is gone."""
         ...
 
     async def exit_message(self) -> str:
@@ -214,20 +143,27 @@ class WorkerChannel(Protocol):
 
 
 class WorkerConnection:
-    """One worker. ``load`` is the number of its running episodes, ``was_ready`` whether it has ever been ready."""
+    """One worker. ``load`` is the number of its running episodes.
 
-    def __init__(self, channel: WorkerChannel, start: Start, storage: TrajectoryStorage | None) -> None:
+    It is sent the settings, with names of environment variables, but no secrets. Its records go to ``storage``.
+    """
+
+    def __init__(
+        self, channel: WorkerChannel, settings: RLSettings, options: HostOptions, storage: TrajectoryStorage | None
+    ) -> None:
         self._channel = channel
         self._storage = storage
-        self._storing: set[asyncio.Task[None]] = set()
-        self._calls = Calls[Trajectory]()
         self._cancelled: set[str] = set()
-        self._started = asyncio.Event()
-        self._error: RLError | None = None
-        self._listener = asyncio.create_task(self._listen(start))
+        self._peer = Peer(self, channel.send)
+        self._started = asyncio.create_task(self._peer.ask("start", settings, options, storage is not None))
+        self._listener = asyncio.create_task(self._listen())
         self.load = 0
-        self.was_ready = False
         self.alive = True
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it has ever been able to run episodes."""
+        return self._started.done() and self._started.exception() is None
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None, timeout: float | None) -> Trajectory:
         """Run an episode. Raises ``InfrastructureError`` when the worker dies or does not answer within ``timeout``
@@ -236,13 +172,15 @@ class WorkerConnection:
         self._cancelled.discard(trajectory_id(request))
         try:
             async with asyncio.timeout(_START_TIMEOUT):
-                await self._started.wait()
-            return await self._result(request, workspace, timeout)
+                await asyncio.shield(self._started)
+            async with asyncio.timeout(timeout):
+                return await self._peer.ask("run", request, workspace)
         except TimeoutError as error:
             late = (
                 f"did not answer within {timeout:g} s" if self.was_ready else f"was not ready in {_START_TIMEOUT:g} s"
             )
-            self._kill()
+            self.alive = False
+            self._channel.kill()
             raise InfrastructureError(f"a worker {late} and was ended") from error
         except asyncio.CancelledError:
             # The worker plays on while the caller takes the workspace away: what becomes of it is nobody's episode.
@@ -251,65 +189,21 @@ class WorkerConnection:
         finally:
             self.load -= 1
 
+    async def store(self, method: str, record: Any) -> Any:
+        """The worker's record, written by a method of the pool's storage. Raises ``StorageError``."""
+        if {getattr(record, "id", ""), getattr(record, "trajectory_id", "")} & self._cancelled:
+            raise StorageError("the episode was cancelled")
+        return await getattr(self._storage, method)(record)
+
     async def close(self) -> None:
         """End the worker and its episodes."""
         await self._channel.close()
         await self._listener
 
-    async def _result(
-        self, request: EpisodeRequest, workspace: TaskWorkspace | None, timeout: float | None
-    ) -> Trajectory:
-        if self._error is not None:
-            raise self._error
-        async with asyncio.timeout(timeout):
-            return await self._calls.ask(
-                lambda number: self._channel.send(
-                    to_line(RunEpisode(number=number, request=request, workspace=workspace))
-                )
-            )
-
-    async def _listen(self, start: Start) -> None:
-        try:
-            await self._channel.send(to_line(start))
-            while lines := await self._channel.receive():
-                for line in lines:
-                    self._take(from_line(FROM_WORKER, line))
-        except InfrastructureError as error:
-            self._error = error
-            self._kill()
+    async def _listen(self) -> None:
+        while messages := await self._channel.receive():
+            for message in messages:
+                self._peer.receive(message)
         self.alive = False
-        await asyncio.gather(*self._storing)
-        self._error = self._error or InfrastructureError(await self._channel.exit_message())
-        self._started.set()
-        self._calls.disconnect(self._error)
-
-    def _take(self, message: FromWorker) -> None:
-        if isinstance(message, Ready):
-            self.was_ready = True
-            self._started.set()
-        elif isinstance(message, Store):
-            storing = asyncio.create_task(self._store(message))
-            self._storing.add(storing)
-            storing.add_done_callback(self._storing.discard)
-        elif message.number is None:
-            self._error = message.as_error()
-            self._started.set()
-        else:
-            answer = message.trajectory if isinstance(message, WorkerResult) else message.as_error()
-            self._calls.answered(message.number, answer)
-
-    async def _store(self, message: Store) -> None:
-        assert self._storage is not None
-        if message.episodes & self._cancelled:
-            await self._channel.send(to_line(Stored(number=message.number, error="the episode was cancelled")))
-            return
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "storage"):
-                answer = await message.write_to(self._storage)
-        except RLError as error:
-            answer = Stored(number=message.number, error=str(error) or describe(error))
-        await self._channel.send(to_line(answer))
-
-    def _kill(self) -> None:
-        self.alive = False
-        self._channel.kill()
+        await asyncio.gather(*self._peer.answering)
+        self._peer.disconnect(InfrastructureError(await self._channel.exit_message()))

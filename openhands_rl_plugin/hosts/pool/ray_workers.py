@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: actors that get and send lines, as worker processes do on their pipes.
+"""Workers on a Ray cluster: actors that get and send messages, as worker processes do on their pipes.
 
 Everything else is as in ``runner``: the limit of concurrent episodes, the replacement of workers, and the storage,
 which only this process writes to. The machines of the cluster need this package, access to the model server and the
@@ -19,8 +19,8 @@ from typing import Any
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, boundary, from_extra
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.types import FailureKind, Frozen
-from openhands_rl_plugin.hosts.pool.connection import WorkerChannel, to_line
+from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.hosts.pool.connection import WorkerChannel
 from openhands_rl_plugin.hosts.pool.runner import CLOSE_TIMEOUT, WorkerPoolRunner
 from openhands_rl_plugin.hosts.pool.worker import EpisodeWorker
 from openhands_rl_plugin.hosts.shared.options import HostOptions
@@ -36,19 +36,19 @@ class EpisodeActor:
     """One worker on the cluster. Ray calls the methods, several concurrently."""
 
     def __init__(self) -> None:
-        self._outbox: asyncio.Queue[Frozen] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._worker = EpisodeWorker(self._outbox.put)
 
     async def outbox(self) -> list[bytes]:
         """The worker's messages, as soon as there is one."""
-        lines = [to_line(await self._outbox.get())]
+        messages = [await self._outbox.get()]
         while not self._outbox.empty():
-            lines.append(to_line(self._outbox.get_nowait()))
-        return lines
+            messages.append(self._outbox.get_nowait())
+        return messages
 
-    async def receive(self, line: bytes) -> None:
+    async def receive(self, message: bytes) -> None:
         """Handle one message of the pool."""
-        await self._worker.receive(line)
+        self._worker.receive(message)
 
     async def close(self) -> None:
         """End the episodes; returns when their sessions are closed. The actor is killed afterwards."""
@@ -62,20 +62,17 @@ class RayChannel:
         self._actor = actor
         self._exit_message = ""
 
-    async def send(self, line: bytes) -> None:
-        """As in ``WorkerChannel``. An actor that raises is killed; a process would exit by itself."""
-        try:
-            await _called(self._actor.receive.remote(line))
-        except InfrastructureError as error:
-            self._exit_message = str(error)
-            self.kill()
+    async def send(self, message: bytes) -> None:
+        """As in ``WorkerChannel``."""
+        with suppress(InfrastructureError):
+            await _called(self._actor.receive.remote(message))
 
     async def receive(self) -> Sequence[bytes]:
         """As in ``WorkerChannel``."""
         try:
             return await _called(self._actor.outbox.remote())
         except InfrastructureError as error:
-            self._exit_message = self._exit_message or str(error)
+            self._exit_message = str(error)
             return ()
 
     async def exit_message(self) -> str:

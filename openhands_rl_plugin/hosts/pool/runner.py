@@ -1,6 +1,6 @@
 """Runs a host's episodes in several workers, each with many sessions: one process is limited by its interpreter lock.
 
-Workers are new Python processes, not forks, so they inherit no state. They get the settings as JSON and read secrets
+Workers are new Python processes, not forks, so they inherit no state. They get the settings and read secrets
 from the environment variables that the settings name.
 """
 
@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.pool.connection import MAX_LINE_BYTES, Start, WorkerChannel, WorkerConnection
+from openhands_rl_plugin.hosts.pool.connection import WorkerChannel, WorkerConnection, framed, read_message
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import failed_episode
@@ -125,8 +125,8 @@ class WorkerPoolRunner:
                 if worker is not None:
                     await worker.close()
                     await self._pause_after(worker)
-                start = Start(settings=self._settings, options=self._options, stores=self._storage is not None)
-                self._workers[index] = WorkerConnection(await self._connect(), start, self._storage)
+                channel = await self._connect()
+                self._workers[index] = WorkerConnection(channel, self._settings, self._options, self._storage)
         # If the worker has died since, it returns an error for the episode.
         return min((worker for worker in self._workers if worker is not None), key=lambda worker: worker.load)
 
@@ -181,30 +181,22 @@ class ProcessChannel:
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULE),
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                limit=MAX_LINE_BYTES,
-                start_new_session=True,
+                *(sys.executable, "-m", _MODULE), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
         except OSError as error:
             raise InfrastructureError(f"no worker process could be started: {error}") from error
         return cls(process)
 
-    async def send(self, line: bytes) -> None:
+    async def send(self, message: bytes) -> None:
         """As in ``WorkerChannel``."""
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._stdin.write(line)
+            self._stdin.write(framed(message))
             await self._stdin.drain()
 
     async def receive(self) -> Sequence[bytes]:
-        """As in ``WorkerChannel``, one line at a time."""
-        try:
-            line = await self._stdout.readline()
-        except ValueError as error:
-            raise InfrastructureError(f"a worker process sent too long a line: {describe(error)}") from error
-        return (line,) if line else ()
+        """As in ``WorkerChannel``, one message at a time."""
+        message = await read_message(self._stdout)
+        return (message,) if message else ()
 
     async def exit_message(self) -> str:
         """As in ``WorkerChannel``: the signal, or the status and the last line of stderr."""

@@ -13,27 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from openhands_rl_plugin.core.errors import RLError, StorageError, boundary
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
-from openhands_rl_plugin.core.types import FailureKind, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
-from openhands_rl_plugin.hosts.pool.connection import (
-    MAX_LINE_BYTES,
-    TO_WORKER,
-    Calls,
-    FromWorker,
-    Ready,
-    Refused,
-    RunEpisode,
-    Start,
-    Store,
-    Stored,
-    WorkerResult,
-    from_line,
-    to_line,
-)
+from openhands_rl_plugin.hosts.pool.connection import Peer, framed, read_message
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 _CLOSE_SECONDS = 2.0
 """What open sessions have to close in, when the pool is gone."""
@@ -42,73 +31,54 @@ _SWITCH_SECONDS = 0.1
 
 
 class EpisodeWorker:
-    """Handles the messages of one pool. ``send`` sends a message to the pool."""
+    """What a pool asks of its worker. ``send`` sends a message to the pool."""
 
-    def __init__(self, send: Callable[[FromWorker], Awaitable[None]]) -> None:
+    def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         os.environ.setdefault("LOG_LEVEL", "ERROR")
         os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-        self._send = send
-        self._storage = PoolStorage(send)
-        self._episodes: set[asyncio.Task[None]] = set()
+        self._pool = Peer(self, send)
         self._runner: HostRunner | None = None
 
-    async def receive(self, line: bytes) -> None:
+    def receive(self, message: bytes) -> None:
         """Handle one message. Episodes run as background tasks."""
-        message = from_line(TO_WORKER, line)
-        if isinstance(message, Stored):
-            self._storage.answered(message)
-        elif isinstance(message, Start):
-            await self._start(message)
-        else:
-            assert self._runner is not None
-            task = asyncio.create_task(self._run(self._runner, message))
-            self._episodes.add(task)
-            task.add_done_callback(self._episodes.discard)
+        self._pool.receive(message)
+
+    async def start(self, settings: RLSettings, options: HostOptions, stores: bool) -> None:
+        """Get ready to run episodes; ``stores``: whether the pool has a storage. Raises ``ConfigError``."""
+        self._runner = local_runner(settings, options, storage=PoolStorage(self._pool) if stores else None)
+
+    async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
+        """As a host's runner."""
+        assert self._runner is not None
+        return await self._runner.run(request, workspace)
 
     async def close(self) -> None:
         """Cancel the episodes; returns when their sessions are closed."""
-        self._storage.disconnect()
-        episodes = tuple(self._episodes)
+        self._pool.disconnect(StorageError("the worker pool is gone"))
+        episodes = tuple(self._pool.answering)
         for task in episodes:
             task.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
-
-    async def _start(self, start: Start) -> None:
-        try:
-            self._runner = local_runner(start.settings, start.options, storage=self._storage if start.stores else None)
-        except RLError as error:
-            await self._send(Refused.of(None, error))
-        else:
-            await self._send(Ready())
-
-    async def _run(self, runner: HostRunner, message: RunEpisode) -> None:
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "worker"):
-                trajectory = await runner.run(message.request, message.workspace)
-        except RLError as error:
-            await self._send(Refused.of(message.number, error))
-        else:
-            await self._send(WorkerResult(number=message.number, trajectory=trajectory))
 
 
 async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Serve a pool until it closes the pipe."""
     writing = asyncio.Lock()
 
-    def write(line: bytes) -> None:
-        answers.write(line)
+    def write(data: bytes) -> None:
+        answers.write(data)
         answers.flush()
 
-    async def send(message: FromWorker) -> None:
+    async def send(message: bytes) -> None:
         async with writing:
-            await asyncio.to_thread(write, to_line(message))
+            await asyncio.to_thread(write, framed(message))
 
-    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
     worker = EpisodeWorker(send)
-    while line := await reader.readline():
-        await worker.receive(line)
+    while message := await read_message(reader):
+        worker.receive(message)
     await worker.close()
 
 
@@ -149,40 +119,28 @@ class PoolStorage:
     One process writes for all workers: their episodes share a flush, and workers need no secrets of the storage.
     """
 
-    def __init__(self, send: Callable[[Store], Awaitable[None]]) -> None:
-        self._send = send
-        self._calls = Calls[Stored]()
+    def __init__(self, pool: Peer) -> None:
+        self._pool = pool
 
     async def add(self, trajectory: Trajectory) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._store(trajectory=trajectory)
+        await self._pool.ask("store", "add", trajectory)
 
     async def begin(self, start: EpisodeStart) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._store(start=start)
+        await self._pool.ask("store", "begin", start)
 
     async def grow(self, growth: EpisodeGrowth) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._store(growth=growth)
+        await self._pool.ask("store", "grow", growth)
 
     async def end(self, end: EpisodeEnd) -> None:
         """As in ``TrajectoryStorage``."""
-        await self._store(end=end)
+        await self._pool.ask("store", "end", end)
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """As in ``TrajectoryStorage``."""
-        return (await self._store(drop=tuple(trajectory_ids))).dropped
-
-    def answered(self, answer: Stored) -> None:
-        """Complete the call that ``answer`` belongs to."""
-        self._calls.answered(answer.number, StorageError(answer.error) if answer.error else answer)
-
-    def disconnect(self) -> None:
-        """Fail the calls that wait for an answer: the pool is gone."""
-        self._calls.disconnect(StorageError("the worker pool is gone"))
-
-    async def _store(self, **record: Any) -> Stored:
-        return await self._calls.ask(lambda number: self._send(Store(number=number, **record)))
+        return await self._pool.ask("store", "drop", trajectory_ids)
 
 
 if __name__ == "__main__":

@@ -9,45 +9,43 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
-from openhands_rl_plugin.core.types import EpisodeRequest, Task
-from openhands_rl_plugin.hosts.pool.connection import (
-    TO_WORKER,
-    FromWorker,
-    Ready,
-    RunEpisode,
-    Start,
-    Store,
-    Stored,
-    WorkerConnection,
-    WorkerResult,
-    from_line,
-    to_line,
-)
+from openhands_rl_plugin.core.types import EpisodeRequest, Task, Trajectory
+from openhands_rl_plugin.hosts.pool.connection import Peer, WorkerConnection
+from openhands_rl_plugin.hosts.pool.worker import PoolStorage
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
 class PlayingOn:
-    """A worker's end of a channel, in this process: it says what the test says."""
+    """A worker in this process, whose episodes end when the test says so."""
 
     def __init__(self) -> None:
-        self.heard: asyncio.Queue[object] = asyncio.Queue()
-        self.says: asyncio.Queue[FromWorker | None] = asyncio.Queue()
+        self.asked: asyncio.Queue[asyncio.Future[Trajectory]] = asyncio.Queue()
+        self._said: asyncio.Queue[bytes] = asyncio.Queue()
+        self.pool = Peer(self, self._said.put)
 
-    async def send(self, line: bytes) -> None:
-        await self.heard.put(from_line(TO_WORKER, line))
+    async def start(self, *given: object) -> None: ...
+
+    async def run(self, *given: object) -> Trajectory:
+        end = asyncio.get_running_loop().create_future()
+        await self.asked.put(end)
+        return await end
+
+    async def send(self, message: bytes) -> None:
+        self.pool.receive(message)
 
     async def receive(self) -> Sequence[bytes]:
-        said = await self.says.get()
-        return () if said is None else (to_line(said),)
+        said = await self._said.get()
+        return (said,) if said else ()
 
     async def exit_message(self) -> str:
         return "closed"
 
     def kill(self) -> None:
-        self.says.put_nowait(None)
+        self._said.put_nowait(b"")
 
     async def close(self) -> None:
         self.kill()
@@ -59,22 +57,22 @@ async def test_what_a_worker_makes_of_a_cancelled_episode_is_not_stored(tmp_path
     request = EpisodeRequest(task=Task(id="t", environment="shop"), run_id="r", group_id="g")
     made = sample_episode(trajectory_id(request), task="t")
     async with FileTrajectoryStorage(tmp_path) as storage:
-        channel = PlayingOn()
-        start = Start(settings=RLSettings(), options=HostOptions(), stores=True)
-        connection = WorkerConnection(channel, start, storage)
-        await channel.says.put(Ready())
-        for cancelled in (True, False):
-            running = asyncio.create_task(connection.run(request, None, None))
-            while not isinstance(asked := await channel.heard.get(), RunEpisode):
-                pass
-            if cancelled:
-                running.cancel()
-                await asyncio.wait({running})
-            await channel.says.put(Store(number=int(cancelled), trajectory=made))
-            answer = await channel.heard.get()
-            assert isinstance(answer, Stored) and bool(answer.error) == cancelled
-            found = [each.id async for each, _ in storage.find(TrajectoryFilter(finished=None))]
-            assert found == ([] if cancelled else [made.id]), "the next attempt in this process is stored"
-        await channel.says.put(WorkerResult(number=asked.number, trajectory=made))
+        worker = PlayingOn()
+        connection = WorkerConnection(worker, RLSettings(), HostOptions(), storage)
+        kept = PoolStorage(worker.pool)
+        running = asyncio.create_task(connection.run(request, None, None))
+        cancelled = await worker.asked.get()
+        running.cancel()
+        await asyncio.wait({running})
+        cancelled.set_result(made)
+        with pytest.raises(StorageError, match="the episode was cancelled"):
+            await kept.add(made)
+        assert [each async for each in storage.find(TrajectoryFilter(finished=None))] == []
+        running = asyncio.create_task(connection.run(request, None, None))
+        again = await worker.asked.get()
+        await kept.add(made)
+        found = [each.id async for each, _ in storage.find(TrajectoryFilter(finished=None))]
+        assert found == [made.id], "the next attempt in this process is stored"
+        again.set_result(made)
         assert await running == made
         await connection.close()

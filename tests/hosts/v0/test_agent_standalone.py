@@ -20,8 +20,6 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, SamplingParams, StopReason
-from openhands_rl_plugin.hosts.pool.connection import FromWorker, Store, Stored
-from openhands_rl_plugin.hosts.pool.worker import PoolStorage
 from openhands_rl_plugin.hosts.shared.standalone_run import (
     RUN_VARIABLE,
     TASK_INDEX_VARIABLE,
@@ -238,19 +236,3 @@ def test_wishes_of_the_strategy_come_before_those_of_the_request_and_the_setting
     assert episode.sampling_for(None, number=1).max_tokens == 512
     assert episode.sampling_for(None, number=1).seed != episode.sampling_for(None, number=2).seed
     assert episode.sampling_for(None, number=2).seed == episode.sampling_for(None, number=2).seed
-
-
-async def test_an_answer_to_a_cancelled_call_is_no_error():
-    said: list[Store] = []
-
-    async def say(message: FromWorker) -> None:
-        assert isinstance(message, Store)
-        said.append(message)
-
-    storage = PoolStorage(say)
-    calling = asyncio.create_task(storage.drop(["a"]))
-    await asyncio.sleep(0)
-    calling.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await calling
-    storage.answered(Stored(number=said[0].number, error="too late"))
