@@ -1,4 +1,7 @@
-"""The episode of one session: its tree follows the client's conversation, and each answer is stored.
+"""The session of a client over HTTP: its tree follows the client's conversation, and each answer is stored.
+
+Without a strategy the model server's answer is passed on as it is, and recorded. A strategy compares what the model
+proposes: nothing is forked. What the client executed, condensed or left out shows in its next prompt.
 
 What a client asks for beside its episode (a summary of the history, a title) is told from the turns of the episode. A
 client does not say which is which. A request is aside when it opens a conversation of its own without any tools while
@@ -8,22 +11,26 @@ went on from it.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import MISSING, EpisodeEnd, EpisodeStart, TrajectoryFilter, trajectory_id
+from openhands_rl_plugin.core.protocols import Strategy, TrajectoryStorage
+from openhands_rl_plugin.core.records import MISSING, trajectory_id
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import (
     CONDENSATION,
     KIND,
     SIDE,
     TURN,
-    Completion,
     EpisodeRequest,
     JsonObject,
     PolicyRef,
@@ -37,12 +44,18 @@ from openhands_rl_plugin.core.types import (
     kind_of,
     path_to,
 )
-from openhands_rl_plugin.rollout.journal import EpisodeJournal
+from openhands_rl_plugin.models.engines.extensions import missing_parts
+from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.conversation import ClientConversation, squeezed
-from openhands_rl_plugin.session.requests import ClientRequest, with_sampled_calls
-from openhands_rl_plugin.session.responses import RecordedChoice, UpstreamResponse
-from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
-from openhands_rl_plugin.session.token_id_text import NodeTokens, canonical
+from openhands_rl_plugin.session.replies import PendingCalls
+from openhands_rl_plugin.session.requests import ClientRequest
+from openhands_rl_plugin.session.responses import UpstreamResponse
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
+from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.token_id_text import Json
+from openhands_rl_plugin.session.turns import EpisodeOver
+from openhands_rl_plugin.session.upstream import Upstream
 
 TOOLS = "tools"
 """The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
@@ -55,8 +68,6 @@ class SideRequests:
 
     def __init__(self, tree: EpisodeTree) -> None:
         self._tree = tree
-        self.found_later = False
-        """Whether the kind of nodes, or the session's tools, became known after they were stored."""
 
     def begins(self, call: ClientRequest) -> bool:
         """Whether the request is aside, before it is part of the tree."""
@@ -91,7 +102,6 @@ class SideRequests:
         """The nodes before ``stop`` were asked for without tools; the session goes on from the roots ``begun``."""
         tree = self._tree
         for at, node in enumerate(tree.nodes[:stop]):
-            self.found_later = True
             if node.sampled:
                 node.metadata[TOOLS] = []
             if node.parent is None and at not in begun and kind_of(node) == TURN and self._is_alone(at):
@@ -116,7 +126,6 @@ class SideRequests:
                 continue
             if len(said := squeezed(node.message.content)) >= _SHORTEST_QUOTE and said in told:
                 self._mark(path[0], CONDENSATION)
-                self.found_later = True
 
     def _is_alone(self, root: int) -> bool:
         """Whether nothing went on from the answers of the conversation that begins at ``root``."""
@@ -134,8 +143,9 @@ class SideRequests:
 
 
 ENVIRONMENT = "gateway"
+RECORDED = StrategySpec(name="gateway")
+"""That of a session without a strategy."""
 _USUAL = "chat/completions"
-STRATEGY = StrategySpec(name="gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,41 +166,73 @@ class SessionKey:
         return trajectory_id(self.request())
 
 
-class SessionEpisode:
-    """Records responses. ``base_model`` is the model below versioned adapter names."""
+class ClientSession(Session):
+    """A session, and the requests that are in flight for it.
 
-    def __init__(self, storage: TrajectoryStorage, key: SessionKey, base_model: str) -> None:
+    ``strategy`` with its ``strategy_spec`` decides; without one the answers are recorded. ``base_model`` is the model
+    below versioned adapter names. ``restores``: sampled calls are put back into its prompts.
+
+    ``last_used`` is a Unix time in seconds; ``pinned`` is a model name or empty. ``unrecorded``: its requests for
+    completions that could not be recorded, by path.
+    """
+
+    follows = ClientConversation
+
+    def __init__(
+        self,
+        storage: TrajectoryStorage,
+        request: EpisodeRequest,
+        settings: RLSettings,
+        base_model: str,
+        *,
+        restores: bool,
+        strategy: Strategy | None = None,
+        strategy_spec: StrategySpec = RECORDED,
+    ) -> None:
+        super().__init__(
+            request,
+            settings,
+            strategy=strategy or StandardReActStrategy(),
+            strategy_spec=strategy_spec,
+            base_model=base_model,
+            environment_mode=True,
+        )
+        self.is_searched = strategy is not None
+        self.last_used = time.time()
+        self.pinned = ""
+        self.pending = PendingCalls()
+        self.unrecorded: Counter[str] = Counter()
+        self.calls = SampledCalls() if restores else None
         self._storage = storage
-        self._key = key
-        self._base_model = base_model
-        self._journal: EpisodeJournal | None = None
-        self._take(EpisodeTree(clock=time.time))
-
-    @classmethod
-    def continued(
-        cls, storage: TrajectoryStorage, key: SessionKey, base_model: str, stored: Trajectory
-    ) -> SessionEpisode:
-        """Continue a stored episode."""
-        episode = cls(storage, key, base_model)
-        episode._journal = EpisodeJournal.resumed(storage, stored)
-        episode._take(EpisodeTree.thaw(stored, clock=time.time))
-        episode._sides.remember_tools()
-        return episode
+        self._sides = SideRequests(self.tree)
 
     @property
-    def nodes(self) -> int:
-        """How many messages the episode has."""
-        return len(self._tree.nodes)
+    def name(self) -> str:
+        return self.request.task.id
 
     @property
-    def policy(self) -> PolicyRef | None:
-        """The weights that gave the first answer; what was asked beside the episode may be of others."""
-        known = [node for node in self._tree.nodes if node.policy is not None]
-        return next((node.policy for node in known if kind_of(node) == TURN), known[0].policy if known else None)
+    def is_held(self) -> bool:
+        """Whether it has to stay in memory."""
+        return self.pending.busy or self.is_searched
 
-    def with_sampled_calls(self, call: ClientRequest) -> tuple[ClientRequest, int]:
-        """The request with the session's tool calls as they were sampled, and how many that changes."""
-        return with_sampled_calls(call, self._calls)
+    def continue_after(self, stored: Trajectory) -> None:
+        """Go on after what an earlier gateway stored, or this one before it forgot. Raises ``StorageError``."""
+        self.request = self.request.model_copy(update={"task": stored.task})
+        self.policy = stored.policy
+        if not self.resume(stored, self._storage):
+            raise StorageError(f"the stored episode {stored.id} is none of a gateway")
+        self.last_used = stored.times.finished
+        self.ids.forget(range(len(self.tree.nodes)))
+        for node in self.tree.nodes:
+            self._remember(node)
+        self._sides = SideRequests(self.tree)
+        self._sides.remember_tools()
+        self.pinned = self._first_policy().served_name
+
+    def policy_of(self, served: str) -> PolicyRef:
+        """As ``Session.policy_of``. A server's model may be another than ``base_model``."""
+        policy = super().policy_of(served)
+        return policy if policy.adapter is not None else PolicyRef(base_model=served)
 
     async def record(
         self,
@@ -199,180 +241,136 @@ class SessionEpisode:
         latency: float,
         *,
         protocol: str,
-        why_missing: Mapping[str, str],
+        why_missing: Callable[[str], str],
     ) -> list[str]:
         """Store a response with the new messages of its prompt. After a ``StorageError``, the next call stores it, too.
 
-        ``latency`` is in seconds. ``why_missing``: why there are no ``token_ids`` or ``logprobs``, if there are none;
-        returns the cause for each answer to which that applies.
+        ``latency`` is in seconds. ``why_missing``: why there are no ``return_token_ids`` or ``logprobs``, if there are
+        none; returns the cause for each answer to which that applies.
         """
-        journal = self._journal or self._begin(call, answer)
-        tree, first = self._tree, len(self._tree.nodes)
+        served = answer.model or call.model
+        self._begin(call, served)
+        tree, first = self.tree, len(self.tree.nodes)
         messages, unknown = self._messages(call)
         tools = tree.tools
         self._sides.offer_tools(call, messages)
-        aside = self._sides.begins(call)
-        if aside:
+        if aside := self._sides.begins(call):
             rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
         else:
-            rewritten = self._conversation.follow(messages)
-            parent = tree.head
+            rewritten, parent = self._conversation.follow(messages), tree.head
             self._sides.notice(first)
-        metadata = _metadata(call, answer, latency, rewritten=rewritten, tools=tools)
-        if protocol != _USUAL:
-            metadata["protocol"] = protocol
-        if call.instructions:
-            metadata["instructions"] = True
-        if unknown:
-            metadata["unknown_before"] = unknown
-        nodes = [
-            self._propose(parent, choice, metadata, answer, usage=answer.usage() if at == 0 else Usage(), call=call)
-            for at, choice in enumerate(answer.choices)
-        ]
-        causes = [cause for node in nodes if (cause := _note_missing(tree.nodes[node], why_missing))]
-        for node in reversed(nodes):
+        notes: JsonObject = {"request": call.parameters, "response": answer.about, "latency": round(latency, 4)}
+        noted: JsonObject = {
+            "streamed": call.streams,
+            "history_rewritten": rewritten,
+            TOOLS: list(call.tools) if call.tools != tools else None,
+            "protocol": protocol if protocol != _USUAL else None,
+            "instructions": call.instructions,
+            "unknown_before": unknown,
+        }
+        notes |= {name: value for name, value in noted.items() if value or value == []}
+        causes, nodes = [], []
+        for at, choice in enumerate(answer.choices):
+            made = self.completion(
+                choice,
+                after=parent,
+                served=served,
+                usage=answer.usage() if at == 0 else Usage(),
+                sampling=call.sampling() or SamplingParams(),
+                metadata={**notes, **({"message": choice.extra} if choice.extra else {})},
+            )
+            if missing := missing_parts(why_missing, made.tokens):
+                made.metadata[MISSING] = missing
+                causes += [f"{what}: {why}" for what, why in missing.items()]
+            nodes.append(tree.propose(made, parent=parent))
             if aside:
-                tree.nodes[node].metadata[KIND] = SIDE
-            else:
-                # Until the next request shows which choice the client uses, it is the first.
-                self._conversation.acted(node)
-                self._calls.add(tree.nodes[node].message)
-        await journal.keep(tree)
-        self._node_tokens.forget(range(first, len(tree.nodes)))
+                tree.nodes[nodes[-1]].metadata[KIND] = SIDE
+            self._remember(tree.nodes[nodes[-1]])
+        for node in reversed(nodes if not aside else ()):
+            # Until the next request shows which choice the client uses, it is the first.
+            self._conversation.acted(node)
+        await self.keep_up()
+        self.ids.forget(range(first, len(tree.nodes)))
         return causes
 
-    async def end(self, stop: StopReason, *, finished: float, evidence: JsonObject) -> str | None:
+    async def decided(self, call: ClientRequest, model: str, upstream: Upstream) -> Json:
+        """The answer of the strategy, which is stored. Raises as ``Session.complete``."""
+        self._begin(call, model)
+        self.connect(upstream)
+        body = {**call.document, "messages": list(call.messages), "model": model}
+        body.pop("n", None)
+        work = self.aside(body, SIDE, upstream) if self._sides.begins(call) else self.complete(body)
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background().loop))
+        except EpisodeOver as over:
+            self.stop = over.stop
+            raise
+
+    async def close(self, stop: StopReason, evidence: JsonObject) -> str | None:
         """Close the episode and return its id, or ``None`` when nothing was recorded. Raises ``StorageError``."""
-        if self._journal is None:
+        nodes, journal = self.tree.nodes, self._journal
+        if journal is None or not nodes:
             return None
-        end = EpisodeEnd(
-            trajectory_id=self._journal.start.id,
-            head=self._tree.head,
-            stop=stop,
-            policy=self.policy or self._journal.start.policy,
-            tools=self._tree.tools,
-            evidence=evidence,
-            usage=self._tree.usage,
-            finished=finished,
-        )
-        await self._journal.keep(self._tree)
-        if self._sides.found_later or any(
-            {"replayed_as", "malformed"} & node.metadata.keys() for node in self._tree.nodes
-        ):
-            await self._rewrite(end)
-        else:
-            await self._storage.end(end)
-        return end.trajectory_id
+        await self.keep_up()
+        self.end_here(self.stop or stop)
+        if self.unrecorded:
+            evidence = {**evidence, "unrecorded": dict(self.unrecorded)}
+        turns = [node for node in nodes if kind_of(node) == TURN]
+        for node in turns:
+            if node.metadata.get(TOOLS) == list(self.tree.tools):
+                del node.metadata[TOOLS]  # noted when they were not known to be those of the session
+        if not self.is_searched:
+            self._ask(next((node.message.content for node in turns if node.message.role == "user"), None))
+        times = Times(started=self.started, finished=self.last_used)
+        trajectory = self.freeze(evidence=evidence).model_copy(update={"policy": self._first_policy(), "times": times})
+        if not self.is_searched and not journal.is_continued_by(trajectory):
+            # It is stored anew, and the ids are in the store only.
+            stored = await stored_episode(self._storage, trajectory.id)
+            known = stored.nodes if stored is not None else ()
+            pairs = zip(trajectory.nodes, known, strict=True)
+            kept = tuple(node.model_copy(update={"tokens": own.tokens}) for node, own in pairs)
+            trajectory = trajectory.model_copy(update={"nodes": kept})
+        await self.end(trajectory)
+        return trajectory.id
+
+    def _begin(self, call: ClientRequest, served: str) -> None:
+        if self._journal is not None:
+            return
+        if not self.request.task.instruction:
+            self._ask(next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None))
+        self.tree.tools = call.tools
+        self.policy = self.policy_of(served)
+        self.started = time.time()
+        self.keep_in(self._storage, asyncio.get_running_loop())
+
+    def _ask(self, instruction: str | None) -> None:
+        task = self.request.task
+        task = task.model_copy(update={"instruction": instruction or task.instruction})
+        self.request = self.request.model_copy(update={"task": task})
+
+    def _first_policy(self) -> PolicyRef:
+        """The weights that gave the first answer; what was asked beside the episode may be of others."""
+        known = sorted((node for node in self.tree.nodes if node.policy), key=lambda node: kind_of(node) != TURN)
+        return (known[0].policy if known else None) or self.policy
+
+    def _remember(self, node: DraftNode) -> None:
+        if self.calls is not None and node.sampled:
+            self.calls.add(node.message)
 
     def _messages(self, call: ClientRequest) -> tuple[Sequence[WireMessage], str]:
         """All messages of a prompt, also those that the server holds, and why some are not known."""
         if not call.continues:
             return call.messages, call.unknown_before
-        before = next((at for at, node in enumerate(self._tree.nodes) if _response_id(node) == call.continues), None)
+        before = next((at for at, node in enumerate(self.tree.nodes) if _response_id(node) == call.continues), None)
         if before is None:
             return call.messages, f"the earlier response {call.continues:.100} was not recorded in this session"
-        path = [to_wire(self._tree.nodes[at].message) for at in self._tree.path(before)]
+        path = [to_wire(message) for message in self.tree.messages(before)]
         # Instructions hold for one request; each brings its own.
-        past = path[1:] if self._tree.nodes[before].metadata.get("instructions") else path
+        past = path[1:] if self.tree.nodes[before].metadata.get("instructions") else path
         own = 1 if call.instructions else 0
         return [*call.messages[:own], *past, *call.messages[own:]], call.unknown_before
-
-    def _take(self, tree: EpisodeTree) -> None:
-        self._tree = tree
-        self._node_tokens = NodeTokens(tree)
-        self._node_tokens.forget(range(len(tree.nodes)))
-        self._conversation = ClientConversation(tree, SampledTexts())
-        self._sides = SideRequests(tree)
-        self._calls = SampledCalls()
-        for node in tree.nodes:
-            if node.sampled:
-                self._calls.add(node.message)
-
-    def _begin(self, call: ClientRequest, answer: UpstreamResponse) -> EpisodeJournal:
-        instruction = next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None)
-        request = self._key.request(instruction or "")
-        self._tree.tools = call.tools
-        policy = self._policy_of(answer, call)
-        start = EpisodeStart.for_request(
-            request, strategy=STRATEGY, policy=policy, tools=call.tools, started=time.time()
-        )
-        self._journal = EpisodeJournal(self._storage, start)
-        return self._journal
-
-    def _propose(
-        self,
-        parent: int | None,
-        choice: RecordedChoice,
-        metadata: JsonObject,
-        answer: UpstreamResponse,
-        *,
-        usage: Usage,
-        call: ClientRequest,
-    ) -> int:
-        tokens = None
-        if choice.prompt is not None:
-            tokens = self._node_tokens.read(parent, canonical(choice.prompt), choice.sampled, choice.logprobs)
-        return self._tree.propose(
-            Completion(
-                message=choice.message,
-                tokens=tokens,
-                finish_reason=choice.finish_reason,
-                usage=usage,
-                policy=self._policy_of(answer, call),
-                sampling=call.sampling() or SamplingParams(),
-                metadata={**metadata, **({"message": choice.extra} if choice.extra else {})},
-            ),
-            parent=parent,
-        )
-
-    def _policy_of(self, answer: UpstreamResponse, call: ClientRequest) -> PolicyRef:
-        served = answer.model or call.model
-        policy = PolicyRef.from_served_name(self._base_model, served)
-        return policy if policy.adapter is not None else PolicyRef(base_model=served)
-
-    async def _rewrite(self, end: EpisodeEnd) -> None:
-        """Replace the whole stored episode: appending cannot add ``replayed_as`` or a kind to nodes that are stored."""
-        turns = [node for node in self._tree.nodes if kind_of(node) == TURN]
-        asked = next((node.message.content for node in turns if node.message.role == "user"), None)
-        for node in turns:
-            if node.metadata.get(TOOLS) == list(self._tree.tools):
-                del node.metadata[TOOLS]  # noted when they were not known to be those of the session
-        async for stored, _ in self._storage.find(TrajectoryFilter(ids=(end.trajectory_id,), finished=None)):
-            nodes = tuple(
-                node.model_copy(update={"metadata": own.metadata})
-                for node, own in zip(stored.nodes, self._tree.nodes, strict=True)
-            )
-            times = Times(started=stored.times.started, finished=end.finished)
-            kept = {name: value for name, value in end if name not in ("trajectory_id", "finished")}
-            task = stored.task.model_copy(update={"instruction": asked or stored.task.instruction})
-            await self._storage.add(stored.model_copy(update={**kept, "nodes": nodes, "times": times, "task": task}))
-
-
-def _note_missing(node: DraftNode, why: Mapping[str, str]) -> str:
-    """Note on the node what training needs and it lacks; returns the cause, empty when it has all."""
-    if node.tokens is None:
-        what = "token_ids"
-    elif node.tokens.sampled_ids and not node.tokens.logprobs:
-        what = "logprobs"
-    else:
-        return ""
-    node.metadata[MISSING] = {what: why[what]}
-    return f"{what}: {why[what]}"
 
 
 def _response_id(node: DraftNode) -> JsonValue:
     response = node.metadata.get("response")
     return response.get("id") if isinstance(response, dict) else None
-
-
-def _metadata(
-    call: ClientRequest, answer: UpstreamResponse, latency: float, *, rewritten: bool, tools: tuple[JsonObject, ...]
-) -> JsonObject:
-    metadata: JsonObject = {"request": call.parameters, "response": answer.about, "latency": round(latency, 4)}
-    if call.streams:
-        metadata["streamed"] = True
-    if rewritten:
-        metadata["history_rewritten"] = True
-    if call.tools != tools:
-        metadata[TOOLS] = list(call.tools)
-    return metadata

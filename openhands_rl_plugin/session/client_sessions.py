@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -31,9 +31,8 @@ from openhands_rl_plugin.core.messages import WireMessage, text_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, StopReason
-from openhands_rl_plugin.session.client_episode import ENVIRONMENT, STRATEGY, SessionEpisode, SessionKey
-from openhands_rl_plugin.session.replies import PendingCalls
-from openhands_rl_plugin.session.searched import SearchedEpisode
+from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.session.client_episode import ENVIRONMENT, RECORDED, ClientSession, SessionKey
 from openhands_rl_plugin.session.token_id_text import Json, parse_object
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
@@ -101,48 +100,29 @@ def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[Wi
     return f"opening-{digest.hexdigest()[:24]}"
 
 
-class ClientSession:
-    """A session in memory. ``last_used`` is a Unix time in seconds; ``pinned`` is a model name or empty.
-
-    ``unrecorded``: its requests for completions that could not be recorded, by path.
-    """
-
-    def __init__(self, key: SessionKey, episode: SessionEpisode | SearchedEpisode, last_used: float) -> None:
-        self.key = key
-        self.episode = episode
-        self.last_used = last_used
-        self.pending = PendingCalls()
-        self.unrecorded: Counter[str] = Counter()
-        self.is_searched = isinstance(episode, SearchedEpisode)
-        first = None if isinstance(episode, SearchedEpisode) else episode.policy
-        self.pinned = first.served_name if first is not None else ""
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it has to stay in memory."""
-        return self.pending.busy or self.is_searched
-
-
 class TooManySessions(Exception):
     """So many sessions have not ended that no new one is opened; ``str()`` says how to go on."""
 
 
 class SessionPool:
-    """Sessions by name. ``idle`` is in seconds; ``max_sessions`` are in memory, ``max_open`` have not ended."""
+    """Sessions by name; ``record`` makes one without a strategy.
+
+    ``idle`` is in seconds; ``max_sessions`` are in memory, ``max_open`` have not ended.
+    """
 
     def __init__(
         self,
         storage: TrajectoryStorage,
+        record: Callable[[EpisodeRequest], ClientSession],
         *,
         run_id: str,
-        base_model: str,
         max_sessions: int,
         idle: float,
         max_open: int = 100_000,
     ) -> None:
         self._storage = storage
         self._run_id = run_id
-        self._base_model = base_model
+        self._record = record
         self._max_sessions = max_sessions
         self._max_open = max_open
         self._idle = idle
@@ -161,7 +141,7 @@ class SessionPool:
         where = TrajectoryFilter(run_id=self._run_id, environment=ENVIRONMENT, finished=False)
         async for left in self._storage.summaries(where):
             self._evicted[left.task_id] = left.times.finished
-            if left.strategy != STRATEGY.name:  # it ended with the gateway that searched
+            if left.strategy != RECORDED.name:  # it ended with the gateway that searched
                 await self.end(left.task_id, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     async def open(self, name: str) -> ClientSession:
@@ -177,7 +157,7 @@ class SessionPool:
         session.last_used = time.time()
         return session
 
-    async def create(self, name: str, make: Callable[[EpisodeRequest], SearchedEpisode]) -> bool:
+    async def create(self, name: str, make: Callable[[EpisodeRequest], ClientSession]) -> bool:
         """Open a session that a strategy decides; false where one of that name has not ended. Raises what ``make``
         raises, ``StorageError`` and ``TooManySessions``."""
         async with self._lock:
@@ -187,7 +167,7 @@ class SessionPool:
             key = SessionKey(self._run_id, name)
             while await self._summary(key) is not None:
                 key = SessionKey(self._run_id, name, key.part + 1)
-            self._active[name] = ClientSession(key, make(key.request()), time.time())
+            self._active[name] = make(key.request())
             return True
 
     async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
@@ -241,13 +221,10 @@ class SessionPool:
         while (found := await self._summary(key)) is not None and found.stop is not StopReason.UNFINISHED:
             # After an end that the client told, the name is that of another session.
             key = SessionKey(self._run_id, name, key.part + 1)
-        episode, last_used = SessionEpisode(self._storage, key, self._base_model), time.time()
-        if found is not None:
-            where = TrajectoryFilter(ids=(found.id,), finished=None)
-            async for stored, _ in self._storage.find(where):
-                episode = SessionEpisode.continued(self._storage, key, self._base_model, stored)
-                last_used = stored.times.finished
-        session = self._active[name] = ClientSession(key, episode, last_used)
+        session = self._record(key.request())
+        if (stored := await stored_episode(self._storage, key.trajectory_id)) is not None:
+            session.continue_after(stored)
+        self._active[name] = session
         self._evicted.pop(name, None)
         return session
 
@@ -268,9 +245,7 @@ class SessionPool:
             self._evicted[name] = self._active.pop(name).last_used
 
     async def _close(self, session: ClientSession, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
-        self._active.pop(session.key.name, None)
+        self._active.pop(session.name, None)
         await session.pending.settle()
-        if session.unrecorded:
-            evidence = {**evidence, "unrecorded": dict(session.unrecorded)}
-        ended = await session.episode.end(stop, finished=session.last_used, evidence=evidence)
-        return (ended, session.episode.nodes) if ended is not None else None
+        ended = await session.close(stop, evidence)
+        return (ended, len(session.tree.nodes)) if ended is not None else None

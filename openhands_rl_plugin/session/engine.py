@@ -7,6 +7,7 @@ import copy
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.core.concurrency import Backoff
@@ -21,13 +22,12 @@ from openhands_rl_plugin.core.messages import (
     wire_calls,
 )
 from openhands_rl_plugin.core.records import MISSING
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Usage
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Usage
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds
 from openhands_rl_plugin.session.requests import Unrecordable
 from openhands_rl_plugin.session.responses import UpstreamResponse
-from openhands_rl_plugin.session.sampled_texts import SampledTexts
-from openhands_rl_plugin.session.token_id_text import Json, NodeTokens, canonical, parse_object
+from openhands_rl_plugin.session.token_id_text import Json, parse_object
 from openhands_rl_plugin.session.turns import Turn, TurnAnswers
 from openhands_rl_plugin.session.upstream import ServerError, Upstream
 
@@ -44,7 +44,7 @@ _OF_STREAMS = frozenset({"stream", "stream_options"})
 
 
 class SessionEngine:
-    """Completions for one session. ``answers`` has the documents that the host gets, ``said`` what was sampled as text.
+    """Completions for one session. ``answers`` has the documents that the host gets.
 
     A request is sent three times while the server is overloaded or away, as OpenAI's client does; then the host may ask
     again.
@@ -52,14 +52,12 @@ class SessionEngine:
 
     def __init__(self, session: Session, upstream: Upstream) -> None:
         self.answers = TurnAnswers(session)
-        self.said = SampledTexts()
         self.spent = Usage()
         self._session = session
         self.upstream = upstream
         self._numbers = itertools.count()
         self._seeds = ConversationSeeds()
         self._before = self._seeds
-        self._tokens = NodeTokens(session.tree)
         self._turn = Turn({}, ())
         self._failed: dict[object, list[JsonObject]] = {}
 
@@ -107,7 +105,7 @@ class SessionEngine:
         body = turn.body if tools else {name: each for name, each in turn.body.items() if name not in _OF_TOOLS}
         wire = [*turn.wire, *(to_wire(message) for message in path[len(turn.path) :])]
         if not turn.body.get("tools"):
-            wire = self.said.put_back(wire, path)
+            wire = session.said.put_back(wire, path)
         after = session.tree.head if path == session.tree.messages() else None
         numbers = [self._seeds.next(messages) for _ in range(n)]
         return await self.answers.gather(
@@ -161,12 +159,8 @@ class SessionEngine:
                 raise error.as_failure() from error
         latency = time.perf_counter() - started
         asking.succeeded()
-        choice = answer.choices[0]
-        tokens = None
-        if choice.prompt is not None:
-            tokens = self._tokens.read(after, canonical(choice.prompt), choice.sampled, choice.logprobs)
         document = answer.plain()
-        message = _fitting(choice.message, document, number)
+        choice = replace(answer.choices[0], message=_fitting(answer.choices[0].message, document, number))
         metadata: JsonObject = {
             **session.note,
             "call": number,
@@ -175,26 +169,25 @@ class SessionEngine:
         }
         if rewritten:
             metadata["history_rewritten"] = True
-        wanted = session.token_ids and TOKEN_IDS in upstream.fields
-        wanted = wanted and all(asked.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
-        if wanted and (missing := missing_parts(asking, tokens)):
-            metadata[MISSING] = missing
         if session.reads is not None and path and (why := session.reads(document)) is not None:
             metadata["malformed"] = why
-        completion = Completion.model_construct(
-            message=message,
-            tokens=tokens,
-            finish_reason=choice.finish_reason,
+        completion = session.completion(
+            choice,
+            after=after,
+            served=answer.model or str(sent["model"]),
             usage=answer.usage(),
-            policy=PolicyRef.from_served_name(session.base_model, answer.model or str(sent["model"])),
             sampling=sampling_in(sent),
             metadata=metadata,
         )
+        wanted = session.token_ids and TOKEN_IDS in upstream.fields
+        wanted = wanted and all(asked.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
+        if wanted and (missing := missing_parts(asking.why_missing, completion.tokens)):
+            metadata[MISSING] = missing
         self.spent += completion.usage
         if path:
-            self.answers.keep(message, document)
+            self.answers.keep(choice.message, document)
             if session.exact and not given.get("tools"):
-                self.said.add(path, completion)
+                session.said.add(path, completion)
         return completion
 
     def document(self, node: int) -> Json:

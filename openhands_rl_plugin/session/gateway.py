@@ -31,6 +31,7 @@ from openhands_rl_plugin.core.servers import (
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.session.chat_completions import CHAT
+from openhands_rl_plugin.session.client_episode import ClientSession
 from openhands_rl_plugin.session.client_sessions import (
     SessionName,
     SessionPool,
@@ -46,7 +47,7 @@ from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder
 from openhands_rl_plugin.session.replies import EVENTS, JSON, PendingCall, Reply, error_reply
 from openhands_rl_plugin.session.requests import Unrecordable
 from openhands_rl_plugin.session.responses_api import RESPONSES
-from openhands_rl_plugin.session.searched import OpenRequest, SearchedEpisode
+from openhands_rl_plugin.session.searched import OpenRequest, opened_session
 from openhands_rl_plugin.session.token_id_text import DEEPEST, dump_object, parse_object, too_deep
 
 _REWARD_VERSION = "gateway"
@@ -146,8 +147,10 @@ class Gateway:
         self._in_flight = 0
         self.sessions = SessionPool(
             storage,
+            lambda request: ClientSession(
+                storage, request, self._settings, config.base_model, restores=config.restore_calls
+            ),
             run_id=config.run_id,
-            base_model=config.base_model,
             max_sessions=config.max_sessions,
             max_open=config.max_open_sessions,
             idle=60 * config.idle_minutes,
@@ -309,7 +312,7 @@ class Gateway:
             name = session_name(opened.session or uuid.uuid4().hex, "", {}, {}, ()).name
             made = await self.sessions.create(
                 name,
-                lambda request: SearchedEpisode(
+                lambda request: opened_session(
                     self._storage, request, opened, self._settings, config.base_model, restores=config.restore_calls
                 ),
             )

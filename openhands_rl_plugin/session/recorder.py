@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import httpx
 
@@ -19,7 +20,6 @@ from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingPara
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import (
-    LOGPROBS,
     SAMPLING,
     TOKEN_IDS,
     Clock,
@@ -27,16 +27,16 @@ from openhands_rl_plugin.models.engines.extensions import (
     ExtensionTable,
 )
 from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
-from openhands_rl_plugin.session.client_episode import SessionEpisode
-from openhands_rl_plugin.session.client_sessions import OPENING, ClientSession, SessionName
+from openhands_rl_plugin.session.client_episode import ClientSession
+from openhands_rl_plugin.session.client_sessions import OPENING, SessionName
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, UpstreamError, forwarded_headers
 from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol
 from openhands_rl_plugin.session.replies import EVENTS, JSON, LiveAnswer, Reply, error_reply
-from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, upstream_body
+from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, upstream_body, with_sampled_calls
 from openhands_rl_plugin.session.responses import UpstreamResponse, fields_not_asked_for, without_fields
 from openhands_rl_plugin.session.responses_api import RESPONSES
-from openhands_rl_plugin.session.searched import SearchedEpisode, events_of
+from openhands_rl_plugin.session.searched import events_of
 from openhands_rl_plugin.session.token_id_text import dump_object, parse_object
 from openhands_rl_plugin.session.turns import EpisodeOver
 from openhands_rl_plugin.session.upstream import server_error
@@ -80,7 +80,6 @@ class Recorder:
 
     def __init__(self, config: GatewayConfig, upstream: ModelServer, clock: Clock = time.monotonic) -> None:
         self._upstream = upstream
-        self._restores = config.restore_calls
         self._fills = config.sampling_defaults == "neutral"
         self._extensions = ExtensionTable(clock)
         self._sessions_of: OrderedDict[str, str] = OrderedDict()
@@ -118,16 +117,16 @@ class Recorder:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
                 model = self._model(session, call.model)
-                if isinstance(episode := session.episode, SearchedEpisode):
+                if session.is_searched:
                     if protocol is not CHAT:
                         return error_reply(400, "The strategy of this session answers chat completions.", _BAD)
-                    return await self._decided(episode, call, model, headers, live)
-                if self._restores and protocol is CHAT:
-                    call, restored = episode.with_sampled_calls(call)
+                    return await self._decided(session, call, model, headers, live)
+                if session.calls is not None and protocol is CHAT:
+                    call, restored = with_sampled_calls(call, session.calls)
                     self.counts.restored_calls += restored
                 wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
                 attempt = self._extensions.attempt(model, wanted)
-                exchange = _Exchange(protocol, session, episode, call, attempt, time.perf_counter())
+                exchange = _Exchange(protocol, session, call, attempt, time.perf_counter())
                 return await self._reply(exchange, model, headers, query=query, live=live)
         except StorageError as error:
             # The client must not continue from an answer that is not stored; it can retry.
@@ -155,10 +154,10 @@ class Recorder:
             return error.reply
 
     async def _decided(
-        self, episode: SearchedEpisode, call: ClientRequest, model: str, headers: RawHeaders, live: LiveAnswer
+        self, session: ClientSession, call: ClientRequest, model: str, headers: RawHeaders, live: LiveAnswer
     ) -> Reply:
         """What the session's strategy answers."""
-        document = await episode.complete(call, model, self._upstream.for_strategies(headers))
+        document = await session.decided(call, model, self._upstream.for_strategies(headers))
         self.counts.recorded += 1
         if not call.streams:
             return Reply(200, dump_object(document), recorded=True)
@@ -254,10 +253,10 @@ class Recorder:
     async def _record(self, exchange: _Exchange, answer: UpstreamResponse, stream: AnswerStream | None = None) -> None:
         """Store the answer. Raises ``Unrecordable`` and ``StorageError``."""
         session, seconds = exchange.session, time.perf_counter() - exchange.started
-        lost_ids = stream is not None and stream.lost_ids
         try:
-            missing = await exchange.episode.record(
-                exchange.as_sent(), answer, seconds, protocol=exchange.protocol.path, why_missing=exchange.why(lost_ids)
+            why = partial(exchange.why, lost_ids=stream is not None and stream.lost_ids)
+            missing = await session.record(
+                exchange.as_sent(), answer, seconds, protocol=exchange.protocol.path, why_missing=why
             )
         except (ValueError, TypeError, RecursionError) as error:
             # The answer is paid for.
@@ -266,7 +265,7 @@ class Recorder:
         self.counts.missing.update(missing)
         identity = answer.document.get("id")
         if identity and exchange.protocol is RESPONSES:
-            self._sessions_of[str(identity)] = session.key.name
+            self._sessions_of[str(identity)] = session.name
             if len(self._sessions_of) > _MOST_RESPONSES:
                 self._sessions_of.popitem(last=False)
 
@@ -299,7 +298,6 @@ class _Exchange:
 
     protocol: WireProtocol
     session: ClientSession
-    episode: SessionEpisode
     call: ClientRequest
     attempt: ExtensionAttempt
     started: float
@@ -310,11 +308,8 @@ class _Exchange:
         settings = {name: value for name, value in added.items() if name in SamplingParams.model_fields}
         return replace(self.call, filled=settings)
 
-    def why(self, lost_ids: bool) -> dict[str, str]:
-        """Why the answer has no token ids, or no logprobs, if it has none."""
-        return {"token_ids": self._why(TOKEN_IDS, lost_ids), "logprobs": self._why(LOGPROBS, lost_ids)}
-
-    def _why(self, name: str, lost_ids: bool) -> str:
+    def why(self, name: str, *, lost_ids: bool) -> str:
+        """Why the answer came without what the field ``name`` asks for."""
         if not self.protocol.reports_ids:
             return f"POST /v1/{self.protocol.path} reports none"
         if self.call.document.get(name) is not None and not self.call.wants(name):

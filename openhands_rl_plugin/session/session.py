@@ -19,6 +19,7 @@ from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import PROMPT
 from openhands_rl_plugin.core.types import (
+    Completion,
     EpisodeRequest,
     FailureKind,
     JsonObject,
@@ -29,6 +30,7 @@ from openhands_rl_plugin.core.types import (
     StopReason,
     StrategySpec,
     Trajectory,
+    Usage,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
@@ -37,9 +39,10 @@ from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import Episode
 from openhands_rl_plugin.session.conversation import WorkspaceConversation
 from openhands_rl_plugin.session.engine import SessionEngine
-from openhands_rl_plugin.session.sampled_texts import SampledCalls
+from openhands_rl_plugin.session.responses import RecordedChoice
+from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
 from openhands_rl_plugin.session.storage import LoopBoundStorage
-from openhands_rl_plugin.session.token_id_text import Json
+from openhands_rl_plugin.session.token_id_text import Json, NodeTokens, canonical
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 from openhands_rl_plugin.session.upstream import Upstream
 
@@ -58,9 +61,11 @@ class Session(Episode):
     A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on a
     request; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or ``None``);
     ``samples`` to false where the host's sampling and limits hold, not the session's; ``calls``, those that were
-    sampled, to put them back into its prompts; ``exact`` to false where calls in the text stay in its own form;
-    ``follows``, how its prompts follow the tree.
+    sampled, to put them back into its prompts; ``exact`` to false where calls in the text stay in its own form.
     """
+
+    follows: type[WorkspaceConversation] = WorkspaceConversation
+    """How the host's prompts follow the tree."""
 
     def __init__(
         self,
@@ -97,9 +102,9 @@ class Session(Episode):
         self.samples = True
         self.exact = True
         self.calls: SampledCalls | None = None
-        self.follows: type[WorkspaceConversation] = WorkspaceConversation
+        self.said = SampledTexts()
         self._engine: SessionEngine | None = None
-        self._conversation: WorkspaceConversation | None = None
+        self._follow()
         self._turn = asyncio.Lock()
         self._sink: Any = None
 
@@ -107,9 +112,46 @@ class Session(Episode):
         """Sample from ``upstream``, in the middle of the episode, too."""
         if self._engine is not None:
             self._engine.upstream = upstream
-            return
-        self._engine = SessionEngine(self, upstream)
-        self._conversation = self.follows(self.tree, self._engine.said)
+        else:
+            self._engine = SessionEngine(self, upstream)
+
+    def resume(self, unfinished: Trajectory, storage: EpisodeSink | None) -> bool:
+        """As ``Episode.resume``."""
+        goes_on = super().resume(unfinished, storage)
+        self._follow()
+        return goes_on
+
+    def _follow(self) -> None:
+        self.ids = NodeTokens(self.tree)
+        self._conversation = self.follows(self.tree, self.said)
+
+    def policy_of(self, served: str) -> PolicyRef:
+        """The weights that a server knows by the name ``served``."""
+        return PolicyRef.from_served_name(self.base_model, served)
+
+    def completion(
+        self,
+        choice: RecordedChoice,
+        *,
+        after: int | None,
+        served: str,
+        usage: Usage,
+        sampling: SamplingParams,
+        metadata: JsonObject,
+    ) -> Completion:
+        """A model server's answer to the prompt up to the node ``after``: every node of a session is made of one."""
+        tokens = None
+        if choice.prompt is not None:
+            tokens = self.ids.read(after, canonical(choice.prompt), choice.sampled, choice.logprobs)
+        return Completion.model_construct(
+            message=choice.message,
+            tokens=tokens,
+            finish_reason=choice.finish_reason,
+            usage=usage,
+            policy=self.policy_of(served),
+            sampling=sampling,
+            metadata=metadata,
+        )
 
     async def complete(self, body: Json) -> Json:
         """The strategy's answer to a host's chat request, as a chat completion, which is stored before it is returned.
@@ -119,7 +161,7 @@ class Session(Episode):
         is the ``ServerError``, if there is one; the same request may come again), ``ConfigError``, ``StorageError``.
         """
         engine, conversation, tree = self._engine, self._conversation, self.tree
-        assert engine is not None and conversation is not None
+        assert engine is not None
         async with self._turn:
             wire = body["messages"] if self.calls is None else self.calls.put_back(body["messages"])
             rewritten = conversation.follow(wire)
@@ -156,7 +198,7 @@ class Session(Episode):
     def unread(self, why: str) -> None:
         """The host could not read the last answer, and goes on without it."""
         tree = self.tree
-        assert tree.head is not None and self._conversation is not None
+        assert tree.head is not None
         tree.nodes[tree.head].metadata["malformed"] = why
         self._conversation.unread(tree.head)
 

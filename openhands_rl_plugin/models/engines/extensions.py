@@ -175,10 +175,10 @@ def sampling_as_sent(sampling: SamplingParams, asking: ExtensionAttempt) -> Samp
     return sampling.model_copy(update={**sent, **own})
 
 
-def missing_parts(attempt: ExtensionAttempt, tokens: Tokens | None) -> JsonObject:
-    """What training needs and an answer lacks, each with its cause, as under ``core.records.MISSING``."""
+def missing_parts(why: Callable[[str], str], tokens: Tokens | None) -> JsonObject:
+    """What training needs and an answer lacks, each with its cause, ``why`` for a field: as under ``MISSING``."""
     if tokens is None:
-        return {"token_ids": attempt.why_missing(TOKEN_IDS)}
+        return {"token_ids": why(TOKEN_IDS)}
     if tokens.sampled_ids and not tokens.logprobs:
-        return {"logprobs": attempt.why_missing(LOGPROBS)}
+        return {"logprobs": why(LOGPROBS)}
     return {}

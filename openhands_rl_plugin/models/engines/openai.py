@@ -171,7 +171,7 @@ class OpenAIEngine:
                 asking.succeeded()
                 yield [
                     each.model_copy(update={"metadata": {**each.metadata, MISSING: missing}})
-                    if self._tokens and (missing := missing_parts(asking, each.tokens))
+                    if self._tokens and (missing := missing_parts(asking.why_missing, each.tokens))
                     else each
                     for each in found
                 ]
