@@ -123,7 +123,7 @@ def _fetched_weights(folder: Path) -> Path:
 
 def _installer() -> list[str]:
     if find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+        return [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check"]
     return [str(find_uv()), "pip"]
 
 

@@ -322,7 +322,7 @@ def _registration(host: str, program: str, remedy: str) -> Finding:
     environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-P", "-c", program],
             capture_output=True,
             text=True,
             timeout=REGISTRATION_SECONDS,

@@ -199,11 +199,6 @@ class EpisodeTree:
         """Number of sampled nodes on the acted path. Malformed answers count: a step is a step."""
         return sum(self.nodes[index].sampled for index in self.path())
 
-    def tokens_before(self, node: int | None) -> Tokens | None:
-        """The tokens of the last sampled node at or above ``node`` that has some: an answer below extends them."""
-        previous = self._nearest_sampled(node)
-        return self.nodes[previous].tokens if previous is not None else None
-
     def context_ids(self, node: int | None) -> tuple[int, ...]:
         """All token ids from the start of the segment to the end of the last sampled node at or above ``node``."""
         if node is not None and self._last_context[0] == node:

@@ -33,6 +33,8 @@ from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 _WORKSPACE_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
 _INTERRUPTED = 130
+_MAIN = "import runpy, openhands_rl_plugin.hosts.shared.litellm_calls\n"
+_MAIN += "runpy.run_module('openhands.core.main', run_name='__main__', alter_sys=True)"
 
 _QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1"}
 """No price list from the network, no banner; read when OpenHands is imported."""
@@ -141,7 +143,7 @@ async def _recorded(settings: RLSettings, group: str) -> list[tuple[Trajectory, 
 
 
 def _run_main(task: str, workspace: Path, work: OwnWork) -> int:
-    """``python -m openhands.core.main``, in a process of its own."""
+    """``python -m openhands.core.main``, in a process of its own, without the working folder on the path."""
     environ = {**os.environ, "LLM_MODEL": str(work.llm["model"])}
     for name, variable in (("base_url", "LLM_BASE_URL"), ("api_key", "LLM_API_KEY")):
         # OpenHands takes the value of such a variable out of all that it logs: the word for no key is none.
@@ -150,7 +152,7 @@ def _run_main(task: str, workspace: Path, work: OwnWork) -> int:
     with scratch_folder("run") as folder:
         file = Path(folder) / "config.toml"
         file.write_text(toml_of(_main_document(work, workspace)), encoding="utf-8")
-        command = [sys.executable, "-m", "openhands.core.main", "--config-file", str(file), "-c", "RLAgent", "-t", task]
+        command = [sys.executable, "-P", "-c", _MAIN, "--config-file", str(file), "-c", "RLAgent", "-t", task]
         process = subprocess.Popen(command, env=environ)
         try:
             return process.wait()
@@ -175,8 +177,7 @@ def _main_document(work: OwnWork, workspace: Path) -> dict[str, object]:
     llm.pop("api_key", None)
     if work.llm.get("api_key") == NO_KEY:
         llm["api_key"] = NO_KEY
-    core.setdefault("runtime", _WORKSPACE_RUNTIME)
-    core["workspace_base"] = str(workspace)
+    core = {"runtime": _WORKSPACE_RUNTIME, **core, "workspace_base": str(workspace)}
     return {**document, "core": core, "llm": llm, "agent": agents, "extended": extended, "rl": work.rl}
 
 

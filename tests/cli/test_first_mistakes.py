@@ -110,11 +110,6 @@ def test_a_file_of_tasks_that_is_not_there(what: str, capsys: pytest.CaptureFixt
     assert "nope.jsonl: there is no such file; make one with `openhands-rl tasks make`" in line
 
 
-def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown command 'trian'; did you mean 'train'?" in the_line(capsys, ["trian"], 2)
-    assert "`openhands-rl --help` lists the commands" in the_line(capsys, ["no-such-thing"], 2)
-
-
 _INTERRUPTED_AT = """
 import os, signal, sys
 

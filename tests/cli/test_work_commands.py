@@ -206,6 +206,8 @@ def test_run_plays_a_task_with_openhands_v0(tmp_path: Path) -> None:
         "MY_KEY": "sk-secret",
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
+    for name in ("openhands", "json", "modal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was executed')\n")
     with serve() as server:
         server.script("writer", answers * 2)
         given = ["--model", "writer", "--base-url", server.url, "--api-key-env", "MY_KEY", "--store", "store"]

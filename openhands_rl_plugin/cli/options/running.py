@@ -28,7 +28,7 @@ def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: 
     ``timeout`` seconds: a large model, or a machine with other work, may take minutes.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "openhands_rl_plugin.cli.child", *arguments, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "openhands_rl_plugin.cli.child", *arguments, "--port", str(port)]
     with open(log, "ab") as output:
         # Fewer arenas: what one thread of the server frees, the others can use.
         environment = {"MALLOC_ARENA_MAX": "2", **os.environ}

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,9 @@ _PROBE_TIMEOUT = 20.0
 _SHARED_MEMORY = 2 * 1024**3
 _ROOT_SIZE = 64 * 1024**2
 # Commas, colons and backslashes have a meaning in the options of a mount.
+# Root owns the kernel's settings without any capability (``core_pattern`` names a program that the host runs), a user
+# those of the sandbox's namespaces, and bubblewrap closes ``/proc/sys`` only where it looks writable.
+_KERNEL_SETTINGS = [part for name in ("/proc/sys", "/proc/pressure") for part in ("--ro-bind-try", name, name)]
 _MOUNTABLE = re.compile(r"[\w/.+@~-]+")
 _MOUNT_AND_EXECUTE = (
     'while [ "$1" != -- ]; do mount -t overlay overlay -o "$1" "$2" || exit 125; shift 2; done; shift; exec "$@"'
@@ -55,8 +58,7 @@ def _search(options: tuple[str, ...]) -> tuple[str, str]:
                 command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT
             )
         except (OSError, subprocess.SubprocessError) as error:
-            reason = (getattr(error, "stderr", None) or str(error)).strip()
-            problems.append(f"{program}: {reason}")
+            problems.append(f"{program}: {(getattr(error, 'stderr', None) or str(error)).strip()}")
         else:
             return program, ""
     if not problems:
@@ -80,10 +82,11 @@ def isolate(
     options: Sequence[str] = (),
     shared_memory: int = _SHARED_MEMORY,
     setuid: bool = True,
+    variables: Mapping[str, str] | None = None,
 ) -> list[str]:
     """The beginning of a command line: own namespaces, no capabilities, system calls filtered, ``mounts`` for ``/``, a
     new ``/proc``, and a read-only ``/dev`` with ``shared_memory`` bytes in ``/dev/shm``. More options may follow, then
-    the command. ``setuid``: as in ``seccomp.filtering``.
+    the command. ``setuid``: as in ``seccomp.filtering``. ``variables``: the only ones, else those of the process.
 
     Raises ``ConfigError`` like ``find_bubblewrap``.
     """
@@ -91,16 +94,11 @@ def isolate(
         *(find_bubblewrap(), "--unshare-all", *(("--share-net",) if network else ())),
         *("--new-session", "--cap-drop", "ALL", *options),
         *(*mounts, "--dev", "/dev", "--size", str(shared_memory), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--proc", "/proc", *_kernel_settings()),
+        *("--proc", "/proc", *_KERNEL_SETTINGS),
     ]
-    return filtering(command, setuid=setuid)
-
-
-def _kernel_settings() -> list[str]:
-    """Mounts that keep the kernel's settings closed: root owns them (``core_pattern`` names a program that the host
-    runs) without any capability, a user those of the sandbox's namespaces, and bubblewrap closes ``/proc/sys`` only
-    where it looks writable."""
-    return [part for name in ("sys", "pressure") for part in ("--ro-bind-try", f"/proc/{name}", f"/proc/{name}")]
+    command += [word for pair in (variables or {}).items() for word in ("--setenv", *pair)]
+    # Commands may read the variables of the sandbox's first process, too.
+    return [*(() if variables is None else ("env", "-i")), *filtering(command, setuid=setuid)]
 
 
 def empty_root(size: int = _ROOT_SIZE) -> list[str]:

@@ -286,7 +286,8 @@ def make_environment(python: str, requirements: Sequence[str], cache: Path) -> P
 
 def _run(command: list[str], what: str, *, checked: bool = True) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALLING, stdin=subprocess.DEVNULL)
+        # Not in the working folder: its settings of uv, and files with names of requirements, may be somebody else's.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALLING, input="", cwd="/")
     except subprocess.TimeoutExpired as error:
         raise InfrastructureError(f"{what}: took more than {_INSTALLING} s; try again") from error
     if done.returncode and checked:

@@ -231,7 +231,7 @@ class TreeSandbox:
         tools.mkdir()
         shutil.copy(_HERE / "reporter.py", tools / "openhands_rl_reporter.py")
         binds = ("--bind", str(work), INSIDE, "--bind", str(out), "/tmp/out", "--ro-bind", str(tools), "/tmp/tools")
-        command = [*_isolated(self._environment), *binds, *self._variables(variables), "--chdir", INSIDE, "--"]
+        command = [*_isolated(self._environment, self._variables(variables)), *binds, "--chdir", INSIDE, "--"]
         bound = Bound(
             processes=_LIMITS.processes, memory=_LIMITS.memory, disk=_LIMITS.disk, folder=INSIDE, also=("/tmp/out",)
         )
@@ -253,8 +253,8 @@ class TreeSandbox:
             written.seek(max(0, (folder / "printed").stat().st_size - 65536))
             return written.read().decode("utf-8", "replace"), timed_out
 
-    def _variables(self, variables: Mapping[str, str]) -> list[str]:
-        everything = {
+    def _variables(self, variables: Mapping[str, str]) -> dict[str, str]:
+        return {
             "PATH": f"{self._environment}/bin:/usr/bin:/bin",
             "HOME": "/tmp/home",
             "LANG": "C.UTF-8",
@@ -264,7 +264,6 @@ class TreeSandbox:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "",
             **variables,
         }
-        return ["--clearenv", *(part for name, value in everything.items() for part in ("--setenv", name, value))]
 
 
 def _left(folder: Path, name: str) -> bytes:
@@ -272,10 +271,10 @@ def _left(folder: Path, name: str) -> bytes:
     return Workspace(folder / "out").read(name, _LONGEST_REPORT)
 
 
-def _isolated(environment: Path) -> list[str]:
+def _isolated(environment: Path, variables: Mapping[str, str]) -> list[str]:
     """``bwrap`` with the system's programs and the environment; ``/tmp`` alone can be written."""
     return [
-        *isolate([*empty_root(), *system_mounts()], options=("--die-with-parent",), shared_memory=_TEMPORARY),
+        *isolate([*empty_root(), *system_mounts()], options=("--die-with-parent",), variables=variables),
         *("--size", str(_TEMPORARY), "--tmpfs", "/tmp", "--dir", "/tmp/home"),
         *_environment_mounts(environment),
         *("--remount-ro", "/"),

@@ -181,7 +181,7 @@ class ProcessChannel:
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULE), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+                *(sys.executable, "-P", "-m", _MODULE), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
         except OSError as error:
             raise InfrastructureError(f"no worker process could be started: {error}") from error

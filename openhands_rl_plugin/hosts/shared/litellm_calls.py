@@ -7,6 +7,7 @@ session returns becomes litellm's response, and an error of the model server bec
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
@@ -36,6 +37,10 @@ from openhands_rl_plugin.models.engines.extensions import ExtensionTable
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.token_id_text import Json, parse_object
 from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, ServerError, Upstream, server_error
+
+# Litellm's proxy adds the working folder, where agents write modules, to the path.
+if sys.path[-1] == os.getcwd() and "litellm.proxy.proxy_cli" in sys.modules:
+    sys.path.pop()
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
@@ -115,8 +120,7 @@ def upstream_of(given: Mapping[str, Any], send: Callable[..., ModelResponse]) ->
     key = given.get("api_key") or os.environ.get(KEY_VARIABLES.get(provider, "OPENAI_API_KEY"))
     timeout = given.get("timeout") or _NO_TIMEOUT
     # What the user set himself takes precedence.
-    own = {**(given.get("extra_body") or {}), **given}
-    fields = tuple(name for name in ALL_FIELDS if name not in own)
+    fields = tuple(name for name in ALL_FIELDS if name not in {*(given.get("extra_body") or ()), *given})
     return HttpUpstream(base_url, key, timeout, fields=fields, headers=given.get("extra_headers"))
 
 
@@ -146,8 +150,7 @@ def _litellms_error(error: ServerError, provider: str, model: str) -> OpenAIErro
     """The exception that litellm raises for it."""
     if isinstance(error.__cause__, OpenAIError):
         return error.__cause__
-    told = parse_object(error.body) or {}
-    about = told.get("error", told)
+    about = (told := parse_object(error.body) or {}).get("error", told)
     servers = ServersError(error.status, str(error), body=about if isinstance(about, dict) else None)
     try:
         exception_type(model=model, original_exception=servers, custom_llm_provider=provider)

@@ -26,11 +26,10 @@ from openhands.runtime.runtime_status import RuntimeStatus
 from pydantic import ValidationError
 
 from openhands_rl_plugin.config.build import make_environment, make_strategy
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import CaughtFailure, describe
-from openhands_rl_plugin.core.protocols import Environment, info_of
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, Task
+from openhands_rl_plugin.core.protocols import info_of
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message
 from openhands_rl_plugin.core.types import Observation as Answer
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.hosts.shared.standalone_run import task_from_environment_variable
@@ -72,7 +71,7 @@ class EnvironmentRuntime(SessionRuntime):
         self._instructed_by_user = episode is None and not task.instruction
         self._task = task
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
-        self.live = LiveEnvironment(self.make_environment(settings, task), forks=getattr(strategy, "forks", 0))
+        self.live = LiveEnvironment(make_environment(settings), forks=getattr(strategy, "forks", 0))
         super().__init__(config, *args, **kwargs)
 
     def unsupported(self, what: str) -> ErrorObservation:
@@ -80,10 +79,6 @@ class EnvironmentRuntime(SessionRuntime):
         return ErrorObservation(
             f"This runtime is an environment and has no {what}: only {RESET_TOOL} and {STEP_TOOL} work."
         )
-
-    def make_environment(self, settings: RLSettings, task: Task) -> Environment:
-        """The environment of the task. Override it to use another one."""
-        return make_environment(settings)
 
     def on_event(self, event: Event) -> None:
         """Also takes the user's first message (``-t``) as the instruction of a task that no runner provided."""

@@ -36,6 +36,12 @@ for line in open(sys.argv[1]):
     except OSError as error:
         continue
     print("REACHED", kind, path)
+for each in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        if b"k3y" in open(f"/proc/{each}/environ", "rb").read():
+            print("REACHED variables of the host")
+    except OSError:
+        continue
 settings = [os.path.join(place, name) for at in ("/proc/sys", "/proc/pressure") for place, _, names in os.walk(at)
             for name in names]
 for path in settings:

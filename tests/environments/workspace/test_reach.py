@@ -73,7 +73,8 @@ def checks_of_a_task(folder: Path, lines: list[str]) -> str:
 
 
 @pytest.mark.parametrize("attempt", [agent, agent_of_a_task, swe, swe_setup, checks_of_a_task])
-def test_nothing_of_the_host_is_reached(attempt: Attempt, tmp_path: Path):
+def test_nothing_of_the_host_is_reached(attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k3y")
     beside = tmp_path / "beside"
     beside.mkdir()
     with planted(beside, Path.cwd()) as lines, abstract_sockets() as abstract:

@@ -194,8 +194,10 @@ def test_code_of_packages_runs_in_a_sandbox_or_not_at_all(tmp_path: Path, monkey
         monkeypatch.setenv(name, value)
     with pytest.raises(InfrastructureError, match="the build saw nothing"):
         fetch_release("evil", Release(version="1.0"), tmp_path / "cache")
-    with pytest.raises(InfrastructureError, match="no wheels that fit"):
-        make_environment("3.12", ("evil==1.0",), tmp_path / "cache")
+    monkeypatch.chdir(links)
+    for none in ("evil==1.0", "late-1.0-py3-none-any.whl"):  # no file of the working folder either
+        with pytest.raises(InfrastructureError, match="no wheels that fit"):
+            make_environment("3.12", (none,), tmp_path / "cache")
     for wrong in (f"evil @ file://{links}/evil-1.0.tar.gz", "-r /etc/passwd", "--index-url=x", "./evil", "a\nb"):
         with pytest.raises(ConfigError, match="is no name with versions"):
             make_environment("3.12", (wrong,), tmp_path / "cache")

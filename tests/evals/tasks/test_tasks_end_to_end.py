@@ -39,12 +39,6 @@ def test_tests_that_are_missing_are_told(tmp_path: Path, capsys: pytest.CaptureF
     assert "error: units: no tests found in it; name them (--tests of" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_bubblewrap")
-def test_without_bubblewrap_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tasks", "make", "inflection==0.5.1", "--out", str(tmp_path / "x.jsonl")]) == 1
-    assert capsys.readouterr().err.startswith("error: bubblewrap is not installed")
-
-
 @needs_bubblewrap
 @pytest.mark.slow
 @pytest.mark.timeout(900)

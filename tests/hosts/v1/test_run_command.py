@@ -43,6 +43,8 @@ async def test_a_task_is_worked_on_and_the_last_line_says_what_was_recorded(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
     server.script("run-repair", repair(Path("/workspace")))
+    for name in ("openhands", "json", "colorama"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was executed')\n")
     given = ["--workspace", str(workspace), "--model", "run-repair", "--base-url", server.url, "--store", "store"]
     process = start(tmp_path, "run", "-t", "Correct calc.py.", *given)
     out, err = process.communicate(timeout=200)

@@ -200,9 +200,8 @@ def as_root(
     return [
         *mount_overlays([room.overlay] if room.overlay else []),
         *("prlimit", f"--data={limits.memory}", f"--fsize={limits.file}", "--core=0", "--"),
-        *isolate(root, network=network, options=options),
+        *isolate(root, network=network, options=options, variables=variables),
         *("--bind", str(room.tmp), "/tmp", *mounts),
-        *("--clearenv", *(word for pair in variables.items() for word in ("--setenv", *pair))),
     ]
 
 
