@@ -88,10 +88,10 @@ def run_task(
     host = host_of(work.settings)
     for name, value in {**_QUIET, **({"LOG_LEVEL": "WARNING"} if host == "v1" else {})}.items():
         os.environ.setdefault(name, value)
-    from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt, check_workspace_strategy
+    from openhands_rl_plugin.hosts.shared.first_prompt import ModelServer, check_workspace_strategy
     from openhands_rl_plugin.hosts.shared.standalone_run import RUN_VARIABLE, OwnRun, group_summary, run_summary
 
-    FirstPrompt(work.settings, work.llm).check_server()
+    ModelServer(work.settings, work.llm).check()
     check_workspace_strategy(work.settings)
     workspace = workspace.resolve()
     folders = [workspace] if attempts == 1 else _copies(workspace, work.settings, attempts)

@@ -1,21 +1,14 @@
-"""What a run without a runner needs of its model server and its strategy, checked before the run begins.
-
-The hosts themselves would find out turn by turn: OpenHands V0 condenses a prompt that is longer than the context until
-its limit of iterations, and V1 prints what litellm raised.
-"""
+"""What a run without a runner needs of its model server and its strategy, checked before the run begins."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 
 from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.messages import WireMessage
 from openhands_rl_plugin.core.protocols import EnvInfo
-from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
     KEY_VARIABLES,
@@ -23,12 +16,10 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     missing_keys,
     split_provider,
 )
-from openhands_rl_plugin.hosts.shared.standalone_run import adapter_in_use, listed_models
-from openhands_rl_plugin.models.engines.server_models import ListedModel, check_model_server, prompt_tokens
+from openhands_rl_plugin.hosts.shared.standalone_run import adapter_in_use
+from openhands_rl_plugin.models.engines.server_models import check_model_server
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 
-_SECONDS = 10.0
-_LONG_ENOUGH = 65_536
 _WANTED_CONTEXT = 16_384
 _START = (
     "start one with `openhands-rl serve --model DIR --served-model-name model`, and name it in config.toml: [llm] "
@@ -45,8 +36,8 @@ def check_workspace_strategy(settings: RLSettings) -> None:
         strategy.check_world(EnvInfo(emits_rewards=False) if isolated else None)
 
 
-class FirstPrompt:
-    """The checks of one agent: ``messages`` and ``tools`` are what the host sends to begin with.
+class ModelServer:
+    """The server that one agent asks.
 
     ``llm``: ``model``, ``base_url``, ``api_key`` and ``custom_llm_provider`` of ``[llm]``, by litellm's names.
     """
@@ -63,38 +54,20 @@ class FirstPrompt:
         if self._asks:
             self._key = self._key or os.environ.get(KEY_VARIABLES.get(self._provider, "OPENAI_API_KEY"))
 
-    def check_server(self) -> None:
+    def check(self) -> None:
         """Raises ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model."""
         if self._asks:
             check_model_server(self._url, self._model, self._key, named_by="[llm] base_url")
         elif not self._url and self._settings.engine in (AUTO, "openai"):
             self._check_vendor()
 
-    def check_length(self, messages: Sequence[WireMessage], tools: Sequence[JsonObject]) -> None:
-        """Raises ``ConfigError`` when prompt and answer are longer than the context, as far as the server says."""
-        longest = self._context()
-        if longest is None or longest >= _LONG_ENOUGH:
-            return
-        prompt = {"model": self._model, "messages": messages, **({"tools": tools} if tools else {})}
-        count = prompt_tokens(self._url, self._key, _SECONDS, prompt)
-        if count is not None and count + self._settings.max_response_length > longest:
-            raise too_long(f"{count:,} tokens", self._settings.max_response_length, f"{longest:,}")
-
     def adapter_in_use(self) -> str | None:
         """The served name of the adapter version that ``[rl.serving]`` points to, if the server has it on this model.
 
         ``None``: sample from the model of ``[llm]``, because nothing was published there.
         """
-        return adapter_in_use(self._settings.serving, self._listed, model=self._model, url=self._url)
-
-    @cached_property
-    def _listed(self) -> Sequence[ListedModel]:
-        return listed_models(self._url, self._key) if self._asks else ()
-
-    def _context(self) -> int | None:
-        """Tokens; of an adapter those of its base model."""
-        named = {self._model, *(listed.parent for listed in self._listed if listed.id == self._model)}
-        return next((one.max_model_len for one in self._listed if one.id in named and one.max_model_len), None)
+        serving = self._settings.serving
+        return adapter_in_use(serving, model=self._model, url=self._url, key=self._key) if self._asks else None
 
     def _check_vendor(self) -> None:
         """A hosted model needs its key; without ``[llm]`` OpenHands asks for one of a vendor that nobody named."""
@@ -106,10 +79,10 @@ class FirstPrompt:
             raise ConfigError(f"[llm] names no server, and {self._full_name} needs a key ({keys}): {_START}")
 
 
-def too_long(prompt: str, answer: int, context: str) -> ConfigError:
-    """The refusal of a first prompt that does not fit."""
-    return ConfigError(
-        f"OpenHands' first prompt has {prompt} and [rl] max_response_length leaves {answer:,} for the answer: more "
-        f"than the {context} of the model's context; serve a model with a context of {_WANTED_CONTEXT:,} or more "
-        '(vLLM: --max-model-len), or set [rl.workspace] prompt = "compact"'
+def too_long(settings: RLSettings) -> str:
+    """What is wrong with a first prompt that the model's context has no room for, and what to do."""
+    return (
+        f"OpenHands' first prompt and [rl] max_response_length = {settings.max_response_length:,} are longer than the "
+        f"model's context; serve a model with a context of {_WANTED_CONTEXT:,} or more (vLLM: --max-model-len), or set "
+        '[rl.workspace] prompt = "compact"'
     )

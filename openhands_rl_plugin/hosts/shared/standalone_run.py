@@ -191,33 +191,32 @@ class RunBeside:
         background().wait_for(self._episode.end(self._episode.freeze(failure=failure)))
 
 
-# OpenHands' own logger, by its name: nothing here imports OpenHands.
-
 _SECONDS = 10.0
 
 
-def adapter_in_use(serving: ServingSettings, listed: Sequence[ListedModel], *, model: str, url: str) -> str | None:
-    """The served name of the version that ``[rl.serving]`` points to, if the server has it on this model.
+def adapter_in_use(serving: ServingSettings, *, model: str, url: str, key: str | None) -> str | None:
+    """The served name of the version that ``[rl.serving]`` points to, if the server has it on this model. Blocks.
 
-    ``listed``: the models of the server at ``url``, which where ``[rl.serving]`` names none is that of the LLM.
-    ``None``: sample from ``model``, nothing was published there.
+    ``url``: where ``[rl.serving]`` names no server, that of the LLM. ``None``: sample from ``model``, because nothing
+    was published there, or the server lists nothing: whether it is away the first completion will say.
     """
-    current = AdapterStore(serving.adapters_directory).current(serving.adapter) if listed else None
+    current = AdapterStore(serving.adapters_directory).current(serving.adapter)
     if current is None or (not serving.base_url and current.base_model != model):
         return None
+    listed = _listed_models(url, key)
     for each in listed:
         if each.id in (current.name, f"{model}:{current.name}") and each.parent in (None, model):
             return each.id
-    log.warning(
-        "%s is not loaded on %s at %s, so that model itself is sampled; load it with: openhands-rl adapters publish "
-        "--adapters %s --adapter %s --version %s --base-url %s",
-        *(current.name, model, url, serving.adapters_directory, serving.adapter, current.version, url),
-    )
+    if listed:
+        log.warning(
+            "%s is not loaded on %s at %s, so that model itself is sampled; load it with: openhands-rl adapters "
+            "publish --adapters %s --adapter %s --version %s --base-url %s",
+            *(current.name, model, url, serving.adapters_directory, serving.adapter, current.version, url),
+        )
     return None
 
 
-def listed_models(url: str, key: str | None) -> Sequence[ListedModel]:
-    """What the server lists; empty where it does not or is away, which the first completion will say. Blocks."""
+def _listed_models(url: str, key: str | None) -> Sequence[ListedModel]:
     try:
         answer = models_answer(url, key, _SECONDS)
         return ListedModels.model_validate_json(answer.content).data if answer.is_success else ()

@@ -24,7 +24,6 @@ from openhands.core.message import Message
 from openhands.events.action import Action, AgentFinishAction, MessageAction, NullAction
 from openhands.events.action.message import SystemMessageAction
 from openhands.events.event import Event
-from openhands.llm.fn_call_converter import convert_fncall_messages_to_non_fncall_messages
 from openhands.llm.llm import LLM
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.llm.llm_utils import check_tools
@@ -33,11 +32,11 @@ from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, RLError, describe
-from openhands_rl_plugin.core.messages import WireMessage, to_wire
+from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, system_prompt
-from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt, too_long
+from openhands_rl_plugin.hosts.shared.first_prompt import ModelServer, too_long
 from openhands_rl_plugin.hosts.shared.litellm_calls import response_of, split_provider
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.shared.sessions import deciding, end_evidence, runtime_of, stop_deciding
@@ -49,7 +48,6 @@ from openhands_rl_plugin.hosts.v0.completion import (
     ask,
     connect,
     describe_tools,
-    described_tools,
     noted_step,
     read_described_call,
     record_condenser,
@@ -91,8 +89,6 @@ Agent.register = staticmethod(register)
 ENVIRONMENT_RUNTIME = "EnvironmentRuntime"
 WORKSPACE_RUNTIME = "WorkspaceRuntime"
 
-# Model names for which OpenHands leaves out its worked example of a tool call.
-_WITHOUT_EXAMPLE = ("openhands-lm", "devstral")
 _NOT_ISOLATED = '. A workspace without isolation cannot be forked: [rl.workspace] isolation = "bubblewrap"'
 _TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
 
@@ -133,27 +129,20 @@ class RLAgent(CodeActAgent):
             describe_tools(self.llm)
         try:
             check_reward(self._settings.reward, config.runtime)
-            self._served_model = self._check_first_prompt() if bound is None else None
+            self._served_model = self._check_server() if bound is None else None
         except RLError as error:
             refuse(error)
         if bound is not None:
             self._begin(bound)
 
-    def _check_first_prompt(self) -> str | None:
+    def _check_server(self) -> str | None:
         """Raises ``RLError`` when the run cannot begin; returns the served name of the adapter that it samples from."""
         check_engine_setting(self._settings)
         llm = self.llm.config
         key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
-        first = FirstPrompt(self._settings, llm.model_dump() | key)
-        first.check_server()
-        if not self._environment_mode:
-            system = self.get_system_message()
-            prompt = [{"role": "system", "content": system.content if system else ""}, {"role": "user", "content": "."}]
-            native = self.llm.is_function_calling_active()
-            first.check_length(
-                prompt if native else self._described_in_prompt(prompt, self._offered), self._offered if native else ()
-            )
-        return first.adapter_in_use()
+        server = ModelServer(self._settings, llm.model_dump() | key)
+        server.check()
+        return server.adapter_in_use()
 
     def step(self, state: State) -> Action:
         """The next action: a pending one, or the first of a new answer.
@@ -271,13 +260,6 @@ class RLAgent(CodeActAgent):
     def _offered(self) -> list[Any]:
         return check_tools(self.tools, self.llm.config)
 
-    def _described_in_prompt(self, prompt: list[Any], tools: list[Any]) -> Sequence[WireMessage]:
-        """The prompt as it is sent to a model without native tool calls."""
-        if self._compact:
-            return described_tools(prompt, tools)
-        example = not any(name in self.llm.config.model for name in _WITHOUT_EXAMPLE)
-        return convert_fncall_messages_to_non_fncall_messages(prompt, tools, add_in_context_learning_example=example)
-
     def _step_in_environment(self, session: Session, state: State) -> Action:
         actions = self._environment
         if not actions.opened:
@@ -316,7 +298,7 @@ class RLAgent(CodeActAgent):
         except ContextWindowExceededError:
             if not session.turns:
                 # No condenser can make the first prompt shorter: OpenHands would try until its limit of iterations.
-                openhands_logger.error(str(too_long("too many tokens", self._settings.max_response_length, "size")))
+                openhands_logger.error(too_long(self._settings))
                 return self._finish(StopReason.ERROR)
             if self._environment_mode or isinstance(self.condenser, NoOpCondenser):
                 session.failure = None

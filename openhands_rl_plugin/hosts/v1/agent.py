@@ -27,6 +27,7 @@ from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
+from openhands_rl_plugin.hosts.shared.first_prompt import too_long
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.conversations import Conversations, adopting
 from openhands_rl_plugin.hosts.v1.critic import judged_in
@@ -170,8 +171,10 @@ class RLAgent(Agent):
         except EpisodeOver as over:
             conversation.state.execution_status = Status.FINISHED
             episode.end(over.stop)
-        except LLMContextWindowExceedError:
+        except LLMContextWindowExceedError as error:
             episode.full = bool(episode.episode.turns)
+            if episode.standalone and not episode.full:
+                raise LLMContextWindowExceedError(too_long(episode.episode.settings)) from error
             raise
         finally:
             self._conversations.end_step(episode, conversation)

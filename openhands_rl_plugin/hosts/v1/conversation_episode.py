@@ -15,16 +15,13 @@ from openhands.sdk.conversation.state import ConversationExecutionStatus as Stat
 from openhands.sdk.event import ActionEvent, Event, MessageEvent
 from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from openhands.sdk.llm import LLM, TextContent
-from openhands.sdk.llm.exceptions import LLMBadRequestError
 from openhands.sdk.tool.builtins import FinishTool
-from pydantic import SecretStr
 
 from openhands_rl_plugin.core.concurrency import Job, background
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, StorageError, boundary, describe
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
-from openhands_rl_plugin.hosts.shared.first_prompt import FirstPrompt
 from openhands_rl_plugin.hosts.shared.litellm_calls import server_error
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, protected_by, register_runtime, runtime_of
@@ -179,8 +176,8 @@ class ConversationEpisode:
     def answer(self, llm: LLM, body: JsonObject) -> Json:
         """The strategy's answer to a request of ``llm``, stored before it is returned. Blocks.
 
-        Raises ``EpisodeOver``, ``CaughtFailure`` for an error of the model server, and the SDK's error for a first
-        prompt that is too long. When the plugin itself fails, raises ``Unrecorded`` without a runner, else that error.
+        Raises ``EpisodeOver``, and ``CaughtFailure`` for an error of the model server. When the plugin itself fails,
+        raises ``Unrecorded`` without a runner, else that error.
         """
         session = self.episode
         if self.over:
@@ -191,11 +188,9 @@ class ConversationEpisode:
                     session.connect(model_server(llm))
                     self._llm = llm
                 body = {**body, "model": session.base_model} if self._own is not None else body
-                refused = None if session.turns else self._refused(llm, body)
-                if refused is None:
-                    self.full = False
-                    job = self._job = background().start(session.complete(body))
-                    return self._with_ids(body, job.result())
+                self.full = False
+                job = self._job = background().start(session.complete(body))
+                return self._with_ids(body, job.result())
         except EpisodeOver:
             raise
         except RLError as error:
@@ -203,7 +198,6 @@ class ConversationEpisode:
                 raise
             self.fail(error)
             raise Unrecorded from error
-        raise refused
 
     def summarize(self, llm: LLM, body: JsonObject) -> Json:
         """A completion for a condenser: a node of its own kind. Raises ``CaughtFailure`` for an error of the model
@@ -308,25 +302,6 @@ class ConversationEpisode:
             return document
         choice = {**document["choices"][0], SAMPLED_IDS: list(tokens.sampled_ids)}
         return {**document, PROMPT_IDS: list(tokens.prompt_ids), "choices": [choice]}
-
-    def _refused(self, llm: LLM, body: JsonObject) -> Exception | None:
-        """The SDK's error for a first prompt that the model's context has no room for; no such episode is stored."""
-        serving = self.episode.settings.serving
-        if not isinstance(self._standalone, StandaloneRun):
-            return None
-        key = llm.api_key.get_secret_value() if isinstance(llm.api_key, SecretStr) else llm.api_key
-        asked = {"model": llm.model, "base_url": llm.base_url, "api_key": key}
-        if serving.base_url:
-            model = f"openai/{self.episode.base_model}"
-            asked = {"model": model, "base_url": serving.base_url, "api_key": serving.api_key()}
-        sent: Any = body
-        try:
-            FirstPrompt(self.episode.settings, asked).check_length(sent["messages"], sent.get("tools") or ())
-        except ConfigError as error:
-            self._claim()
-            self.episode.refuse(error)
-            return LLMBadRequestError(str(error))
-        return None
 
     def _world(self, turn: Turn, engine: SessionEngine) -> World | None:
         runtime, conversation = runtime_of(self.session), self.conversation

@@ -38,7 +38,6 @@ from openhands_rl_plugin.hosts.shared.standalone_run import (
     RunBeside,
     StandaloneRun,
     adapter_in_use,
-    listed_models,
     standalone_episode,
     workspace_task,
 )
@@ -51,7 +50,6 @@ from openhands_rl_plugin.hosts.v1.conversation_episode import (
     note_recording,
     said_finish,
 )
-from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session, current_episode
 from openhands_rl_plugin.session.upstream import Upstream, upstream_in
@@ -238,12 +236,9 @@ def _answered(episode: ConversationEpisode, conversation: LocalConversation) -> 
 def _published(settings: RLSettings, base_model: str, llm: LLM) -> str | None:
     """The adapter version in use, if the server of ``[rl.serving]``, or else of the LLM, has it."""
     serving = settings.serving
-    url = serving.base_url or llm.base_url
-    if not url or AdapterStore(serving.adapters_directory).current(serving.adapter) is None:
-        return None
     own = llm.api_key.get_secret_value() if isinstance(llm.api_key, SecretStr) else llm.api_key
-    listed = listed_models(url, serving.api_key() if serving.base_url else own)
-    return adapter_in_use(serving, listed, model=base_model, url=url)
+    url, key = (serving.base_url, serving.api_key()) if serving.base_url else (llm.base_url, own)
+    return adapter_in_use(serving, model=base_model, url=url, key=key) if url else None
 
 
 def _episode(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls) -> ConversationEpisode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -175,21 +175,6 @@ def uses_proxy(url: str) -> bool:
     """Whether the environment names a proxy for the URL."""
     parts, proxies = urlsplit(url), getproxies()
     return bool(proxies.get(parts.scheme) or proxies.get("all")) and not proxy_bypass(parts.hostname or "")
-
-
-def prompt_tokens(base_url: str, api_key: str | None, timeout: float, prompt: Mapping[str, object]) -> int | None:
-    """The number of tokens of a chat ``prompt`` (``model``, ``messages``, ``tools``), counted by the server.
-
-    ``None`` where it has no ``/tokenize`` (vLLM's and ours have one), or cannot count this prompt.
-    """
-    root = base_url.removesuffix("/").removesuffix("/v1")
-    try:
-        with _client(base_url, api_key, timeout) as client:
-            answer = client.post(f"{root}/tokenize", json=prompt)
-        count = answer.json()["count"] if answer.is_success else None
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return None
-    return count if isinstance(count, int) else None
 
 
 @contextmanager

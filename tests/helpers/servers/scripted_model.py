@@ -95,12 +95,6 @@ class ScriptedModel:
         bases = [{"id": name, "parent": None, "max_model_len": self.context} for name in self.scripts]
         return JSONResponse({"data": [*bases, *({"id": name, "parent": of} for name, of in self.adapters.items())]})
 
-    async def tokenize(self, request: Request) -> JSONResponse:
-        """The length of a prompt, of its tools too."""
-        body = await request.json()
-        tools = json.dumps(body["tools"]) if body.get("tools") else ""
-        return JSONResponse({"count": len(self.prompt_ids(body["messages"])) + len(tools)})
-
     async def answer(self, request: Request) -> Response:
         """The route."""
         body = await request.json()
@@ -212,7 +206,6 @@ def serve() -> Iterator[ScriptedModel]:
     routes = [
         Route("/v1/chat/completions", model.answer, methods=["POST"]),
         Route("/v1/models", model.models),
-        Route("/tokenize", model.tokenize, methods=["POST"]),
     ]
     app = Starlette(routes=routes)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))

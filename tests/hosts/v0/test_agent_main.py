@@ -345,26 +345,6 @@ def test_refused_request_ends_the_session_as_the_models_failure(runs):
     assert isinstance(failed, list) and len(failed) == 2, "with the fields for training, and without them"
 
 
-@pytest.mark.slow
-def test_a_context_that_is_too_short_is_refused_before_the_run_in_one_line(tmp_path):
-    with serve() as server:
-        server.script("short", NATIVE)
-        server.context = 8192
-        process = start(tmp_path, server, "short", PLAIN)
-        try:
-            process.wait(timeout=PATIENCE)
-        finally:
-            process.kill()
-            process.wait()
-        assert not server.requests["short"]
-    output = (tmp_path / "output.txt").read_text()
-    assert "Traceback" not in output
-    last = output.splitlines()[-1]
-    assert last.startswith("error: OpenHands' first prompt has ")
-    assert "more than the 8,192 of the model's context" in last
-    assert "serve a model with a context of 16,384 or more (vLLM: --max-model-len), or set " in last
-
-
 def test_the_last_line_says_what_was_recorded(runs):
     (line,) = (line for line in runs["plain"].output.splitlines() if "recorded in" in line)
     store, known = runs["plain"].folder / "trajectories", runs["plain"].trajectory

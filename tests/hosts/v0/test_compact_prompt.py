@@ -63,36 +63,14 @@ async def test_the_tools_are_the_standard_ones_and_all_is_described(server: Scri
     await check_offered_tools(server, tmp_path, **TOOLS)
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
-def test_a_short_context_is_enough_for_the_compact_one(server: ScriptedModel, native: bool, tmp_path: Path) -> None:
-    """Of an agent that OpenHands makes itself, from ``[extended.rl]``."""
-    server.script("short", [])
-    server.context = 6000  # bytes
-
-    def made(prompt: str) -> RLAgent:
-        rl = {"workspace": {"prompt": prompt}, "max_response_length": 512, "storage": {"path": str(tmp_path)}}
-        llm = LLMConfig(
-            model="openai/short", base_url=server.url, api_key=SecretStr("none"), native_tool_calling=native
-        )
-        config = OpenHandsConfig(llms={"llm": llm}, extended=ExtendedConfig.model_validate({"rl": rl}))
-        return RLAgent(AgentConfig(enable_mcp=False), LLMRegistry(config))
-
-    try:
-        with pytest.raises(ConfigError, match=r"more than the 6,000 .* or set \[rl.workspace\] prompt = \"compact\""):
-            made("standard")
-        agent = made("compact")
-    finally:
-        server.context = None
-    assert [tool["function"]["name"] for tool in agent.tools] == ["execute_bash", "finish", "str_replace_editor"]
-    assert (message := agent.get_system_message()) is not None and message.tools == agent.tools
-
-
 def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, tmp_path: Path) -> None:
     server.script("set", [])
     rl = {"workspace": {"prompt": "compact"}, "storage": {"path": str(tmp_path)}}
     llm = LLMConfig(model="openai/set", base_url=server.url, api_key=SecretStr("none"))
     config = OpenHandsConfig(llms={"llm": llm}, extended=ExtendedConfig.model_validate({"rl": rl}))
     agent = RLAgent(AgentConfig(enable_mcp=False), LLMRegistry(config))
+    assert [tool["function"]["name"] for tool in agent.tools] == ["execute_bash", "finish", "str_replace_editor"]
+    assert (message := agent.get_system_message()) is not None and message.tools == agent.tools
 
     def told(task: str = "Fix it.", **fields: Any) -> list[str]:
         asked = MessageAction(task)

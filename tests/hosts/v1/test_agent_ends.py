@@ -91,6 +91,13 @@ async def test_a_full_context_ends_an_episode_like_a_limit(play: Play, tmp_path:
     assert episode.stop is StopReason.MAX_TOKENS and episode.failure is None
 
 
+def test_a_first_prompt_that_the_context_has_no_room_for_is_said_with_the_remedy(play: Play) -> None:
+    conversation = play([refusal(400, "This model's maximum context length is 8 tokens.")] * 2)
+    with pytest.raises(Exception, match=r'context of 16,384 or more .* or set \[rl.workspace\] prompt = "compact"'):
+        conversation.run()
+    conversation.close()
+
+
 async def test_an_error_that_the_conversation_went_on_after_is_none_of_the_episode(play: Play, tmp_path: Path) -> None:
     conversation = play([think("a"), refusal(418, "I am a teapot"), finish()])
     with pytest.raises(Exception, match="teapot"):
