@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Score, Trajectory
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.options import HostOptions, check_isolation, check_prompt
+from openhands_rl_plugin.hosts.shared.options import HostOptions, check_prompt
 from openhands_rl_plugin.hosts.shared.session_runner import EnvironmentSessions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
@@ -61,7 +61,6 @@ def local_runner(
     settings that the host cannot use.
     """
     options = options or HostOptions()
-    check_isolation(settings, options)
     check_prompt(settings, options)
     if host_of(settings) == "v0":
         from openhands_rl_plugin.hosts.v0.driver import ControllerRunner

@@ -9,8 +9,6 @@ import pytest
 
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.hosts.local import local_runner
-from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 
 @pytest.fixture
@@ -69,10 +67,3 @@ def test_the_network_is_off_or_on_and_no_list():
     assert workspace(network=[]).network is False, "files of former releases say so"
     with pytest.raises(ConfigError, match=r"^\[rl\.workspace\] network: [^\n]*write network = true [^\n]*$"):
         workspace(network=["pypi", "*.example.com"])
-
-
-@pytest.mark.parametrize("setting", ["visible", "writable"])
-def test_no_isolation_in_code_leaves_no_path_of_the_workspace_unheeded(setting: str, tmp_path: Path):
-    settings = settings_from_sections({"rl": {"workspace": {setting: [str(tmp_path)]}}})
-    with pytest.raises(ConfigError, match=rf"\[rl.workspace\] {setting}: HostOptions\(isolation"):
-        local_runner(settings, HostOptions(environment_mode=False, isolation="none"))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from openhands_rl_plugin.config.build import strategy_spec
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject, StrategySpec
@@ -25,13 +26,12 @@ class HostOptions(Frozen):
 
     ``environment_mode``: the model sees only an environment's observations; else it works in a workspace with
     OpenHands' own tools. ``isolation`` of a workspace: bubblewrap, or plain subprocesses ("none"); by default what
-    ``[rl.workspace]`` says. ``sessions`` limits concurrent sessions (default:
-    ``[rl] max_workers``), ``command_timeout`` is in seconds, ``strategy_options`` override those of ``[rl.strategy]``.
-    ``agent`` is ``RLAgent`` or an agent of OpenHands, which does not use the strategy. ``token_ids``: request token ids
-    and logprobs, which some servers reject. ``stuck_detection`` is OpenHands' own. ``replies``
-    answer an agent that sends a message without a tool call (default: OpenHands' own text). ``condenser`` is a section
-    ``[agent.NAME.condenser]`` of OpenHands, whose model is the policy; by default there is none, so that every prompt
-    is a prefix of the next one.
+    ``[rl.workspace]`` says. ``sessions`` limits concurrent sessions (default: ``[rl] max_workers``),
+    ``command_timeout`` is in seconds. ``agent`` is ``RLAgent`` or an agent of OpenHands, which does not use the
+    strategy. ``token_ids``: request token ids and logprobs, which some servers reject. ``stuck_detection`` is
+    OpenHands' own. ``replies`` answer an agent that sends a message without a tool call (default: OpenHands' own
+    text). ``condenser`` is a section ``[agent.NAME.condenser]`` of OpenHands, whose model is the policy; by default
+    there is none, so that every prompt is a prefix of the next one.
     """
 
     environment_mode: bool = True
@@ -39,7 +39,6 @@ class HostOptions(Frozen):
     sessions: int | None = None
     command_timeout: int = 60
     native_tool_calling: bool = True
-    strategy_options: JsonObject = Field(default_factory=dict)
     agent: str = RL_AGENT
     token_ids: bool = True
     stuck_detection: bool = False
@@ -51,20 +50,7 @@ class HostOptions(Frozen):
         """The strategy with all its options. For an agent of OpenHands it names that agent."""
         if self.agent != RL_AGENT:
             return StrategySpec(name=self.agent)
-        options = {**settings.strategy, **self.strategy_options}
-        return StrategySpec(name=settings.rollout_strategy, options=options)
-
-
-def check_isolation(settings: RLSettings, options: HostOptions) -> None:
-    """Raises ``ConfigError`` where ``isolation = "none"`` would leave what ``[rl.workspace]`` says unheeded."""
-    workspace = settings.workspace
-    if options.environment_mode or options.isolation != "none":
-        return
-    if unheeded := next((name for name in ("visible", "writable") if getattr(workspace, name)), None):
-        raise ConfigError(
-            f'[rl.workspace] {unheeded}: HostOptions(isolation="none") leaves commands all files of this user; '
-            "remove one of the two"
-        )
+        return strategy_spec(settings)
 
 
 def check_prompt(settings: RLSettings, options: HostOptions) -> None:

@@ -5,10 +5,9 @@ Importing this module registers it: the SDK finds an agent's class by its name (
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -25,7 +24,6 @@ from pydantic import Field, PrivateAttr, field_validator
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
 from openhands_rl_plugin.hosts.shared.first_prompt import too_long
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
@@ -101,19 +99,6 @@ class RLAgent(Agent):
         with self._playing(conversation) as agent:
             assert _stock_astep is not None
             await _stock_astep(agent, conversation, on_event, on_token)
-
-    def verify(self, persisted: AgentBase, events: Sequence[Any] | None = None) -> AgentBase:
-        """As the stock agent's. A conversation that is resumed with other settings goes on, and that is said."""
-        verified = super().verify(persisted, events)
-        was, now = (_deciding(agent) if isinstance(agent, RLAgent) else {} for agent in (persisted, self))
-        changed = "; ".join(f"{name}: {was[name]:.60}, now {now[name]:.60}" for name in was if was[name] != now[name])
-        if changed:
-            log.warning(
-                "openhands_rl_plugin: the conversation is resumed with other settings (%s): it goes on, and is "
-                "recorded with these; give the former ones to go on as before",
-                redact_text(changed),
-            )
-        return verified
 
     def close(self) -> None:
         """End the episodes of the conversation that is being closed."""
@@ -197,16 +182,3 @@ def _recorded(condenser: CondenserBase | None, episode: ConversationEpisode) -> 
     if isinstance(inner, list):
         changed["condensers"] = [_recorded(each, episode) for each in inner]
     return condenser.model_copy(update=changed) if changed else condenser
-
-
-def _deciding(agent: RLAgent) -> dict[str, str]:
-    """What makes it another policy or another place, as JSON."""
-    settings = settings_from_sections({"rl": agent.rl})
-    places = ("isolation", "prompt", "visible", "writable", "network")
-    found = {
-        "model": settings.serving.model or agent.llm.model,
-        "[rl] rollout_strategy": settings.rollout_strategy,
-        "[rl.strategy]": settings.strategy,
-        **{f"[rl.workspace] {name}": getattr(settings.workspace, name) for name in places},
-    }
-    return {name: json.dumps(value) for name, value in found.items()}

@@ -16,8 +16,6 @@ from typing import Any, Self
 
 from openhands.sdk.critic import CriticBase, CriticResult
 from openhands.sdk.event import LLMConvertibleEvent, MessageEvent
-from openhands.sdk.llm import Message as SdkMessage
-from openhands.sdk.llm import TextContent
 from pydantic import Field, PrivateAttr, model_validator
 
 from openhands_rl_plugin.config import registry
@@ -27,20 +25,16 @@ from openhands_rl_plugin.core.judgements import OPINION
 from openhands_rl_plugin.core.messages import last_answer
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
-    Completion,
     EpisodeRequest,
     FailureKind,
     JsonObject,
-    Message,
     PolicyRef,
     Score,
     StopReason,
     StrategySpec,
     Task,
     Times,
-    ToolCall,
     Trajectory,
 )
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
@@ -48,6 +42,7 @@ from openhands_rl_plugin.hosts.v1.conversation_episode import said_finish
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.rollout.scoring import workspace_command
 from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.trajectories.exchange.v1 import read_log
 
 CRITIC = "critic"
 """The key of a sampled node's metadata with what the critic said of it."""
@@ -108,7 +103,7 @@ class RewardCritic(CriticBase):
         if episode is not None:
             trajectory = episode.freeze(stop=stop, evidence={**(episode.evidence or {}), **given})
         else:
-            trajectory = trajectory_of(LLMConvertibleEvent.events_to_messages(list(events)), stop, given)
+            trajectory = trajectory_of(events, stop, given)
         (low, high), given_up = self.reward_range, threading.Event()
         judging = asyncio.run_coroutine_threadsafe(self._judge(trajectory, runtime_of(session), given_up), _loop().loop)
         try:
@@ -183,22 +178,10 @@ def _loop() -> LoopThread:
     return LoopThread("rl-critics")
 
 
-def message_of(said: SdkMessage) -> Message:
-    """The SDK's message as one of the project."""
-    text = "\n".join(part.text for part in said.content if isinstance(part, TextContent))
-    return Message(
-        role=said.role, content=text or None, tool_calls=_calls_of(said), tool_call_id=said.tool_call_id, name=said.name
-    )
-
-
-def trajectory_of(messages: Sequence[SdkMessage], stop: StopReason, evidence: JsonObject) -> Trajectory:
+def trajectory_of(events: Sequence[LLMConvertibleEvent], stop: StopReason, evidence: JsonObject) -> Trajectory:
     """A conversation that was not recorded, as an episode of an unknown policy."""
-    tree, policy = EpisodeTree(), PolicyRef(base_model="unknown")
-    for message in map(message_of, messages):
-        if message.role == "assistant":
-            tree.commit(tree.propose(Completion(message=message, policy=policy)))
-        else:
-            tree.head = tree.append(message)
+    policy = PolicyRef(base_model="unknown")
+    tree = read_log([event.model_dump(mode="json") for event in events], policy).tree
     asked = next((message.content for message in tree.messages() if message.role == "user"), None)
     task = Task(id="conversation", environment="workspace", instruction=asked or "")
     return tree.freeze(
@@ -209,11 +192,4 @@ def trajectory_of(messages: Sequence[SdkMessage], stop: StopReason, evidence: Js
         stop=stop,
         times=Times(started=0.0, finished=0.0),
         evidence=evidence,
-    )
-
-
-def _calls_of(message: SdkMessage) -> tuple[ToolCall, ...]:
-    return tuple(
-        ToolCall.model_construct(id=call.id, name=call.name, arguments=call.arguments)
-        for call in message.tool_calls or ()
     )

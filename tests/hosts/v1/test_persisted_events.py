@@ -10,12 +10,13 @@ import pytest
 from openhands.sdk.context.condenser import LLMSummarizingCondenser
 from openhands.sdk.context.view import View
 from openhands.sdk.event import Event, LLMConvertibleEvent
+from openhands.sdk.llm import Message as SdkMessage
+from openhands.sdk.llm import TextContent
 from scripted_model import ScriptedModel, call, says
 from sdk_play import converse, finish, make_agent, make_llm, repair, stored, think
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import Message, ToolCall, Trajectory
-from openhands_rl_plugin.hosts.v1.critic import message_of
 from openhands_rl_plugin.trajectories.exchange import v1 as v1_events
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
 
@@ -41,6 +42,14 @@ def imported(folder: Path) -> Trajectory:
 def answers_to(workspace: Path) -> list[dict]:
     both = says("Both.", call("think", '{"thought":  "a"}', "call-a"), call("think", {"thought": "b"}, "call-b"))
     return [*repair(workspace)[:-1], both, think("again", "call-c"), finish(id="call-d")]
+
+
+def message_of(said: SdkMessage) -> Message:
+    text = "\n".join(part.text for part in said.content if isinstance(part, TextContent))
+    calls = tuple(ToolCall(id=each.id, name=each.name, arguments=each.arguments) for each in said.tool_calls or ())
+    return Message(
+        role=said.role, content=text or None, tool_calls=calls, tool_call_id=said.tool_call_id, name=said.name
+    )
 
 
 def calls_in(messages: tuple[Message, ...]) -> list[ToolCall]:
