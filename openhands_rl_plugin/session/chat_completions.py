@@ -6,7 +6,7 @@ from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
 from openhands_rl_plugin.models.engines.openai_wire import DONE
-from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol, event, guarded, marked
+from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol, event, marked
 from openhands_rl_plugin.session.requests import ClientRequest, client_request, parsed_body
 from openhands_rl_plugin.session.responses import (
     UpstreamResponse,
@@ -68,7 +68,7 @@ class ChunkStream(AnswerStream):
     def read(self) -> UpstreamResponse:
         """As ``AnswerStream.read``."""
         self.lost_ids = self._parts.lost_ids
-        return guarded(UpstreamResponse, "the response")(dump_object(self._parts.document()))
+        return UpstreamResponse(dump_object(self._parts.document()))
 
     def _for_client(self, raw: bytes, chunk: Json) -> bytes:
         shown = chunk if self._ids else strip_ids(chunk)
@@ -115,8 +115,8 @@ CHAT = WireProtocol(
     path="chat/completions",
     reports_ids=True,
     wanted=_wanted,
-    parse=guarded(_parse, "the request"),
-    answer=guarded(UpstreamResponse, "the response"),
+    request=_parse,
+    response=UpstreamResponse,
     stream=ChunkStream,
     error_event=_error_event,
 )

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import JsonValue
 
@@ -44,10 +45,12 @@ from openhands_rl_plugin.core.types import (
     kind_of,
     path_to,
 )
-from openhands_rl_plugin.models.engines.extensions import missing_parts
+from openhands_rl_plugin.models.engines.extensions import SAMPLING, TOKEN_IDS, ExtensionAttempt, missing_parts
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
 from openhands_rl_plugin.session.conversation import ClientConversation, squeezed
+from openhands_rl_plugin.session.protocol import WireProtocol
 from openhands_rl_plugin.session.replies import PendingCalls
 from openhands_rl_plugin.session.requests import ClientRequest
 from openhands_rl_plugin.session.responses import UpstreamResponse
@@ -145,7 +148,6 @@ class SideRequests:
 ENVIRONMENT = "gateway"
 RECORDED = StrategySpec(name="gateway")
 """That of a session without a strategy."""
-_USUAL = "chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,33 @@ class SessionKey:
     @property
     def trajectory_id(self) -> str:
         return trajectory_id(self.request())
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A client's request on its way to the model server. ``started`` is a time of ``perf_counter``."""
+
+    protocol: WireProtocol
+    session: ClientSession
+    call: ClientRequest
+    attempt: ExtensionAttempt
+    started: float
+
+    @property
+    def filled(self) -> JsonObject:
+        """The sampling parameters that the client left open, as they were sent."""
+        added = added_fields(self.call, self.attempt.fields) if SAMPLING in self.attempt.fields else {}
+        return {name: value for name, value in added.items() if name in SamplingParams.model_fields}
+
+    def why(self, name: str, *, lost_ids: bool) -> str:
+        """Why the answer came without what the field ``name`` asks for."""
+        if not self.protocol.reports_ids:
+            return f"POST /v1/{self.protocol.path} reports none"
+        if self.call.document.get(name) is not None and not self.call.wants(name):
+            return f"the client turned {name} off"
+        if lost_ids and name == TOKEN_IDS:
+            return "the stream left some token ids out"
+        return self.attempt.why_missing(name)
 
 
 class ClientSession(Session):
@@ -234,20 +263,12 @@ class ClientSession(Session):
         policy = super().policy_of(served)
         return policy if policy.adapter is not None else PolicyRef(base_model=served)
 
-    async def record(
-        self,
-        call: ClientRequest,
-        answer: UpstreamResponse,
-        latency: float,
-        *,
-        protocol: str,
-        why_missing: Callable[[str], str],
-    ) -> list[str]:
+    async def record(self, exchange: Exchange, answer: UpstreamResponse, *, lost_ids: bool) -> list[str]:
         """Store a response with the new messages of its prompt. After a ``StorageError``, the next call stores it, too.
 
-        ``latency`` is in seconds. ``why_missing``: why there are no ``return_token_ids`` or ``logprobs``, if there are
-        none; returns the cause for each answer to which that applies.
+        Returns the cause for each answer without token ids or logprobs. ``lost_ids`` as in ``AnswerStream``.
         """
+        call, latency = exchange.call, round(time.perf_counter() - exchange.started, 4)
         served = answer.model or call.model
         self._begin(call, served)
         tree, first = self.tree, len(self.tree.nodes)
@@ -259,12 +280,12 @@ class ClientSession(Session):
         else:
             rewritten, parent = self._conversation.follow(messages), tree.head
             self._sides.notice(first)
-        notes: JsonObject = {"request": call.parameters, "response": answer.about, "latency": round(latency, 4)}
+        notes: JsonObject = {"request": call.parameters, "response": answer.about, "latency": latency}
         noted: JsonObject = {
             "streamed": call.streams,
             "history_rewritten": rewritten,
             TOOLS: list(call.tools) if call.tools != tools else None,
-            "protocol": protocol if protocol != _USUAL else None,
+            "protocol": exchange.protocol.path if exchange.protocol is not CHAT else None,
             "instructions": call.instructions,
             "unknown_before": unknown,
         }
@@ -276,10 +297,10 @@ class ClientSession(Session):
                 after=parent,
                 served=served,
                 usage=answer.usage() if at == 0 else Usage(),
-                sampling=call.sampling() or SamplingParams(),
+                sampling=call.sampling(exchange.filled),
                 metadata={**notes, **({"message": choice.extra} if choice.extra else {})},
             )
-            if missing := missing_parts(why_missing, made.tokens):
+            if missing := missing_parts(partial(exchange.why, lost_ids=lost_ids), made.tokens):
                 made.metadata[MISSING] = missing
                 causes += [f"{what}: {why}" for what, why in missing.items()]
             nodes.append(tree.propose(made, parent=parent))

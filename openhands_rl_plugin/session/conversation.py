@@ -27,9 +27,9 @@ class WorkspaceConversation(HostConversation):
 
     def _first_replay(self, index: int, message: WireMessage) -> bool:
         found = super()._first_replay(index, message)
-        noted = self._tree.nodes[index].metadata
-        if found and "replayed_as" in noted and self._said.has(self._tree.messages(index), message):
-            del noted["replayed_as"]
+        node = self._tree.nodes[index]
+        if found and self._said.text(message, node.message) is not None:
+            node.metadata.pop("replayed_as", None)
         return found
 
     def _settle(self, at: int | None, new: Sequence[Message]) -> None:

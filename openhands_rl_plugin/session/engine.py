@@ -187,7 +187,7 @@ class SessionEngine:
         if path:
             self.answers.keep(choice.message, document)
             if session.exact and not given.get("tools"):
-                session.said.add(path, completion)
+                session.said.add(completion)
         return completion
 
     def document(self, node: int) -> Json:

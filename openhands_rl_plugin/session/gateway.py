@@ -209,7 +209,7 @@ class Gateway:
     def _health(self) -> Reply:
         """Counters since the start, and the fields that models refuse."""
         now = {"status": "ok", "sessions": len(self.sessions), "in_flight": self._in_flight}
-        told = {**now, **self._recorder.counts.shown(), "refused": self._recorder.refused()}
+        told = {**now, **vars(self._recorder.counts), "refused": self._recorder.refused()}
         return Reply(200, dump_object(told))
 
     async def _forwarded(self, request: Incoming, name: str, sent: str) -> Reply | None:

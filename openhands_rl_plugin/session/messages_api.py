@@ -16,14 +16,11 @@ from openhands_rl_plugin.session.protocol import (
     WireProtocol,
     as_completion,
     event,
-    guarded,
-    of_document,
     texts_of,
-    wants_nothing,
 )
-from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, client_request, parsed_body
+from openhands_rl_plugin.session.requests import ClientRequest, client_request, parsed_body
 from openhands_rl_plugin.session.responses import UpstreamResponse
-from openhands_rl_plugin.session.token_id_text import Json, dump_object
+from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
 
 # Claude Code's first system block differs from request to request, and is no part of the prompt.
 _ATTRIBUTION = "x-anthropic-billing-header:"
@@ -34,10 +31,8 @@ _EXACT = "input_text"
 
 def _parse(body: bytes) -> ClientRequest:
     document = parsed_body(body)
-    given = document.get("messages")
-    if not isinstance(given, list):
-        raise Unrecordable("the request has no messages")
-    messages = [*_system(document.get("system")), *(each for message in given for each in _messages(message))]
+    given = (each for message in document["messages"] for each in _messages(message))
+    messages = [*_system(document.get("system")), *given]
     settings = {name: document[name] for name in _PARAMETERS if name in document}
     if (stop := document.get("stop_sequences")) is not None:
         settings["stop"] = stop
@@ -45,10 +40,8 @@ def _parse(body: bytes) -> ClientRequest:
     return client_request(body, document, messages, [_tool(tool) for tool in tools], settings)
 
 
-def _system(system: object) -> Iterator[Json]:
+def _system(system: Any) -> Iterator[Json]:
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system or ()
-    if not isinstance(blocks, list | tuple) or not all(isinstance(block, dict) for block in blocks):
-        raise Unrecordable("the system prompt has an unknown format")
     said = [_part(block) for block in blocks if not str(block.get("text")).startswith(_ATTRIBUTION)]
     if said:
         yield {"role": "system", "content": said}
@@ -56,14 +49,10 @@ def _system(system: object) -> Iterator[Json]:
 
 def _messages(message: Any) -> Iterator[Json]:
     """One message as those of chat completions: each tool result is a message of its own."""
-    if not isinstance(message, dict):
-        raise Unrecordable("a message is not an object")
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str) or content is None:
         yield {"role": role, "content": content}
         return
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise Unrecordable("a message has an unknown format")
     if role == "assistant":
         yield {"role": role, **_said(content)}
         return
@@ -112,8 +101,6 @@ def _part(block: Json) -> Json:
 
 def _tool(tool: Any) -> JsonObject:
     """A tool of the client as one of chat completions; a tool of the server's own (web search) as it is."""
-    if not isinstance(tool, dict):
-        raise Unrecordable("a tool of the request is not an object")
     if "input_schema" not in tool:
         return tool
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
@@ -123,13 +110,10 @@ def _tool(tool: Any) -> JsonObject:
 
 
 def _completion(message: Json) -> UpstreamResponse:
-    content = message.get("content")
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise Unrecordable("the response is not a message")
     reason, given = message.get("stop_reason"), message.get("usage")
     about = {name: message[name] for name in ("id", "model", "stop_reason", "stop_sequence") if message.get(name)}
     usage = _usage(given if isinstance(given, dict) else {})
-    return as_completion(_said(content), STOP_REASONS.get(str(reason), reason), usage, about)
+    return as_completion(_said(message["content"]), STOP_REASONS.get(str(reason), reason), usage, about)
 
 
 def _usage(given: Json) -> Json:
@@ -141,9 +125,6 @@ def _usage(given: Json) -> Json:
         "completion_tokens": count.get("output_tokens", 0),
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-_READ = guarded(_completion, "the response")
 
 
 class MessageStream(AnswerStream):
@@ -161,7 +142,7 @@ class MessageStream(AnswerStream):
             block = self._blocks[index]
             block[name] = (block.get(name) or "") + "".join(parts)
         blocks = [block for _, block in sorted(self._blocks.items())]
-        return _READ({**self._message, "content": blocks})
+        return _completion({**self._message, "content": blocks})
 
     def take(self, data: Json) -> None:
         """As ``AnswerStream.take``."""
@@ -196,10 +177,8 @@ def _error_event(error: Json) -> bytes:
 
 MESSAGES = WireProtocol(
     path="messages",
-    reports_ids=False,
-    wanted=wants_nothing,
-    parse=guarded(_parse, "the request"),
-    answer=of_document(_completion),
+    request=_parse,
+    response=lambda body: _completion(parse_object(body) or {}),
     stream=MessageStream,
     error_event=_error_event,
 )

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.replies import JSON, Reply, error_reply
 from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, PlainTransport, http_client
@@ -44,11 +45,11 @@ _WAITS = {"timeout": {"connect": 10.0}}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
-class UpstreamError(Exception):
+class UpstreamError(RLError):
     """The model server did not respond; ``reply`` is the error for the client."""
 
     def __init__(self, reply: Reply) -> None:
-        super().__init__(reply.status)
+        super().__init__(str(reply.status))
         self.reply = reply
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from openhands_rl_plugin.models.engines.chunks import ServerEvent
@@ -53,14 +54,15 @@ class AnswerStream:
         """The answer as a chat completion. Raises ``Unrecordable`` when the events are none, or not all."""
         if self.problem or not self.ending:
             raise Unrecordable(self.problem or "the stream ended before its answer did")
-        return self.read()
+        with _known_format("the response"):
+            return self.read()
 
     def take(self, data: Json) -> None:
         """Read an event. Raises ``ValueError`` and others for one of an unknown format."""
         raise NotImplementedError
 
     def read(self) -> UpstreamResponse:
-        """The response of all events. Raises ``Unrecordable``."""
+        """The response of all events. Raises ``Unrecordable``, and others as ``take``."""
         raise NotImplementedError
 
 
@@ -68,17 +70,27 @@ class AnswerStream:
 class WireProtocol:
     """One protocol. ``path`` is below ``/v1``; ``reports_ids``: whether a server may report token ids in it.
 
+    ``request`` and ``response`` read JSON of the protocol. ``error_event`` is an error in a stream that has begun.
     ``wanted``: the fields to add to a request, if they are accepted.
-    ``parse`` and ``answer`` raise ``Unrecordable``. ``error_event`` is an error in a stream that has begun.
     """
 
     path: str
-    reports_ids: bool
-    wanted: Callable[[ClientRequest], Sequence[str]]
-    parse: Callable[[bytes], ClientRequest]
-    answer: Callable[[bytes], UpstreamResponse]
+    request: Callable[[bytes], ClientRequest]
+    response: Callable[[bytes], UpstreamResponse]
     stream: Callable[[ClientRequest], AnswerStream]
     error_event: Callable[[Json], bytes]
+    reports_ids: bool = False
+    wanted: Callable[[ClientRequest], Sequence[str]] = lambda call: ()
+
+    def parse(self, body: bytes) -> ClientRequest:
+        """A client's request. Raises ``Unrecordable``."""
+        with _known_format("the request"):
+            return self.request(body)
+
+    def answer(self, body: bytes) -> UpstreamResponse:
+        """A whole response. Raises ``Unrecordable``."""
+        with _known_format("the response"):
+            return self.response(body)
 
 
 def as_completion(message: Json, finish_reason: str | None, usage: Json, about: Json) -> UpstreamResponse:
@@ -87,33 +99,13 @@ def as_completion(message: Json, finish_reason: str | None, usage: Json, about: 
     return UpstreamResponse(dump_object({**about, "choices": [choice], "usage": usage}))
 
 
-def guarded[G, R](read: Callable[[G], R], what: str) -> Callable[[G], R]:
-    """``read``, for JSON of any structure: raises ``Unrecordable`` for one that it does not expect."""
-
-    def guard(given: G) -> R:
-        try:
-            return read(given)
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise Unrecordable(f"{what} has an unknown format ({type(error).__name__})") from error
-
-    return guard
-
-
-def of_document(read: Callable[[Json], UpstreamResponse]) -> Callable[[bytes], UpstreamResponse]:
-    """``read`` for the bytes of a response."""
-
-    def answer(body: bytes) -> UpstreamResponse:
-        document = parse_object(body)
-        if document is None:
-            raise Unrecordable("the response is no JSON object")
-        return read(document)
-
-    return guarded(answer, "the response")
-
-
-def wants_nothing(call: ClientRequest) -> Sequence[str]:
-    """The ``wanted`` of a protocol without token ids."""
-    return ()
+@contextmanager
+def _known_format(what: str) -> Iterator[None]:
+    """For JSON of any structure: raises ``Unrecordable`` for one that is not expected."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise Unrecordable(f"{what} has an unknown format ({type(error).__name__})") from error
 
 
 def event(data: bytes, name: str = "") -> bytes:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import httpx
 
@@ -16,18 +15,16 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageE
 from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import note_failure, read_body
-from openhands_rl_plugin.core.types import FailureKind, JsonObject, SamplingParams
+from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import (
     SAMPLING,
-    TOKEN_IDS,
     Clock,
-    ExtensionAttempt,
     ExtensionTable,
 )
 from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
-from openhands_rl_plugin.session.client_episode import ClientSession
+from openhands_rl_plugin.session.client_episode import ClientSession, Exchange
 from openhands_rl_plugin.session.client_sessions import OPENING, SessionName
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, UpstreamError, forwarded_headers
@@ -53,7 +50,7 @@ _EVENTS_AT_ONCE = 256
 """Events of one stream in one turn of the event loop."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Counts:
     """Counters of a gateway since its start.
 
@@ -69,10 +66,6 @@ class Counts:
     unrecorded_paths: Counter[str] = field(default_factory=Counter)
     named_by: Counter[str] = field(default_factory=Counter)
     restored_calls: int = 0
-
-    def shown(self) -> JsonObject:
-        """All of them, for ``/health``."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 class Recorder:
@@ -126,8 +119,14 @@ class Recorder:
                     self.counts.restored_calls += restored
                 wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
                 attempt = self._extensions.attempt(model, wanted)
-                exchange = _Exchange(protocol, session, call, attempt, time.perf_counter())
-                return await self._reply(exchange, model, headers, query=query, live=live)
+                exchange = Exchange(protocol, session, call, attempt, time.perf_counter())
+                async with self._answered(exchange, model, headers, query) as response:
+                    if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
+                        return await self._stream(exchange, response, live)
+                    return await self._whole(exchange, await self._upstream.whole(response))
+        except UpstreamError as error:
+            self.counts.upstream_errors += 1
+            return error.reply
         except StorageError as error:
             # The client must not continue from an answer that is not stored; it can retry.
             _LOG.error("a response could not be stored: %s", error)
@@ -141,18 +140,6 @@ class Recorder:
             waits = {"retry-after": f"{error.retry_after:g}"} if error.retry_after else {}
             return error_reply(max(error.status, 400), str(error), "ModelServerError", waits)
 
-    async def _reply(
-        self, exchange: _Exchange, model: str, headers: RawHeaders, *, query: str, live: LiveAnswer
-    ) -> Reply:
-        try:
-            async with self._answered(exchange, model, headers, query) as response:
-                if exchange.call.streams and response.headers.get("content-type", "").startswith(EVENTS):
-                    return await self._stream(exchange, response, live)
-                return await self._whole(exchange, await self._upstream.whole(response))
-        except UpstreamError as error:
-            self.counts.upstream_errors += 1
-            return error.reply
-
     async def _decided(
         self, session: ClientSession, call: ClientRequest, model: str, headers: RawHeaders, live: LiveAnswer
     ) -> Reply:
@@ -165,9 +152,10 @@ class Recorder:
             live.add(part)
         return Reply(200, b"", EVENTS, recorded=True)
 
-    def unrecorded(self, problem: Unrecordable) -> None:
+    def unrecorded(self, problem: Exception) -> None:
         """Count an answer that cannot be recorded."""
-        _LOG.warning("not recorded: %s", problem)
+        known = isinstance(problem, Unrecordable)
+        _LOG.warning("not recorded: %s", problem if known else f"it cannot be stored ({type(problem).__name__})")
         self.counts.unrecorded += 1
 
     def named(self, session: SessionName) -> None:
@@ -187,7 +175,7 @@ class Recorder:
 
     @asynccontextmanager
     async def _answered(
-        self, exchange: _Exchange, model: str, headers: RawHeaders, query: str
+        self, exchange: Exchange, model: str, headers: RawHeaders, query: str
     ) -> AsyncIterator[httpx.Response]:
         """The model server's answer to the request with the fields that it accepts. Raises ``UpstreamError``."""
         attempt, path = exchange.attempt, exchange.protocol.path + query
@@ -202,7 +190,7 @@ class Recorder:
             if not attempt.is_refused(refusal.status, refusal.body):
                 raise UpstreamError(refusal)
 
-    async def _whole(self, exchange: _Exchange, reply: Reply) -> Reply:
+    async def _whole(self, exchange: Exchange, reply: Reply) -> Reply:
         call = exchange.call
         try:
             answer = await read_body(reply.body, exchange.protocol.answer)
@@ -213,14 +201,11 @@ class Recorder:
             self.unrecorded(problem)
             return Reply(reply.status, shown, reply.content_type, {**reply.headers, **NOT_RECORDED})
         body = answer.body_for(call) if exchange.protocol.reports_ids else reply.body
-        try:
-            await self._record(exchange, answer)
-        except Unrecordable as problem:
-            self.unrecorded(problem)
-            return Reply(200, body, reply.content_type, {**reply.headers, **NOT_RECORDED})
-        return Reply(200, body, reply.content_type, reply.headers, recorded=True)
+        recorded = await self._record(exchange, lambda: answer)
+        headers = reply.headers if recorded else {**reply.headers, **NOT_RECORDED}
+        return Reply(200, body, reply.content_type, headers, recorded=recorded)
 
-    async def _stream(self, exchange: _Exchange, response: httpx.Response, live: LiveAnswer) -> Reply:
+    async def _stream(self, exchange: Exchange, response: httpx.Response, live: LiveAnswer) -> Reply:
         live.headers = forwarded_headers(response.headers)
         reader, stream, held = EventStreamReader(), exchange.protocol.stream(exchange.call), []
         try:
@@ -240,34 +225,30 @@ class Recorder:
         except httpx.HTTPError as error:
             message = f"The model server broke off its answer ({type(error).__name__}); ask again."
             raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
-        reply = Reply(200, b"", EVENTS, live.headers, recorded=True)
-        try:
-            await self._record(exchange, stream.whole(), stream)
-        except Unrecordable as problem:
-            self.unrecorded(problem)
-            reply = Reply(200, b"", EVENTS, live.headers)
+        recorded = await self._record(exchange, stream.whole, stream)
         for part in (*held, reader.rest()):
             live.add(part)
-        return reply
+        return Reply(200, b"", EVENTS, live.headers, recorded=recorded)
 
-    async def _record(self, exchange: _Exchange, answer: UpstreamResponse, stream: AnswerStream | None = None) -> None:
-        """Store the answer. Raises ``Unrecordable`` and ``StorageError``."""
-        session, seconds = exchange.session, time.perf_counter() - exchange.started
+    async def _record(
+        self, exchange: Exchange, read: Callable[[], UpstreamResponse], stream: AnswerStream | None = None
+    ) -> bool:
+        """Store the answer, if it can be recorded. Raises ``StorageError``."""
         try:
-            why = partial(exchange.why, lost_ids=stream is not None and stream.lost_ids)
-            missing = await session.record(
-                exchange.as_sent(), answer, seconds, protocol=exchange.protocol.path, why_missing=why
-            )
-        except (ValueError, TypeError, RecursionError) as error:
+            answer = read()
+            missing = await exchange.session.record(exchange, answer, lost_ids=stream is not None and stream.lost_ids)
+        except (Unrecordable, ValueError, TypeError, RecursionError) as error:
             # The answer is paid for.
-            raise Unrecordable(f"the exchange cannot be stored ({type(error).__name__})") from error
+            self.unrecorded(error)
+            return False
         self.counts.recorded += 1
         self.counts.missing.update(missing)
         identity = answer.document.get("id")
         if identity and exchange.protocol is RESPONSES:
-            self._sessions_of[str(identity)] = session.name
+            self._sessions_of[str(identity)] = exchange.session.name
             if len(self._sessions_of) > _MOST_RESPONSES:
                 self._sessions_of.popitem(last=False)
+        return True
 
     def _model(self, session: ClientSession, asked: str) -> str:
         """The model for a request. Some names stand for the current version of the adapter, which a training loop
@@ -281,7 +262,7 @@ class Recorder:
         return session.pinned
 
 
-def _unread(exchange: _Exchange, body: bytes) -> tuple[bytes, int]:
+def _unread(exchange: Exchange, body: bytes) -> tuple[bytes, int]:
     """A body without what only the gateway asked for, and the status that an error in it stands for, or 0."""
     document, error = parse_object(body), None
     if document is not None:
@@ -290,30 +271,3 @@ def _unread(exchange: _Exchange, body: bytes) -> tuple[bytes, int]:
         if exchange.protocol.reports_ids and shown != document:
             body = dump_object(shown)
     return body, error[0] if error is not None else 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """A request on its way. ``started`` is a time of ``perf_counter``."""
-
-    protocol: WireProtocol
-    session: ClientSession
-    call: ClientRequest
-    attempt: ExtensionAttempt
-    started: float
-
-    def as_sent(self) -> ClientRequest:
-        """The request with the sampling parameters that it was answered with."""
-        added = added_fields(self.call, self.attempt.fields) if SAMPLING in self.attempt.fields else {}
-        settings = {name: value for name, value in added.items() if name in SamplingParams.model_fields}
-        return replace(self.call, filled=settings)
-
-    def why(self, name: str, *, lost_ids: bool) -> str:
-        """Why the answer came without what the field ``name`` asks for."""
-        if not self.protocol.reports_ids:
-            return f"POST /v1/{self.protocol.path} reports none"
-        if self.call.document.get(name) is not None and not self.call.wants(name):
-            return f"the client turned {name} off"
-        if lost_ids and name == TOKEN_IDS:
-            return "the stream left some token ids out"
-        return self.attempt.why_missing(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,7 +33,6 @@ class ClientRequest:
     ``messages``, ``tools`` and ``settings`` (the sampling parameters) are in the format of chat completions, whatever
     the protocol. ``instructions``: whether the first message holds for this request only. ``continues``: the id of an
     earlier response whose conversation comes before ``messages``. ``unknown_before``: why it is not known what does.
-    ``filled``: the sampling parameters that it left open, as they were sent to the model server.
     """
 
     body: bytes
@@ -44,7 +43,6 @@ class ClientRequest:
     instructions: bool = False
     continues: str = ""
     unknown_before: str = ""
-    filled: Json = field(default_factory=dict)
 
     @property
     def model(self) -> str:
@@ -69,12 +67,12 @@ class ClientRequest:
         """The sampling parameters of the request."""
         return recorded_parameters(self.settings)
 
-    def sampling(self) -> SamplingParams | None:
-        """The parameters as ``SamplingParams``; ``None`` when they have values that are not valid there."""
+    def sampling(self, filled: Json) -> SamplingParams:
+        """The parameters with those ``filled`` in for it; none where a value is not valid."""
         try:
-            return SamplingParams.model_validate(dict(sampling_in({**self.settings, **self.filled})))
+            return SamplingParams.model_validate(dict(sampling_in({**self.settings, **filled})))
         except (ValidationError, TypeError):
-            return None
+            return SamplingParams()
 
 
 def parsed_body(body: bytes) -> Json:

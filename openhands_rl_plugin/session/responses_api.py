@@ -15,14 +15,11 @@ from openhands_rl_plugin.session.protocol import (
     WireProtocol,
     as_completion,
     event,
-    guarded,
-    of_document,
     texts_of,
-    wants_nothing,
 )
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, client_request, parsed_body
 from openhands_rl_plugin.session.responses import UpstreamResponse
-from openhands_rl_plugin.session.token_id_text import Json, dump_object
+from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
 
 _PARAMETERS = ("temperature", "top_p", "tool_choice", "parallel_tool_calls")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -35,8 +32,6 @@ def _parse(body: bytes) -> ClientRequest:
     document = parsed_body(body)
     given = document.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise Unrecordable("the request's input has an unknown format")
     instructions = document.get("instructions")
     messages = _messages(items)
     if instructions:
@@ -135,8 +130,6 @@ def _content(content: object) -> object:
 
 def _tool(tool: Any) -> JsonObject:
     """A function as a tool of chat completions; any other tool as it is."""
-    if not isinstance(tool, dict):
-        raise Unrecordable("a tool of the request is not an object")
     if tool.get("type") != "function" or "function" in tool:
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
@@ -146,7 +139,7 @@ def _completion(response: Json) -> UpstreamResponse:
     output, status = response.get("output"), response.get("status", "completed")
     if status not in ("completed", "incomplete"):
         raise Unrecordable(f"the response is {status!s:.20}, not completed")
-    if not isinstance(output, list) or not output or not all(isinstance(item, dict) for item in output):
+    if not output:
         raise Unrecordable("the response has no output")
     said = _said(output)
     details = response.get("incomplete_details")
@@ -167,9 +160,6 @@ def _usage(given: Json) -> Json:
     return {name: value for name, value in {**counts, **details}.items() if value is not None}
 
 
-_READ = guarded(_completion, "the response")
-
-
 class ResponseStream(AnswerStream):
     """A streamed response."""
 
@@ -182,7 +172,7 @@ class ResponseStream(AnswerStream):
         """As ``AnswerStream.read``."""
         # Some servers leave the output out of the last event.
         items = [item for _, item in sorted(self._items.items())]
-        return _READ({**self._response, "output": self._response.get("output") or items})
+        return _completion({**self._response, "output": self._response.get("output") or items})
 
     def take(self, data: Json) -> None:
         """As ``AnswerStream.take``."""
@@ -204,10 +194,8 @@ def _error_event(error: Json) -> bytes:
 
 RESPONSES = WireProtocol(
     path="responses",
-    reports_ids=False,
-    wanted=wants_nothing,
-    parse=guarded(_parse, "the request"),
-    answer=of_document(_completion),
+    request=_parse,
+    response=lambda body: _completion(parse_object(body) or {}),
     stream=ResponseStream,
     error_event=_error_event,
 )

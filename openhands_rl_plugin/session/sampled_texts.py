@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -26,40 +26,35 @@ _PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
 
 
 class SampledTexts:
-    """What was sampled in one episode: one text for each answer that its tree has, by the conversation up to it."""
+    """What was sampled in one episode as text."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, _Said] = {}
+        self._texts: dict[Message, str] = {}
 
-    def add(self, path: Sequence[Message], completion: Completion) -> None:
-        """Remember an answer to ``path``. One with calls by the API is none of text."""
+    def add(self, completion: Completion) -> None:
+        """Remember an answer. One with calls by the API is none of text."""
         said = completion.message
         if said.content and not said.tool_calls:
-            *_, key = _keys([*path, said])
-            self._texts[key] = _Said(said, _closed(said.content, completion))
+            self._texts[said] = _closed(said.content, completion)
 
     def put_back(self, prompt: Sequence[WireMessage], path: Sequence[Message]) -> list[WireMessage]:
         """The prompt, in the host's form, with the answers as they were sampled. ``path`` is the same conversation as
         the tree has it; a prompt of another length stays as it is."""
         if len(prompt) != len(path):
             return [*prompt]
-        told = zip(prompt, path, _keys(path), strict=True)
-        return [self._restored(message, said, key) for message, said, key in told]
+        return [
+            message
+            if (text := self.text(message, said)) is None
+            else {**message, "content": _in_form_of(message.get("content"), text)}
+            for message, said in zip(prompt, path, strict=True)
+        ]
 
-    def has(self, path: Sequence[Message], form: WireMessage) -> bool:
-        """Whether the last answer of ``path``, which the host says as ``form``, is sent as it was sampled."""
-        *_, key = _keys(path)
-        return self._text(form, path[-1], key) is not None
-
-    def _restored(self, message: WireMessage, said: Message, key: int) -> WireMessage:
-        text = self._text(message, said, key)
-        return message if text is None else {**message, "content": _in_form_of(message.get("content"), text)}
-
-    def _text(self, message: WireMessage, said: Message, key: int) -> str | None:
-        known = self._texts.get(key)
-        if known is None or known.message != said or message["role"] != "assistant" or message.get("tool_calls"):
+    def text(self, form: WireMessage, said: Message) -> str | None:
+        """What is sent for the answer ``said``, which the host says as ``form``; ``None``: the host's own form."""
+        known = self._texts.get(said)
+        if known is None or form["role"] != "assistant" or form.get("tool_calls"):
             return None
-        return known.text if read_text(known.text) == read_text(text_of(message.get("content")) or "") else None
+        return known if read_text(known) == read_text(text_of(form.get("content")) or "") else None
 
 
 class SampledCalls:
@@ -107,11 +102,6 @@ class SampledCalls:
         return {**call, "function": {**said, "name": own.name, "arguments": own.arguments}}
 
 
-class _Said(NamedTuple):
-    message: Message
-    text: str
-
-
 class SampledText(NamedTuple):
     """What the text of an answer says, apart from what hosts change: ``after`` is whatever belongs to no call."""
 
@@ -119,14 +109,6 @@ class SampledText(NamedTuple):
     name: str | None = None
     arguments: tuple[tuple[str, str], ...] = ()
     after: str = ""
-
-
-def _keys(path: Sequence[Message]) -> Iterator[int]:
-    """For each message a key of the conversation up to it."""
-    key = 0
-    for message in path:
-        key = hash((key, message))
-        yield key
 
 
 def read_text(text: str) -> SampledText:
