@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import re
 import signal
 import threading
 import uuid
@@ -16,6 +17,7 @@ from typing import Self
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
+from openhands_rl_plugin.core.messages import calls_in, text_of
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.bounds import kill_all, processes
@@ -40,9 +42,13 @@ from openhands_rl_plugin.environments.workspace.session_fork import (
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
+from openhands_rl_plugin.session.token_id_text import Json
 
 _MEBIBYTE = 1024**2
-
+# The limit of a command, in the arguments of a call or in a call that is text.
+_TIMEOUT = re.compile(r'(?:"timeout"\s*:\s*"?|<parameter=timeout>\s*)(\d+(?:\.\d+)?)')
+# Seconds beside a command's own limit: to copy a workspace, start its shell and end a command that timed out.
+_SLACK = 30.0
 
 ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
 NO_NULL = "A command cannot hold a null character."
@@ -53,6 +59,15 @@ def earlier_output(result: CommandResult) -> str:
     if not result.earlier:
         return ""
     return f"[Output of background processes since the last command.]\n{result.earlier}\n[Output of this command.]\n"
+
+
+def command_seconds(answer: Json, default: float) -> float:
+    """How long the commands of an answer may take in a copy of the workspace: more than their own limits, so that they
+    report timeouts, too. ``default``: the limit of one that says none."""
+    said = answer["choices"][0]["message"]
+    texts = [call.arguments for call in calls_in(said)] or [text_of(said.get("content")) or ""]
+    limits = (max((float(found) for found in _TIMEOUT.findall(text)), default=default) for text in texts)
+    return sum(limit + _SLACK for limit in limits)
 
 
 class SandboxedWorkspace:

@@ -11,38 +11,22 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings
 from openhands_rl_plugin.core.concurrency import Job
-from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.records import CHECKED, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.rollout import scoring
 from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session
 
-
-@runtime_checkable
-class EpisodeRuntime(Protocol):
-    """A runtime that returns the evidence for rewards before it is closed."""
-
-    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """The evidence and the environment's failure, if any. Blocks; a second call returns the same."""
-        ...
-
-
-class _Decision(NamedTuple):
-    """A job, and the id of the last event that its controller had processed when the job began."""
-
-    job: Job[Any]
-    last_event: int
-
-
 _runtimes: WeakValueDictionary[str, object] = WeakValueDictionary()
-_decisions: dict[str, _Decision] = {}
+# Session -> its decision, and the id of the last event that its controller had processed when that began.
+_decisions: dict[str, tuple[Job[Any], int]] = {}
 # Runtime of a session -> the id of the last event that stopped the session.
 _stops: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -68,7 +52,7 @@ def deciding(session: str, job: Job[Any], last_event: int) -> Iterator[None]:
     event, which the controller has not processed yet, the job is cancelled at once.
     """
     with _lock:
-        _decisions[session] = _Decision(job, last_event)
+        _decisions[session] = job, last_event
         runtime = _runtimes.get(session)
         stopped = runtime is not None and _stops.get(runtime, -math.inf) >= last_event
     try:
@@ -89,18 +73,9 @@ def stop_deciding(session: str, stop: float = math.inf) -> None:
     with _lock:
         if (runtime := _runtimes.get(session)) is not None:
             _stops[runtime] = max(stop, _stops.get(runtime, stop))
-        decision = _decisions.get(session)
-    if decision is not None and decision.last_event <= stop:
-        decision.job.cancel()
-
-
-@runtime_checkable
-class ChecksWorkspace(Protocol):
-    """A runtime that can run a command over the workspace as it stands."""
-
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """Run it in a fresh sandbox. Blocks."""
-        ...
+        job, last_event = _decisions.get(session, (None, 0))
+    if job is not None and last_event <= stop:
+        job.cancel()
 
 
 def workspace_command(settings: RewardSettings) -> WorkspaceCommand | None:
@@ -122,24 +97,23 @@ def end_evidence(
 ) -> tuple[JsonObject | None, Failure | None]:
     """The session's evidence and its failure: ``failure``, the episode's, or else the environment's. Blocks.
 
+    They are what the runtime's ``conclude`` says, if it has one; its ``check`` runs the reward's command.
+
     An episode that a limit cut is paid here, where its environment pays at the end only.
     The reward's command comes last, so that what it writes is no part of the session's patch. It judges whatever a run
     that ended has left, also at a limit of iterations; after a failure, which a stop in the middle is, it is not run.
     """
     failure = failure or episode.failure
     evidence: JsonObject | None = None
-    if isinstance(runtime, EpisodeRuntime):
-        evidence, broken = runtime.conclude()
+    if (conclude := getattr(runtime, "conclude", None)) is not None:
+        evidence, broken = conclude()
         failure = failure or broken
     live = getattr(runtime, "live", None)
     if isinstance(live, LiveEnvironment) and live.owed is not None:
         episode.pay(live.owed)
     asked = workspace_command(episode.settings.reward)
     if asked is not None and failure is None:
-        ran = (
-            runtime.check(asked)
-            if isinstance(runtime, ChecksWorkspace)
-            else asked.did(error="this runtime has no workspace of openhands_rl_plugin")
-        )
+        missing = asked.did(error="this runtime has no workspace of openhands_rl_plugin")
+        ran = check(asked) if (check := getattr(runtime, "check", None)) is not None else missing
         evidence = {**(evidence or {}), CHECKED: ran.model_dump(mode="json")}
     return evidence, failure

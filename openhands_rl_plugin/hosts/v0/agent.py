@@ -22,6 +22,7 @@ from openhands.core.exceptions import FunctionCallConversionError, FunctionCallV
 from openhands.core.logger import openhands_logger
 from openhands.core.message import Message
 from openhands.events.action import Action, AgentFinishAction, MessageAction, NullAction
+from openhands.events.action.mcp import MCPAction
 from openhands.events.action.message import SystemMessageAction
 from openhands.events.event import Event
 from openhands.llm.llm import LLM
@@ -53,7 +54,7 @@ from openhands_rl_plugin.hosts.v0.completion import (
     record_condenser,
     twin,
 )
-from openhands_rl_plugin.hosts.v0.environment_runtime import EnvironmentActions, EnvironmentRuntime
+from openhands_rl_plugin.hosts.v0.environment_runtime import RESET_TOOL, STEP_TOOL, EnvironmentRuntime
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
 from openhands_rl_plugin.hosts.v0.settings import (
@@ -123,7 +124,7 @@ class RLAgent(CodeActAgent):
         if isinstance(self.llm, RouterLLM):
             raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
         self._workspace = llm_registry.config.workspace_base or ""
-        self._environment = EnvironmentActions()
+        self._opened = False
         self._seen: tuple[list[Event], set[int]] = ([], set())
         if self._described:
             describe_tools(self.llm)
@@ -221,7 +222,7 @@ class RLAgent(CodeActAgent):
         session.world = self._world
         if not self._environment_mode and type(session.strategy) is not StandardReActStrategy:
             session.reads = self._why_unread
-        self._session, self._environment = session, EnvironmentActions()
+        self._session, self._opened = session, False
         return session
 
     def _ask_session(self, body: Json) -> Json:
@@ -261,10 +262,12 @@ class RLAgent(CodeActAgent):
         return check_tools(self.tools, self.llm.config)
 
     def _step_in_environment(self, session: Session, state: State) -> Action:
-        actions = self._environment
-        if not actions.opened:
-            return actions.reset()
-        reply = actions.reply(state.history)
+        if not self._opened:
+            self._opened = True
+            return MCPAction(name=RESET_TOOL, arguments={})
+        runtime = runtime_of(state.session_id)
+        assert isinstance(runtime, EnvironmentRuntime)
+        reply = runtime.take_reply()
         session.observe(reply)
         session.evidence = session.evidence if reply.evidence is None else reply.evidence
         session.failure = reply.failure or session.failure
@@ -273,7 +276,7 @@ class RLAgent(CodeActAgent):
 
         def act() -> Action:
             self.llm.completion(messages=[to_wire(message) for message in session.tree.messages()])
-            return actions.act(session.tree.action)
+            return MCPAction(name=STEP_TOOL, arguments={"content": session.tree.action.content or ""})
 
         return self._asking(session, state, act)
 

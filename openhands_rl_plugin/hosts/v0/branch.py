@@ -28,7 +28,6 @@ from openhands.events.action import (
     AgentFinishAction,
     AgentRejectAction,
     AgentThinkAction,
-    CmdRunAction,
     MessageAction,
     TaskTrackingAction,
 )
@@ -43,7 +42,8 @@ from openhands.memory.view import View
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.v0.completion import ANSWERED, MALFORMED
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import command_seconds
+from openhands_rl_plugin.hosts.v0.completion import ANSWERED
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.token_id_text import Json
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 _ENDS = (AgentFinishAction, AgentRejectAction)
 _NOT_RUN = (AgentThinkAction, TaskTrackingAction)
-# Seconds beside the command's own limit: to copy a workspace, start its shell and end a command that timed out.
-_SLACK = 30.0
 
 
 class _View(NoOpCondenser):
@@ -109,14 +107,8 @@ class SessionBranch:
                 self._record(observation, EventSource.AGENT)
 
     def seconds(self, answer: Json) -> float:
-        """As ``Branch.seconds``: more than the commands' own limits, so that a branch reports timeouts, too."""
-        try:
-            actions = self.agent.read(answer)
-        except MALFORMED:
-            return 0.0
-        default = self.runtime.config.sandbox.timeout
-        commands = [action for action in actions if isinstance(action, CmdRunAction)]
-        return sum((default if each.timeout is None else each.timeout) + _SLACK for each in commands)
+        """As ``Branch.seconds``."""
+        return command_seconds(answer, self.runtime.config.sandbox.timeout)
 
     def evidence(self) -> JsonObject:
         """As ``Branch.evidence``."""

@@ -2,14 +2,13 @@
 
 Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"``. The agent
 sends ``MCPAction``s: ``RESET_TOOL`` first, which costs no completion, then ``STEP_TOOL`` with each of the policy's
-answers. It gets ``EnvironmentReply`` JSON, so that OpenHands' event log holds rewards and ends of episodes, too. A
-failure of the environment is such a reply: after an exception here the controller would wait forever.
+answers. The observation is the ``EnvironmentReply`` as JSON, so that OpenHands' event log holds rewards and ends of
+episodes, too. A failure of the environment is such a reply: after an exception here the controller would wait forever.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from openhands.events.observation import ErrorObservation, Observation
 from openhands.events.observation.mcp import MCPObservation
 from openhands.microagent import BaseMicroagent
 from openhands.runtime.runtime_status import RuntimeStatus
-from pydantic import ValidationError
 
 from openhands_rl_plugin.config.build import make_environment, make_strategy
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import CaughtFailure, describe
+from openhands_rl_plugin.core.errors import CaughtFailure
 from openhands_rl_plugin.core.protocols import info_of
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message
 from openhands_rl_plugin.core.types import Observation as Answer
@@ -72,7 +70,13 @@ class EnvironmentRuntime(SessionRuntime):
         self._task = task
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
         self.live = LiveEnvironment(make_environment(settings), forks=getattr(strategy, "forks", 0))
+        self.reply: EnvironmentReply | None = None
         super().__init__(config, *args, **kwargs)
+
+    def take_reply(self) -> EnvironmentReply:
+        """The environment's reply to the last action, once; without one, a failure."""
+        reply, self.reply = self.reply, None
+        return reply or _failed("the runtime did not answer")
 
     def unsupported(self, what: str) -> ErrorObservation:
         """The observation for an action that needs ``what``."""
@@ -110,7 +114,7 @@ class EnvironmentRuntime(SessionRuntime):
             return ErrorObservation(f"There is no tool {action.name!r}; the environment has {RESET_TOOL}, {STEP_TOOL}.")
         # Connections belong to one event loop, and OpenHands closes the current one before it closes the runtime.
         # Blocking is fine: this thread serves only this session.
-        reply = background().wait_for(self._reply_to(action))
+        reply = self.reply = background().wait_for(self._reply_to(action))
         return MCPObservation(content=reply.model_dump_json(), name=action.name, arguments=action.arguments)
 
     async def _reply_to(self, action: MCPAction) -> EnvironmentReply:
@@ -160,40 +164,6 @@ class EnvironmentRuntime(SessionRuntime):
     def list_files(self, path: str | None = None) -> list[str]:
         """Nothing: an environment has no files."""
         return []
-
-
-class EnvironmentActions:
-    """The actions and replies of one episode."""
-
-    def __init__(self) -> None:
-        self.opened = False
-        self._last_read = -1
-
-    def reset(self) -> MCPAction:
-        """The action that begins the episode."""
-        self.opened = True
-        return MCPAction(name=RESET_TOOL, arguments={})
-
-    def act(self, answer: Message) -> MCPAction:
-        """The action that executes an answer of the policy."""
-        return MCPAction(name=STEP_TOOL, arguments={"content": answer.content or ""})
-
-    def reply(self, history: Sequence[Event]) -> EnvironmentReply:
-        """The environment's reply to the last action; a missing or invalid reply is a failure."""
-        for event in reversed(history):
-            if event.id <= self._last_read:
-                break
-            if isinstance(event, MCPObservation | ErrorObservation):
-                self._last_read = event.id
-                return (_parsed if isinstance(event, MCPObservation) else _failed)(event.content)
-        return _failed("the runtime did not answer")
-
-
-def _parsed(content: str) -> EnvironmentReply:
-    try:
-        return EnvironmentReply.model_validate_json(content)
-    except ValidationError as error:
-        return _failed(f"the runtime's answer is not an environment's reply: {describe(error)}")
 
 
 def _failed(message: str) -> EnvironmentReply:

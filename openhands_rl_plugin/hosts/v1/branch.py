@@ -7,7 +7,6 @@ condenser, critic, hooks or confirmations, and of the tools only those that work
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import uuid
@@ -26,22 +25,19 @@ from openhands.tools.terminal import TerminalTool
 from pydantic import PrivateAttr
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, RLError
-from openhands_rl_plugin.core.messages import calls_in, text_of
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import command_seconds
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import Complete
-from openhands_rl_plugin.session.sampled_texts import read_text
 from openhands_rl_plugin.session.token_id_text import Json
 
 _ON_THE_COPY = frozenset({TerminalTool.name, FileEditorTool.name})
 _EXECUTED = _ON_THE_COPY | {FinishTool.name, ThinkTool.name}
 # What a branch does without: it would act outside of it, or cost calls of a model.
 _LEFT_OUT: dict[str, object] = {"condenser": None, "critic": None, "agent_context": None, "mcp_config": {}}
-# Seconds beside a command's own limit: to copy a workspace and start its shell.
-_SLACK = 30.0
 
 
 class ConversationBranch:
@@ -109,15 +105,8 @@ class ConversationBranch:
             raise agent._error
 
     def seconds(self, answer: Json) -> float:
-        """As ``Branch.seconds``: more than the commands' own limits, so that a branch reports timeouts, too."""
-        said = answer["choices"][0]["message"]
-        given = [(call.name, _arguments(call.arguments)) for call in calls_in(said)]
-        if not given and (text := read_text(text_of(said.get("content")) or "")).name is not None:
-            given = [(text.name, dict(text.arguments))]
-        limits = [
-            _seconds(arguments.get("timeout")) for name, arguments in given if name not in _EXECUTED - _ON_THE_COPY
-        ]
-        return sum((self._workspace.terminal.seconds if each is None else each) + _SLACK for each in limits)
+        """As ``Branch.seconds``."""
+        return command_seconds(answer, self._workspace.terminal.seconds)
 
     def evidence(self) -> JsonObject:
         """As ``Branch.evidence``."""
@@ -179,18 +168,3 @@ class BranchAgent(Agent):
         except RLError as error:
             self._error = error
             conversation.state.execution_status = Status.FINISHED
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _seconds(limit: Any) -> float | None:
-    try:
-        return float(limit)
-    except (ValueError, TypeError):
-        return None
