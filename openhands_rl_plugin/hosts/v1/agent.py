@@ -26,8 +26,9 @@ from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
 from openhands_rl_plugin.hosts.shared.first_prompt import too_long
+from openhands_rl_plugin.hosts.v1 import conversations
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
-from openhands_rl_plugin.hosts.v1.conversations import Conversations, adopting
+from openhands_rl_plugin.hosts.v1.conversations import adopting
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.session_llm import SessionLLM
 from openhands_rl_plugin.session.session import Session, current_episode
@@ -52,7 +53,6 @@ class RLAgent(Agent):
     replays_sampled: ClassVar[bool] = True
     """Calls that the SDK repaired are replayed to the model as they were sampled, so that prompts extend each other."""
 
-    _conversations: Conversations = PrivateAttr(default_factory=Conversations)
     _parent: tuple[ConversationEpisode, str] | None = PrivateAttr(default=None)
 
     @field_validator("rl")
@@ -102,12 +102,12 @@ class RLAgent(Agent):
 
     def close(self) -> None:
         """End the episodes of the conversation that is being closed."""
-        self._conversations.close()
+        conversations.close()
         super().close()
 
     def episode_of(self, conversation: LocalConversation) -> ConversationEpisode | None:
         """The newest episode of a conversation; ``None`` before its first step and where the plugin failed."""
-        return self._conversations.episode_of(conversation)
+        return conversations.episode_of(conversation)
 
     @property
     def parent(self) -> tuple[ConversationEpisode, str] | None:
@@ -139,7 +139,7 @@ class RLAgent(Agent):
     @contextmanager
     def _playing(self, conversation: LocalConversation) -> Iterator[Agent]:
         """The agent for one step."""
-        episode = self._conversations.begin_step(self, conversation)
+        episode = conversations.begin_step(self, conversation)
         if episode is None:
             yield self
             return
@@ -162,7 +162,7 @@ class RLAgent(Agent):
                 raise LLMContextWindowExceedError(too_long(episode.episode.settings)) from error
             raise
         finally:
-            self._conversations.end_step(episode, conversation)
+            conversations.end_step(episode, conversation)
 
 
 class RecordedAgent(RLAgent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 import threading
@@ -149,6 +150,8 @@ class ConversationEpisode:
             except ConfigError as error:
                 self._workspace = NoEvidence(str(error))
             register_runtime(self.session, self._workspace)
+        if standalone is not None:
+            atexit.register(self._end_at_exit)
 
     @property
     def conversation(self) -> LocalConversation | None:
@@ -263,9 +266,9 @@ class ConversationEpisode:
             level = logging.DEBUG if self.failed else logging.WARNING
             log.log(level, "openhands_rl_plugin: the episode of %s was not closed: %s", self.session, error)
 
-    def end_at_exit(self) -> None:
+    def _end_at_exit(self) -> None:
         """Note why the conversation ended, before the process does: ``StandaloneRun`` stores it afterwards."""
-        if self._standalone is not None and self._claim():
+        if self._claim():
             self._note_end(None)
             if self._workspace is not None:
                 self.episode.evidence, _ = self._workspace.conclude()
@@ -277,6 +280,7 @@ class ConversationEpisode:
             self._workspace.close()
 
     def _claim(self) -> bool:
+        atexit.unregister(self._end_at_exit)
         with self._ending:
             over, self.over = self.over, True
         return not over

@@ -8,7 +8,6 @@ kind of agent; what it makes is passed to ``adopt``.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import threading
 import zlib
@@ -16,7 +15,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from openhands.sdk import AgentBase
 from openhands.sdk.conversation import LocalConversation
@@ -103,127 +103,113 @@ log = logging.getLogger("openhands")
 WATCH_SECONDS = 1.0
 """How often open conversations are looked at; one that has ended is seen twice before its episode ends."""
 
+_episodes: dict[str, ConversationEpisode] = {}
+"""The newest of each conversation."""
+_unrecorded: WeakSet[LocalConversation] = WeakSet()
+"""Conversations that go on without the plugin, which failed."""
+_watching = False
+_lock = threading.Lock()
 
-class Conversations:
-    """Shared by all copies of one agent, which the SDK makes freely. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._episodes: dict[str, ConversationEpisode | None] = {}
-        """The newest of each conversation; ``None`` where the plugin failed."""
-        self._lock = threading.Lock()
-        self._watching = False
+def begin_step(agent: RLAgent, conversation: LocalConversation) -> ConversationEpisode | None:
+    """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)()
-
-    def begin_step(self, agent: RLAgent, conversation: LocalConversation) -> ConversationEpisode | None:
-        """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
-
-        When the user says something after an end, or the watch saw the end, a new episode begins. A reply is an end as
-        well, but in an episode of a runner, which answers by itself.
-        """
-        session = str(conversation.state.id)
-        with self._lock:
-            episode, failed = self._episodes.get(session), self._episodes.get(session, self) is None
-        if failed:
-            return None
-        if episode is not None and _answered(episode, conversation):
+    When the user says something after an end, or the watch saw the end, a new episode begins. A reply is an end as
+    well, but in an episode of a runner, which answers by itself.
+    """
+    if conversation in _unrecorded:
+        return None
+    session = str(conversation.state.id)
+    episode, calls = _episodes.get(session), SampledCalls()
+    if episode is not None:
+        calls = episode.calls
+        if episode.conversation is not conversation or _answered(episode, conversation):
             episode.end(episode.finished[1])
-        if episode is None or episode.over:
-            episode = self._begin(agent, conversation, episode.calls if episode is not None else SampledCalls())
-            with self._lock:
-                self._episodes[session] = episode
-            self._watch()
-        if episode is not None:
-            episode.stepping, episode.finished = True, (None, None)
-        return episode
+    if episode is None or episode.over:
+        episode = _begin(agent, conversation, calls)
+        if episode is None:
+            return None
+        _episodes[session] = episode
+        _watch()
+    episode.stepping, episode.finished = True, (None, None)
+    return episode
 
-    def end_step(self, episode: ConversationEpisode, conversation: LocalConversation) -> None:
-        """The step has ended; the conversation may have, too."""
-        state = conversation.state
-        if state.execution_status == Status.FINISHED and (episode.standalone or said_finish(state.events)):
-            stop, _ = conversation_end(Status.FINISHED, state.events)
-            episode.finished = len(state.events), stop
-        episode.steps += 1
-        episode.stepping = False
-        if episode.failed:
-            self._episodes[episode.session] = None
 
-    def episode_of(self, conversation: LocalConversation) -> ConversationEpisode | None:
-        """The conversation's newest episode; ``None`` before its first step and without the plugin."""
-        with self._lock:
-            return self._episodes.get(str(conversation.state.id))
+def end_step(episode: ConversationEpisode, conversation: LocalConversation) -> None:
+    """The step has ended; the conversation may have, too."""
+    state = conversation.state
+    if state.execution_status == Status.FINISHED and (episode.standalone or said_finish(state.events)):
+        stop, _ = conversation_end(Status.FINISHED, state.events)
+        episode.finished = len(state.events), stop
+    episode.steps += 1
+    episode.stepping = False
+    if episode.failed:
+        _unrecorded.add(conversation)
 
-    def close(self) -> None:
-        """End the episodes of the conversations that are being closed. Blocks."""
-        for session, episode in self._all():
-            conversation = episode.conversation if episode is not None else None
-            # The SDK closes an agent without saying for which of its conversations.
-            if conversation is None or getattr(conversation, "_cleanup_initiated", True):
-                self._end(session, episode)
 
-    def look(self) -> None:
-        """End the episodes of conversations that have ended by themselves. Blocks."""
-        for session, episode in self._all():
-            if episode is None or episode.over or episode.stepping or not episode.standalone:
-                continue
+def episode_of(conversation: LocalConversation) -> ConversationEpisode | None:
+    """The conversation's newest episode; ``None`` before its first step and without the plugin."""
+    return None if conversation in _unrecorded else _episodes.get(str(conversation.state.id))
+
+
+def close() -> None:
+    """End the episodes of the conversations that are being closed. Blocks."""
+    for session, episode in list(_episodes.items()):
+        # The SDK closes an agent without saying for which of its conversations.
+        if episode.conversation is None or getattr(episode.conversation, "_cleanup_initiated", True):
+            episode.end()
+            _episodes.pop(session, None)
+
+
+def look() -> None:
+    """End the episodes of conversations that have ended by themselves. Blocks."""
+    for session, episode in list(_episodes.items()):
+        if episode.conversation is None:
+            episode.end()
+            _episodes.pop(session, None)
+        elif episode.standalone and not (episode.over or episode.stepping):
             now = episode.status, episode.steps
             settled, episode.seen = episode.seen == now, now
-            if episode.conversation is None:
-                self._end(session, episode)
-            elif settled and now[0] in ENDED:
+            if settled and now[0] in ENDED:
                 episode.end()
 
-    def _all(self) -> list[tuple[str, ConversationEpisode | None]]:
-        with self._lock:
-            return list(self._episodes.items())
 
-    def _end(self, session: str, episode: ConversationEpisode | None) -> None:
-        if episode is not None:
-            episode.end()
-        with self._lock:
-            self._episodes.pop(session, None)
+def _begin(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls) -> ConversationEpisode | None:
+    bound = current_episode() if agent.parent is None else None
+    try:
+        with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
+            begun = _episode(agent, conversation, calls)
+            if begun.standalone and agent.parent is None:
+                note_recording(conversation, begun.episode, forks=begun.sandboxed)
+            return begun
+    except RLError as error:
+        if bound is not None:
+            raise
+        log.warning("openhands_rl_plugin: %s; the conversation runs without it", str(error).splitlines()[0])
+        note_failure(conversation, str(error))
+        _unrecorded.add(conversation)
+        return None
 
-    def _begin(
-        self, agent: RLAgent, conversation: LocalConversation, calls: SampledCalls
-    ) -> ConversationEpisode | None:
-        bound = current_episode() if agent.parent is None else None
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
-                begun = _episode(agent, conversation, calls)
-                if begun.standalone and agent.parent is None:
-                    note_recording(conversation, begun.episode, forks=begun.sandboxed)
-                return begun
-        except RLError as error:
-            if bound is not None:
-                raise
-            log.warning("openhands_rl_plugin: %s; the conversation runs without it", str(error).splitlines()[0])
-            note_failure(conversation, str(error))
-            return None
 
-    def _watch(self) -> None:
-        with self._lock:
-            if self._watching:
-                return
-            self._watching = True
-        atexit.register(self._end_at_exit)
-        background().start(self._watched())
+def _watch() -> None:
+    global _watching
+    with _lock:
+        if not _watching:
+            _watching = True
+            background().start(_watched())
 
-    async def _watched(self) -> None:
-        while self._is_open():
-            await asyncio.sleep(WATCH_SECONDS)
-            await background().blocking(self.look)
-        atexit.unregister(self._end_at_exit)
 
-    def _is_open(self) -> bool:
-        with self._lock:
-            self._watching = any(each is not None and not each.over for each in self._episodes.values())
-            return self._watching
+async def _watched() -> None:
+    while _is_open():
+        await asyncio.sleep(WATCH_SECONDS)
+        await background().blocking(look)
 
-    def _end_at_exit(self) -> None:
-        for _, episode in self._all():
-            if episode is not None:
-                episode.end_at_exit()
+
+def _is_open() -> bool:
+    global _watching
+    with _lock:
+        _watching = any(not each.over for each in list(_episodes.values()))
+        return _watching
 
 
 def _answered(episode: ConversationEpisode, conversation: LocalConversation) -> bool:

@@ -160,7 +160,7 @@ async def test_where_nobody_closes_a_conversation_its_end_is_seen(
 async def test_closing_one_of_two_conversations_of_an_agent_leaves_the_other_open(
     server: ScriptedModel, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversations, "WATCH_SECONDS", 600.0)
+    monkeypatch.setattr(conversations, "WATCH_SECONDS", 3.0)
     server.script("two", [says("One?"), says("Two?")])
     agent = make_agent(make_llm(server, "two"), tmp_path / "store", tools=())
     pair = [converse(agent, workspace) for _ in range(2)]
