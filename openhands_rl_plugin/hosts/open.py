@@ -22,13 +22,14 @@ def make_runner(
     """A runner over ``workers`` workers, of the kind that ``[rl] executor`` names; 0 runs sessions in this process.
 
     With a ``storage`` every episode is stored while it runs. Raises ``ConfigError`` for settings that the host cannot
-    use, and as ``RayPoolRunner`` does.
+    use, and as ``join_cluster``.
     """
     if not workers:
         return local_runner(settings, options, storage=storage)
     if settings.executor == "ray":
-        from openhands_rl_plugin.hosts.pool.ray_workers import RayPoolRunner
+        from openhands_rl_plugin.hosts.pool.ray_workers import RayPoolRunner, join_cluster
 
+        join_cluster()
         return RayPoolRunner(settings, options, workers=workers, storage=storage)
     return WorkerPoolRunner(settings, options, workers=workers, storage=storage)
 

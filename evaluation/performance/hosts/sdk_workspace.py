@@ -55,7 +55,7 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1 import RLAgent
-from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
+from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import BranchWorld
@@ -226,14 +226,14 @@ def fork_ms(url: str, folder: Path, forks: int) -> list[float]:
     conversation.run()
     workspace = runtime_of(str(conversation.state.id))
     assert isinstance(workspace, ConversationWorkspace)
-    agent: Any = conversation.agent
+    given: Any = (conversation.agent, log_of(conversation.state), workspace, Prompts(compact=False))
     engine: Any = None
 
     async def measure() -> list[float]:
         times = []
         for _ in range(forks):
             os.sync()
-            live = ConversationBranch(agent, conversation.state, workspace, Prompts(compact=False), threading.Event())
+            live = ConversationBranch(*given, threading.Event())
             world = BranchWorld(live, Turn({}, ()), engine)
             began = time.perf_counter()
             await world.fork()

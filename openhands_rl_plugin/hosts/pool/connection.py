@@ -160,11 +160,6 @@ class WorkerConnection:
         self.load = 0
         self.alive = True
 
-    @property
-    def was_ready(self) -> bool:
-        """Whether it has ever been able to run episodes."""
-        return self._started.done() and self._started.exception() is None
-
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None, timeout: float | None) -> Trajectory:
         """Run an episode. Raises ``InfrastructureError`` when the worker dies or does not answer within ``timeout``
         seconds (it is killed then), and errors that must stop the run."""
@@ -177,7 +172,9 @@ class WorkerConnection:
                 return await self._peer.ask("run", request, workspace)
         except TimeoutError as error:
             late = (
-                f"did not answer within {timeout:g} s" if self.was_ready else f"was not ready in {_START_TIMEOUT:g} s"
+                f"did not answer within {timeout:g} s"
+                if self._started.done()
+                else f"was not ready in {_START_TIMEOUT:g} s"
             )
             self.alive = False
             self._channel.kill()

@@ -16,14 +16,11 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, boundary, from_extra
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.hosts.pool.connection import WorkerChannel
 from openhands_rl_plugin.hosts.pool.runner import CLOSE_TIMEOUT, WorkerPoolRunner
 from openhands_rl_plugin.hosts.pool.worker import EpisodeWorker
-from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 ADDRESS = "RAY_ADDRESS"
 """The environment variable that names the cluster; without it a local one is started."""
@@ -138,29 +135,13 @@ async def _called[T](call: Awaitable[T]) -> T:
 
 
 class RayPoolRunner(WorkerPoolRunner):
-    """A ``WorkerPoolRunner`` of ``workers`` Ray actors, each with ``cpus`` of its machine.
-
-    Joins the cluster as ``join_cluster`` does, and raises what it raises.
-    """
-
-    def __init__(
-        self,
-        settings: RLSettings,
-        options: HostOptions | None = None,
-        *,
-        workers: int = 2,
-        storage: TrajectoryStorage | None = None,
-        cpus: float = 1.0,
-    ) -> None:
-        super().__init__(settings, options, workers=workers, storage=storage)
-        self._cpus = cpus
-        join_cluster()
+    """A ``WorkerPoolRunner`` of Ray actors, each with a CPU of its machine, after ``join_cluster``."""
 
     async def _connect(self) -> WorkerChannel:
         import ray  # pyright: ignore[reportMissingImports]  # an extra
 
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "ray"):
-                return RayChannel(ray.remote(EpisodeActor).options(num_cpus=self._cpus).remote())
+                return RayChannel(ray.remote(EpisodeActor).options(num_cpus=1).remote())
         except CaughtFailure as caught:
             raise InfrastructureError(f"no Ray actor could be started: {caught.failure.message}") from caught

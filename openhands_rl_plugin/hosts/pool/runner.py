@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, describe
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
@@ -27,8 +26,6 @@ from openhands_rl_plugin.rollout.session import failed_episode
 
 # Seconds beyond an episode's time limit, which the worker enforces: to open, close and store the session.
 _TIME_BEYOND_LIMIT = 60.0
-# Between starts that fail: long enough to spare a machine that is out of memory, short enough to recover soon.
-_BACKOFF = Backoff(first=2.0, longest=30.0)
 # A worker holds half a gigabyte, and starts anew in ten seconds: it does not wait through a training step, or beside
 # the pool of an evaluation.
 IDLE_TIMEOUT = 60.0
@@ -63,7 +60,6 @@ class WorkerPoolRunner:
         self._storage = storage
         self._free_sessions = asyncio.Semaphore(workers * sessions)
         self._workers: list[WorkerConnection | None] = [None] * workers
-        self._failed_starts = 0
         self._starting = asyncio.Lock()
         self._idle_timeout = idle_timeout
         self._episodes = 0
@@ -124,16 +120,10 @@ class WorkerPoolRunner:
                     continue
                 if worker is not None:
                     await worker.close()
-                    await self._pause_after(worker)
                 channel = await self._connect()
                 self._workers[index] = WorkerConnection(channel, self._settings, self._options, self._storage)
         # If the worker has died since, it returns an error for the episode.
         return min((worker for worker in self._workers if worker is not None), key=lambda worker: worker.load)
-
-    async def _pause_after(self, dead: WorkerConnection) -> None:
-        self._failed_starts = 0 if dead.was_ready else self._failed_starts + 1
-        if self._failed_starts:
-            await _BACKOFF.wait(self._failed_starts)
 
     def _timeout(self, request: EpisodeRequest) -> float | None:
         limits = request.task.limits or self._settings.limits()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent
 from openhands.sdk.conversation import ConversationCallbackType, ConversationTokenCallbackType, LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
-from openhands.sdk.conversation.state import ConversationState
 from openhands.sdk.llm import LLMResponse
 from openhands.sdk.tool.builtins import FinishTool, ThinkTool
 from openhands.tools.file_editor import FileEditorTool
@@ -40,40 +39,30 @@ _EXECUTED = _ON_THE_COPY | {FinishTool.name, ThinkTool.name}
 _LEFT_OUT: dict[str, object] = {"condenser": None, "critic": None, "agent_context": None, "mcp_config": {}}
 
 
+@dataclass
 class ConversationBranch:
-    """A ``Branch`` of the conversation ``state`` of ``agent``; the live one where ``workspace`` is the live one.
+    """A ``Branch`` of a conversation of ``agent``; the live one where ``workspace`` is the live one.
 
-    ``prompts``: the live conversation's.
+    ``log``: as of ``log_of``. ``prompts``: the live conversation's.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        state: ConversationState,
-        workspace: ConversationWorkspace,
-        prompts: Prompts,
-        stop: threading.Event,
-    ) -> None:
-        self.stop = stop
-        self._agent = agent
-        self._workspace = workspace
-        self._prompts = prompts
-        # Before 1.31 a conversation is a list of events, later the branch of a tree of them.
-        old: Any = state
-        self._events = [*(old.active_branch() if hasattr(state, "active_branch") else state.events)]
-        self._leaf = getattr(state, "leaf_event_id", None)
-        self._conversation: LocalConversation | None = None
+    agent: Agent
+    log: tuple[list[Any], Any]
+    workspace: ConversationWorkspace
+    prompts: Prompts
+    stop: threading.Event
+    conversation: LocalConversation | None = None
 
     def fork(self) -> ConversationBranch:
         """As ``Branch.fork``."""
-        copy = self._workspace.fork(self.stop)
-        state: Any = self._conversation.state if self._conversation is not None else _Events(self._events, self._leaf)
-        return ConversationBranch(self._agent, state, copy, self._prompts, self.stop)
+        if self.conversation is not None:
+            self.log = log_of(self.conversation.state)
+        return replace(self, workspace=self.workspace.fork(self.stop), conversation=None)
 
     def run(self, complete: Complete) -> None:
         """As ``Branch.run``. Raises ``BadEnvironmentError`` for a tool that a fork cannot execute."""
-        live, session = self._agent, uuid.uuid4()
-        register_runtime(str(session), self._workspace)
+        live, session = self.agent, uuid.uuid4()
+        register_runtime(str(session), self.workspace)
         kept: dict[str, Any] = {name: getattr(live, name) for name in Agent.model_fields if name != "kind"}
         left_out = {name: value for name, value in _LEFT_OUT.items() if name in kept}
         tools = [tool for tool in live.tools if tool.name in _ON_THE_COPY]
@@ -82,53 +71,52 @@ class ConversationBranch:
         # In metrics of its own: the session counts the tokens.
         own = live.llm.model_copy()
         own.reset_metrics()
-        agent._llm = _BranchLLM.over(own, complete, self._prompts.forked())
+        agent._llm = _BranchLLM.over(own, complete, self.prompts.forked())
         agent._llm._outside = outside
         conversation = LocalConversation(
             agent=agent,
             conversation_id=session,
-            workspace=str(self._workspace.sandboxed.private),
+            workspace=str(self.workspace.sandboxed.private),
             persistence_dir=None,
             visualizer=None,
             stuck_detection=False,
         )
         state: Any = conversation.state
-        for event in self._events:
+        events, leaf = self.log
+        for event in events:
             state.events.append(event.model_copy())
         if hasattr(state, "active_branch"):
-            state.leaf_event_id = self._leaf
+            state.leaf_event_id = leaf
             state.rebuild_view()
         state.execution_status = Status.IDLE
-        self._conversation = conversation
+        self.conversation = conversation
         conversation.run()
         if agent._error is not None:
             raise agent._error
 
     def seconds(self, answer: Json) -> float:
         """As ``Branch.seconds``."""
-        return command_seconds(answer, self._workspace.terminal.seconds)
+        return command_seconds(answer, self.workspace.terminal.seconds)
 
     def evidence(self) -> JsonObject:
         """As ``Branch.evidence``."""
-        return self._workspace.sandboxed.changes()
+        return self.workspace.sandboxed.changes()
 
     def check(self, asked: WorkspaceCommand) -> CommandEvidence:
         """As ``Branch.check``."""
-        return self._workspace.check(asked)
+        return self.workspace.check(asked)
 
     def close(self) -> None:
         """As ``Branch.close``."""
-        if self._conversation is not None:
-            self._conversation.close()
-        self._workspace.close()
+        if self.conversation is not None:
+            self.conversation.close()
+        self.workspace.close()
 
 
-class _Events:
-    """The events of a branch that has not gone on yet, as of a state."""
-
-    def __init__(self, events: Sequence[Any], leaf: object) -> None:
-        self.events = events
-        self.leaf_event_id = leaf
+def log_of(state: Any) -> tuple[list[Any], Any]:
+    """The events of a conversation's state, and from 1.31 on, where they are a tree, the one at which it stands."""
+    events = state.active_branch() if hasattr(state, "active_branch") else state.events
+    return [*events], getattr(state, "leaf_event_id", None)
 
 
 class _BranchLLM(SessionLLM):

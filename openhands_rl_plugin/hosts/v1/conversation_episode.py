@@ -27,7 +27,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import server_error
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import SHORT_ID, RunBeside, StandaloneRun, store_name
-from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
+from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, Unrecorded, model_server
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, NoEvidence
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
@@ -164,10 +164,10 @@ class ConversationEpisode:
         return self._standalone is not None
 
     @property
-    def sandboxed(self) -> bool:
-        """Whether its tools work in a sandbox, which can be forked."""
+    def forkable(self) -> ConversationWorkspace | None:
+        """The sandbox that its tools work in, if it can be forked."""
         runtime = runtime_of(self.session)
-        return isinstance(runtime, ConversationWorkspace) and runtime.sandboxed.forks
+        return runtime if isinstance(runtime, ConversationWorkspace) and runtime.sandboxed.forks else None
 
     @property
     def status(self) -> Status:
@@ -308,11 +308,11 @@ class ConversationEpisode:
         return {**document, PROMPT_IDS: list(tokens.prompt_ids), "choices": [choice]}
 
     def _world(self, turn: Turn, engine: SessionEngine) -> World | None:
-        runtime, conversation = runtime_of(self.session), self.conversation
-        if not (isinstance(runtime, ConversationWorkspace) and runtime.sandboxed.forks) or conversation is None:
+        workspace, conversation = self.forkable, self.conversation
+        if workspace is None or conversation is None:
             return None
         agent: Any = conversation.agent
-        live = ConversationBranch(agent, conversation.state, runtime, self.prompts, threading.Event())
+        live = ConversationBranch(agent, log_of(conversation.state), workspace, self.prompts, threading.Event())
         return BranchWorld(live, turn, engine, self.episode.calls)
 
 

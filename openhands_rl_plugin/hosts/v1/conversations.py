@@ -180,7 +180,7 @@ def _begin(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls)
         with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
             begun = _episode(agent, conversation, calls)
             if begun.standalone and agent.parent is None:
-                note_recording(conversation, begun.episode, forks=begun.sandboxed)
+                note_recording(conversation, begun.episode, forks=begun.forkable is not None)
             return begun
     except RLError as error:
         if bound is not None:

@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, ToolCall, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
-from openhands_rl_plugin.hosts.v1.branch import ConversationBranch
+from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import BranchWorld
@@ -186,7 +186,7 @@ def world_of(conversation: LocalConversation) -> BranchWorld:
     told = [event for event in conversation.state.events if isinstance(event, LLMConvertibleEvent)]
     prompts = Prompts(compact=False)
     wire = prompts.write(agent.llm, LLMConvertibleEvent.events_to_messages(told))
-    live = ConversationBranch(agent, conversation.state, workspace, prompts, threading.Event())
+    live = ConversationBranch(agent, log_of(conversation.state), workspace, prompts, threading.Event())
     turn = Turn({"messages": wire}, wire, tuple(to_message(each) for each in wire))
     return BranchWorld(live, turn, Told())  # type: ignore[arg-type]
 
