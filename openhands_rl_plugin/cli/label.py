@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Trajectory
 
 
-RESUME = "what you said is kept, and shown with --again; the same command goes on with the next"
+RESUME = "what was said is kept, and shown with --again; the same command goes on with the next"
 _MOST_LINES, _MOST_CHARACTERS, _WIDTH = 60, 6000, 160
 _WHOLE_WORDS = {
     "yes": "y", "no": "n", "skip": "s", "quit": "q", "undo": "u", "comment": "m", "alike": "=", "first": "1",
@@ -176,12 +176,12 @@ async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     labelled(storage)
     where = filter_of(args).model_copy(update={"finished": True, "failed": False})
     ids = [summary.id async for summary in storage.summaries(where)]
-    out, judged, at, again = console(), 0, 0, args.again
+    out, judged, old, at, again = console(), 0, 0, 0, args.again
     while at < len(ids):
         identity = ids[at]
         trajectory = await _open_one(args, storage, identity, again=again)
         if trajectory is None:
-            at, again = at + 1, args.again
+            old, at, again = old + 1, at + 1, args.again
             continue
         policy = trajectory.policy.served_name
         show_task(out, trajectory)
@@ -205,7 +205,7 @@ async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
             await give_verdict(storage, identity, value, note=note, author=args.author)
             judged += 1
         at, again = at + 1, args.again
-    print(f"{judged} labelled of {len(ids)} that match; {RESUME}" if ids else "no episodes match")
+    print(f"{judged} labelled of {len(ids)} that match, {old} judged before; {RESUME}" if ids else "no episodes match")
     return 0
 
 

@@ -171,7 +171,7 @@ LAST_ERROR = "last_error"
 
 _OF_GRADERS = frozenset({CHECKED, "test_result", "report", "resolved", "patch", "git_patch", "answer", "label"})
 _OF_RUNS = frozenset({"return", "rewards", "purchase", "unrewarded", "unrecorded", "metrics", "malformed", "ended_by"})
-HOST_EVIDENCE = _OF_GRADERS | _OF_RUNS
+HOST_EVIDENCE = _OF_GRADERS | _OF_RUNS | {LAST_ERROR}
 """Names of evidence that rewards, lists and exports read: only who runs or grades an episode writes them."""
 
 

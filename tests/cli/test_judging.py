@@ -124,7 +124,7 @@ def test_episodes_are_labelled_one_after_another_and_each_once(
     assert rewards(store, capsys) == before and all(not scores[f"run-{at}"] for at in range(3)), "a label is no reward"
     assert {(each.kind, each.text) for each in labels if each.trajectory_id == "run-1"} == {(LabelKind.TAG, "skipped")}
     assert label(store, "", monkeypatch) == 0
-    assert "0 labelled" in capsys.readouterr().out, "nothing is left to ask"
+    assert "0 labelled of 4 that match, 4 judged before;" in capsys.readouterr().out, "nothing is left to ask"
     assert human(store, capsys) == {"run-0": 1.0, "run-1": None, "run-2": 0.25, "run-3": None, "failed": None}
     assert rewards(store, capsys) == before, "what people think stands in a column of its own"
     assert label(store, "n\n", monkeypatch, "--again", "--task", "session") == 0

@@ -27,7 +27,7 @@ async def test_a_reward_out_of_range_is_refused_and_ends_nothing(tmp_path: Path,
 async def test_a_client_writes_no_evidence_that_rewards_read(tmp_path: Path) -> None:
     async with world(tmp_path) as gateway:
         await gateway.say(user("one"))
-        for name in ("test_result", "command", "git_patch", "answer", "label", "report", "resolved"):
+        for name in ("test_result", "command", "git_patch", "answer", "label", "report", "resolved", "last_error"):
             refused = await gateway.end(evidence={name: {"report": {"resolved": True}}})
             assert refused.status_code == 400 and name in refused.text
         assert (await gateway.end(evidence={"note": "mine"})).json()["ended"]
