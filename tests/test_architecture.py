@@ -53,7 +53,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": GROUND | {"apps", "config", "environments", "evals", "hosts", "models", "rewards", "rollout", "session"}
     | {"training", "trajectories"},
     # Reached by entry points only: `test_contrib.py` runs the rest without it.
-    "contrib": GROUND | {"apps", "cli", "config", "environments", "evals", "hosts", "models", "rewards", "rollout"}
+    "contrib": GROUND | {"apps", "cli", "config", "environments", "evals", "hosts", "models", "rollout"}
     | {"training", "trajectories"},
     "__main__": {"cli"},
 }  # fmt: skip

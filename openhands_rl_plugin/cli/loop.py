@@ -221,6 +221,6 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
 def _report(result: LoopResult, listener: ProgressListener) -> None:
     from openhands_rl_plugin.apps.loop.reporting import final_table
 
-    listener.console.print(final_table(result.state, "tasks"))
+    listener.console.print(final_table(result.state))
     for change in result.changes:
         listener.console.print(change.sentence(), highlight=False, soft_wrap=True)

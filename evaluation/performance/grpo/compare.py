@@ -33,8 +33,9 @@ from evaluation.performance.grpo.budget import Job, Mark, read_marks
 from evaluation.performance.grpo.ours import WARM_START, has_episodes, held_out_returns
 from evaluation.performance.grpo.report import Part, report
 from evaluation.performance.grpo.trl_side import PASS_EPISODES
-from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
+from openhands_rl_plugin.apps.demo_model import ensure_model
 from openhands_rl_plugin.contrib.demo.options import DemoOptions
+from openhands_rl_plugin.contrib.demo.story import shop_tasks
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
@@ -165,14 +166,13 @@ def rollout_share(last: Mark, marks: Sequence[Mark]) -> float:
 
 def demo_batch() -> int:
     """Samples of an optimiser step of the demo's reinforcement."""
-    options = DemoOptions(run_directory=Path())
-    return options.plan(options.shop(), base_model=NAME, probe_ids=(0, 1)).reinforcement.batch_size
+    return DemoOptions(run_directory=Path()).settings().training.batch_size
 
 
 def held_out_tasks(job: Job) -> Sequence[Task]:
     """The demo's held-out goals."""
     options = DemoOptions(run_directory=job.run, held_out=job.held_out, seed=job.seed)
-    return options.plan(options.shop(), base_model=NAME, probe_ids=(0, 1)).held_out
+    return [entry.task for entry in shop_tasks(options).held_out]
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, cast
 from evaluation.performance.grpo.budget import CpuBudget, Job
 from evaluation.performance.grpo.ours import WARM_START, has_episodes
 from evaluation.performance.grpo.turns import Kind, make_turns
-from openhands_rl_plugin.apps.demo_model import NAME
 from openhands_rl_plugin.apps.loop.reporting import SUCCESS
+from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.contrib.demo.options import ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
+from openhands_rl_plugin.contrib.demo.story import shop_tasks
 from openhands_rl_plugin.contrib.webshop import WebShop, WebShopSession
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.environments.http.client import action_language, opening_messages
 from openhands_rl_plugin.environments.http.react import parse_plain
-from openhands_rl_plugin.training.loop.plan import LoopPlan
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 if TYPE_CHECKING:
@@ -225,11 +225,11 @@ def train(job: Job) -> None:
     options = DemoOptions(
         run_directory=job.out, seed=job.seed, tasks_per_iteration=job.tasks, samples_per_task=job.samples
     )
-    shop = options.shop()
-    plan = options.plan(shop, base_model=NAME, probe_ids=(0, 1))
+    shop = WebShop(results_per_page=options.results_per_page, separator="\n")
+    tasks = [entry.task for entry in shop_tasks(options).training]
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dialogue = Dialogue(tokenizer)
-    rollouts = Rollouts(shop, dialogue, plan.training, max_turns=options.max_turns, kind=job.generation)
+    rollouts = Rollouts(shop, dialogue, tasks, max_turns=options.max_turns, kind=job.generation)
     checked = asyncio.run(check_against_engine(job, rollouts, dialogue, shop)) if has_episodes(job.run) else 0
     print(f"{checked} stored episodes are the same token by token", flush=True)
     budget = CpuBudget(60 * job.minutes, job.out / "marks.jsonl")
@@ -256,22 +256,22 @@ def train(job: Job) -> None:
         model=model,
         reward_funcs=episode_return,
         args=settings(job),
-        train_dataset=Dataset.from_list([{"prompt": opening_chat(shop, task)} for task in plan.training]),
+        train_dataset=Dataset.from_list([{"prompt": opening_chat(shop, task)} for task in tasks]),
         processing_class=tokenizer,
         rollout_func=rollouts,
         callbacks=[Publish()],
-        optimizers=optimizers(model, job, plan),
+        optimizers=optimizers(model, job, options.settings().training),
     )
     trainer.train()
 
 
-def optimizers(model: torch.nn.Module, job: Job, plan: LoopPlan) -> tuple[Any, Any]:
+def optimizers(model: torch.nn.Module, job: Job, training: TrainingSettings) -> tuple[Any, Any]:
     """TRL's AdamW, with the demo's warm-up and then a constant rate: TRL's own schedules have an end or begin at 0."""
     from torch.optim import AdamW
     from torch.optim.lr_scheduler import LambdaLR
 
-    rate = job.trl_learning_rate or plan.reinforcement.learning_rate
-    steps = plan.reinforcement.warmup_steps + 1
+    rate = job.trl_learning_rate or training.learning_rate
+    steps = training.warmup_steps + 1
     adam = AdamW([each for each in model.parameters() if each.requires_grad], lr=rate, weight_decay=0.0, fused=True)
     return adam, LambdaLR(adam, lambda step: min(1.0, (step + 1) / steps))
 

@@ -35,7 +35,7 @@ from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
 from openhands_rl_plugin.contrib.webshop import WebShop
 from openhands_rl_plugin.contrib.webshop.engine import oracle_actions
-from openhands_rl_plugin.contrib.webshop.suite import DemonstratorOptions, WebShopDemonstrator
+from openhands_rl_plugin.contrib.webshop.suite import WebShopDemonstrator
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
@@ -54,7 +54,7 @@ from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "measured"
-SHOP = DemonstratorOptions(results_per_page=2, separator="\n")
+SHOP = WebShop(results_per_page=2, separator="\n")
 _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:\n{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
@@ -113,7 +113,6 @@ class World:
         """A loop's parts; its state lies in ``directory``."""
         adapters = AdapterStore(directory / "adapters")
         storage = FileTrajectoryStorage(directory / "trajectories")
-        demonstrator = WebShopDemonstrator(SHOP)
         return LoopParts(
             runner=SessionRunner(
                 make_environment=self._environment,
@@ -126,7 +125,9 @@ class World:
             ),
             demonstrator=SessionRunner(
                 make_environment=self._environment,
-                make_strategy=lambda request: demonstrator,
+                make_strategy=lambda request: WebShopDemonstrator(
+                    oracle_actions(SHOP, int(str(request.task.data["idx"])))
+                ),
                 make_engine=lambda request: ScriptedEngine([]),
                 strategy_spec=StrategySpec(name="oracle"),
                 base_model="oracle",
@@ -183,8 +184,7 @@ def figures_of(state: LoopState) -> dict[str, float]:
 
 def talking_model(path: Path) -> Path:
     """A small random Llama with a tokenizer that was made for the shop's pages."""
-    shop = WebShop(num_products=SHOP.products, results_per_page=SHOP.results_per_page, separator=SHOP.separator)
-    pages = [page for goal in range(20) for page in _pages(shop, goal)]
+    pages = [page for goal in range(20) for page in _pages(goal)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -212,10 +212,10 @@ def talking_model(path: Path) -> Path:
     return path
 
 
-def _pages(shop: WebShop, goal: int) -> Iterator[str]:
-    session = shop.session(goal)
+def _pages(goal: int) -> Iterator[str]:
+    session = SHOP.session(goal)
     yield session.observation
-    for action in oracle_actions(shop, goal):
+    for action in oracle_actions(SHOP, goal):
         yield session.step(action).state
 
 

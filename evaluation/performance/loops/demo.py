@@ -67,7 +67,7 @@ def measure(directory: Path, seed: int, task: str) -> list[str]:
             f"reward {one.reward:.3f} goals {one.success.n}"
         )
     facts = RunFacts.load(directory)
-    lines += [f"  {change.sentence('goals')}" for change in (facts.changes if facts else ())]
+    lines += [f"  {change.sentence()}" for change in (facts.changes if facts else ())]
     return [*lines, *asyncio.run(_habits(directory, seed))] if task == "repair" else lines
 
 

@@ -29,6 +29,7 @@ from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.cli.options.running import free_port, running_command
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.contrib.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
+from openhands_rl_plugin.contrib.demo.story import shop_tasks
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.statistics import over_tasks, paired_difference, wilson
 from openhands_rl_plugin.core.types import (
@@ -138,8 +139,7 @@ async def play(
 
 def goals(count: int) -> tuple[Task, ...]:
     """The demo's held-out goals, in the demo's order."""
-    options = DemoOptions(run_directory=Path(), held_out=count)
-    return options.plan(options.shop(), base_model=NAME, probe_ids=(0, 1)).held_out
+    return tuple(entry.task for entry in shop_tasks(DemoOptions(run_directory=Path(), held_out=count)).held_out)
 
 
 def cell(policy: str, strategy: str, budget: int, played: list[Trajectory]) -> Cell:

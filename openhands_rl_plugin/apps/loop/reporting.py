@@ -180,10 +180,10 @@ _UNUSED = {
 _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
 
 
-def final_table(state: LoopState, tasks: str = "goals") -> Table:
-    """The evaluations as a table; ``tasks``: the word for tasks."""
-    table = Table(title=f"Held-out {tasks}")
-    for heading in (*COLUMNS, tasks):
+def final_table(state: LoopState) -> Table:
+    """The evaluations as a table."""
+    table = Table(title="Held-out tasks")
+    for heading in (*COLUMNS, "tasks"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     for row in evaluation_rows(state):
         table.add_row(*row)

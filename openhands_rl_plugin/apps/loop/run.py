@@ -176,7 +176,8 @@ RETURN = "return"
 class LoopJob:
     """A run: settings that name all servers, tasks, and the directories of the base model and of the run.
 
-    ``start``: the adapter that a new run starts from. ``command`` and ``title``: for the report. ``backend`` is
+    ``start``: the adapter that a new run starts from. ``warm_start``: by default ``[rl.training]`` with
+    ``algorithm = "sft"``. ``command`` and ``title``: for the report. ``backend`` is
     for software tasks. ``processes``: worker processes for OpenHands' controllers; 0: this process. ``limits`` are
     those of an episode; times are in seconds.
     """
@@ -194,6 +195,7 @@ class LoopJob:
     command_timeout: int = 300
     native_tool_calling: bool = True
     start: Adapter | None = None
+    warm_start: TrainingSettings | None = None
     command: str = ""
     title: str = ""
 
@@ -220,7 +222,7 @@ def _is_verdict(tasks: LoopTasks, settings: RLSettings) -> bool:
 
 
 def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
-    """The plan of the settings. The warm start is ``[rl.training]`` with ``algorithm = "sft"``."""
+    """The plan of the settings."""
     settings = job.settings
     loop, training, sampling = settings.loop, settings.training, settings.sampling_params()
     turns = {"max_turns": loop.training_max_turns or job.limits.max_turns}
@@ -235,7 +237,7 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         tasks_per_iteration=loop.tasks_per_iteration,
         samples_per_task=loop.samples_per_task,
         base_held_out=loop.base_held_out or None,
-        warm_start=_warm_start(settings),
+        warm_start=job.warm_start or _warm_start(settings),
         reinforcement=training,
         sampling=sampling,
         evaluation=_evaluation(settings),
@@ -360,8 +362,6 @@ def _note_start(job: LoopJob) -> None:
 
 @asynccontextmanager
 async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
-    from openhands_rl_plugin.models.adapters.store import AdapterStore
-
     adapters = AdapterStore(job.settings.serving.adapters_directory.resolve())
     if job.backend is not None:
         await job.backend.check()

@@ -139,18 +139,17 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
 def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> int:
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
     from openhands_rl_plugin.contrib.demo.options import DemoOptions
-    from openhands_rl_plugin.contrib.demo.repair_story import run_repair_demo
-    from openhands_rl_plugin.contrib.demo.story import run_demo
+    from openhands_rl_plugin.contrib.demo.story import run_demo, run_repair_demo
 
     started = time.monotonic()
     with ProgressListener(options.stages) as listener:
         if isinstance(options, DemoOptions):
-            result, word = run_demo(options, listener, command), "goals"
+            result = run_demo(options, listener, command)
         else:
-            result, word = run_repair_demo(options, listener, command), "tasks"
-    listener.console.print(final_table(result.state, word))
-    for line in result.comparisons:
-        listener.console.print(line, highlight=False, soft_wrap=True)
+            result = run_repair_demo(options, listener, command)
+    listener.console.print(final_table(result.state))
+    for change in result.changes:
+        listener.console.print(change.sentence(), highlight=False, soft_wrap=True)
     if tiny:
         listener.console.print(f"({_TOO_SMALL})", highlight=False, soft_wrap=True)
     minutes = (time.monotonic() - started) / 60

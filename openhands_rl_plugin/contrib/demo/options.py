@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 from pydantic import Field
@@ -10,6 +9,7 @@ from pydantic import Field
 from openhands_rl_plugin.apps.demo_model import NAME
 from openhands_rl_plugin.config.rl import (
     LoopSettings,
+    RewardSettings,
     RLSettings,
     SamplingSettings,
     ServingSettings,
@@ -18,29 +18,40 @@ from openhands_rl_plugin.config.rl import (
     WorkspaceSettings,
 )
 from openhands_rl_plugin.contrib.repair.rows import BY_TESTS
-from openhands_rl_plugin.contrib.webshop import WebShop
-from openhands_rl_plugin.core.types import Frozen, JsonObject, SamplingParams, Task
-from openhands_rl_plugin.training.loop.plan import LoopPlan
+from openhands_rl_plugin.core.types import Frozen, JsonObject
 
 ADAPTER = "webshop"
 ANSWER_TOKENS = 24
 CONTEXT_TOKENS = 1280  # six turns fit; the server reserves that many tokens for every running episode
-SEPARATOR = "\n"  # a page costs a third fewer tokens than with WebShop's " [SEP] "
-HELD_OUT_ORDER = 20_240  # fixed, so that every seed of the demo is evaluated on the same goals
 _OWN = {"kind", "max_staleness", "partial_rollouts", "patience"}
 OTHER_SIZES = {name: True for name in LoopSettings.model_fields if name not in _OWN}
 """The keys of ``[rl.loop]`` that no demo reads: it has its own sizes."""
 
 
-class DemoOptions(Frozen):
-    """Sizes of the run. ``seed`` changes everything but the shop and the held-out goals."""
+class _Sizes(Frozen):
+    """What both demos have, in their own sizes."""
 
     run_directory: Path
     model_directory: Path | None = None
     seed: int = 0
     held_out: int = Field(default=100, ge=1)
     base_held_out: int = Field(default=24, ge=1)
-    """Goals that the base model is evaluated on: 0 of 24 already has an interval that ends below SFT's."""
+    """Tasks that the base model is evaluated on: 0 of 24 already has an interval that ends below SFT's."""
+    loop: LoopSettings = LoopSettings()
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole run: three evaluations, the demonstrations, the warm start and the iterations."""
+        return self._loop().stages
+
+    def _loop(self) -> LoopSettings:
+        sizes = {name: getattr(self, name) for name in LoopSettings.model_fields if name in type(self).model_fields}
+        return self.loop.model_copy(update=sizes)
+
+
+class DemoOptions(_Sizes):
+    """Sizes of the run. ``seed`` changes everything but the shop and the held-out goals."""
+
     demonstrations: int = Field(default=64, ge=1)
     iterations: int = Field(default=8, ge=0)
     tasks_per_iteration: int = Field(default=8, ge=1)
@@ -51,7 +62,6 @@ class DemoOptions(Frozen):
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
     reinforcement_rate: float = 2e-4
-    loop: LoopSettings = LoopSettings()
 
     def shortened(self) -> DemoOptions:
         """The same stages in minutes, for CI."""
@@ -67,82 +77,43 @@ class DemoOptions(Frozen):
             }
         )
 
-    @property
-    def stages(self) -> int:
-        """Stages of the whole run: three evaluations, the demonstrations, the warm start and the iterations."""
-        return 5 + self.iterations
-
-    def shop(self) -> WebShop:
-        """The shop of the server and of the scripted demonstrator."""
-        return WebShop(results_per_page=self.results_per_page, separator=SEPARATOR)
-
-    def settings(self, *, shop_url: str, model_url: str, base_model: str) -> RLSettings:
-        """The ``[rl]`` section of this run."""
+    def settings(self) -> RLSettings:
+        """The ``[rl]`` section of this run, but for the addresses of the shop and of the model."""
         return RLSettings(
             max_turns=self.max_turns,
             max_prompt_length=CONTEXT_TOKENS - ANSWER_TOKENS,
             max_response_length=ANSWER_TOKENS,
             react_format=False,
             env_name="webshop",
-            env_server_base=shop_url,
             max_workers=self.concurrency,
             storage=StorageSettings(path=str(self.run_directory / "trajectories")),
             sampling=SamplingSettings(seed=self.seed),
-            training=self._reinforcement(),
-            loop=self.loop,
+            reward=RewardSettings(name="success-bonus"),
+            training=TrainingSettings(
+                learning_rate=self.reinforcement_rate,
+                warmup_steps=4,
+                num_epochs=1,
+                batch_size=8,
+                # Buying too early beats not buying: only whole episodes show that, not the turns on one page.
+                state_weight=1.0,
+                discount=0.95,
+                # Stale episodes are weighted by their probability ratio.
+                correction="truncate" if self.loop.kind == "async" else "none",
+                max_tokens_per_micro_batch=micro_batch_tokens(),
+                seed=self.seed,
+            ),
+            loop=self._loop(),
             serving=ServingSettings(
-                base_url=f"{model_url}/v1",
-                model=base_model,
-                adapter=ADAPTER,
-                adapters_path=str(self.run_directory / "adapters"),
+                model=NAME, adapter=ADAPTER, adapters_path=str(self.run_directory / "adapters"), server="embedded"
             ),
         )
 
-    def plan(self, shop: WebShop, *, base_model: str, probe_ids: tuple[int, ...]) -> LoopPlan:
-        """The run over the shop's goals: disjoint demonstrations, training tasks and held-out tasks."""
-        train = _shuffled(shop.goal_indices("train"), self.seed)
-        held_out = _shuffled(shop.goal_indices("heldout"), HELD_OUT_ORDER)[: self.held_out]
-        sampled = SamplingParams(temperature=1.0, max_tokens=ANSWER_TOKENS)
-        return LoopPlan(
-            run_id=f"demo-{self.seed}",
-            base_model=base_model,
-            adapter=ADAPTER,
-            demonstrations=tuple(_task(goal, "train") for goal in train[: self.demonstrations]),
-            training=tuple(_task(goal, "train") for goal in train[self.demonstrations :]),
-            held_out=tuple(_task(goal, "heldout") for goal in held_out),
-            base_held_out=self.base_held_out,
-            iterations=self.iterations,
-            tasks_per_iteration=self.tasks_per_iteration,
-            samples_per_task=self.samples_per_task,
-            warm_start=self._warm_start(),
-            reinforcement=self._reinforcement(),
-            sampling=sampled,
-            evaluation=sampled,
-            concurrency=self.concurrency,
-            seed=self.seed,
-            probe_ids=probe_ids,
-        )
-
-    def _warm_start(self) -> TrainingSettings:
+    def warm_start(self) -> TrainingSettings:
+        """Fine-tuning on the demonstrations, at a constant rate."""
         return TrainingSettings(
             algorithm="sft",
             learning_rate=self.warm_start_rate,
             num_epochs=self.warm_start_epochs,
-            max_tokens_per_micro_batch=micro_batch_tokens(),
-            seed=self.seed,
-        )
-
-    def _reinforcement(self) -> TrainingSettings:
-        return TrainingSettings(
-            learning_rate=self.reinforcement_rate,
-            warmup_steps=4,
-            num_epochs=1,
-            batch_size=8,
-            # Buying too early beats not buying: only whole episodes show that, not the turns on one page.
-            state_weight=1.0,
-            discount=0.95,
-            # Stale episodes are weighted by their probability ratio.
-            correction="truncate" if self.loop.kind == "async" else "none",
             max_tokens_per_micro_batch=micro_batch_tokens(),
             seed=self.seed,
         )
@@ -159,31 +130,16 @@ def micro_batch_tokens() -> int:
     return 1536 if native else 768
 
 
-def _shuffled(goals: tuple[int, ...] | range | list[int], seed: int) -> list[int]:
-    order = list(goals)
-    random.Random(seed).shuffle(order)
-    return order
-
-
-def _task(goal: int, split: str) -> Task:
-    return Task(id=f"webshop-{goal}", environment="webshop", data={"idx": goal}, split=split)
-
-
 REPAIR_ADAPTER = "repair"
 REPAIR_CONTEXT = {1: 1536, 2: 3072, 3: 3072}
 """By level. Episodes took at most 1,211, and 2,345 where files are shown; the server reserves it for each answer."""
 
 
-class RepairOptions(Frozen):
+class RepairOptions(_Sizes):
     """Sizes of the run. ``seed`` changes everything but the held-out tasks. ``level``: what a statement tells (1: the
     line of the bug, 2: its function, 3: only the failing test)."""
 
-    run_directory: Path
-    model_directory: Path | None = None
-    seed: int = 0
     level: int = Field(default=1, ge=1, le=3)
-    held_out: int = Field(default=100, ge=1)
-    base_held_out: int = Field(default=24, ge=1)
     demonstrations: int = Field(default=100, ge=1)
     drills: int = Field(default=400, ge=0)
     short_drills: int = Field(default=5000, ge=0)
@@ -212,7 +168,6 @@ class RepairOptions(Frozen):
     reinforcement_rate: float = 1e-4
     """At 2e-4 and 3e-4 some runs forget within thirty steps how a call is written: docs/background/how-it-learns.md."""
     reinforcement_batch_size: int = 8
-    loop: LoopSettings = LoopSettings()
     repository: Path | None = None
     """A git repository whose functions are held out, and trained on beside the suite's."""
     tests: tuple[str, ...] = ()
@@ -236,11 +191,6 @@ class RepairOptions(Frozen):
                 "answer_tokens": 24,
             }
         )
-
-    @property
-    def stages(self) -> int:
-        """Stages of the whole run: three evaluations, the demonstrations, the warm start and the iterations."""
-        return self._loop().stages
 
     def settings(self) -> RLSettings:
         """The ``[rl]`` section of this run, but for the address of the model."""
@@ -286,9 +236,8 @@ class RepairOptions(Frozen):
         return {**value, "n": self.proposals, "act": "sampled", "temperature": self.temperature}
 
     def _loop(self) -> LoopSettings:
-        sizes = {name: getattr(self, name) for name in LoopSettings.model_fields if name in type(self).model_fields}
-        sizes["training_max_turns"] += self._turns_to_find
-        return self.loop.model_copy(update=sizes)
+        sizes = super()._loop()
+        return sizes.model_copy(update={"training_max_turns": sizes.training_max_turns + self._turns_to_find})
 
     @property
     def _turns_to_find(self) -> int:

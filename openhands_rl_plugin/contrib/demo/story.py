@@ -1,118 +1,189 @@
-"""The demo, composed from the package's public parts: shop, model server, OpenHands workers, loop, report."""
+"""The two demos as runs of ``openhands-rl loop``: a shop, and functions with a bug."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import random
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
-from openhands_rl_plugin.apps.loop.checks import claim
-from openhands_rl_plugin.apps.loop.reporting import RunReport
-from openhands_rl_plugin.apps.loop.run import open_parts, probe_ids
+from openhands_rl_plugin.apps.loop.checks import OPTIONS, claim
+from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult, run_loop
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
 from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.running import free_port, running_command
+from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.demo.options import CONTEXT_TOKENS, OTHER_SIZES, SEPARATOR, DemoOptions
-from openhands_rl_plugin.contrib.webshop import WebShop
-from openhands_rl_plugin.contrib.webshop.suite import DemonstratorOptions, shop_demonstrator
-from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.hosts.open import make_runner
-from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessBonusReward
-from openhands_rl_plugin.training.loop.asynchronous import make_loop
-from openhands_rl_plugin.training.loop.facts import RunFacts
-from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.loop.router import rollout_settings
+from openhands_rl_plugin.contrib.demo.options import (
+    CONTEXT_TOKENS,
+    OTHER_SIZES,
+    REPAIR_CONTEXT,
+    DemoOptions,
+    RepairOptions,
+)
+from openhands_rl_plugin.contrib.repair.making import OwnTasks, make_own_tasks, own_tasks, shown_functions
+from openhands_rl_plugin.contrib.repair.rows import LEVELS, REPAIR, at_level, spec_of
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.records import HELD_OUT
+from openhands_rl_plugin.evals.runs.outcome import EvalTask
+from openhands_rl_plugin.evals.runs.suites import swe_task
+from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+from openhands_rl_plugin.evals.tasks.packages import find_repository, repository_lines
+from openhands_rl_plugin.evals.tasks.split import TRAIN
 from openhands_rl_plugin.training.loop.stages import LoopListener
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-TITLE = "A small model learns to shop"
 CACHE_BYTES = 128 * 1024**2
 PREFILL_TOKENS = 1024
 """Prompt tokens a step: nobody waits for a first token here, and a prompt costs a tenth less than with 256 a step."""
+REPAIR_CACHE_BYTES = {1: 256 * 1024**2, 2: 512 * 1024**2, 3: 512 * 1024**2}
+"""By level. 23 kB a token: twelve episodes of 900 tokens, or 1,900, with what begins alike counted once."""
 
 
-class DemoResult(Frozen):
-    """The finished stages, the effect of SFT and RL, and the path of the report."""
-
-    state: LoopState
-    comparisons: tuple[str, ...]
-    report: Path
+def shop_tasks(options: DemoOptions) -> LoopTasks:
+    """The goals of the shop for a run: disjoint demonstrations, training tasks and held-out tasks."""
+    return loop_tasks(TaskSource(suite="webshop"), options.settings())
 
 
-def run_demo(options: DemoOptions, listener: LoopListener | None = None, command: str = "") -> DemoResult:
+def run_demo(options: DemoOptions, listener: LoopListener | None = None, command: str = "") -> LoopResult:
     """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
 
     Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
     """
     places = {"run_directory": True, "model_directory": True}
     claim(options.run_directory, options.model_dump(mode="json", exclude={**places, "loop": OTHER_SIZES}))
-    model = ensure_model(options.model_directory)
-    adapters = AdapterStore(options.run_directory / "adapters")
-    with _servers(options, model) as settings, rollout_settings(settings, adapters) as sampled:
-        return ENDING.run(_run(_Stage(options, settings, sampled, model, options.shop(), command), listener))
-
-
-@dataclass(frozen=True)
-class _Stage:
-    options: DemoOptions
-    settings: RLSettings
-    sampled: RLSettings
-    """The settings with the address that rollouts sample from."""
-    model: Path
-    shop: WebShop
-    command: str
-
-
-async def _run(stage: _Stage, listener: LoopListener | None) -> DemoResult:
-    directory = stage.options.run_directory
-    plan = stage.options.plan(stage.shop, base_model=NAME, probe_ids=probe_ids(stage.model))
-    facts = RunFacts.begin(directory, plan, title=TITLE, stages=stage.options.stages, command=stage.command)
-    storage = FileTrajectoryStorage(directory / "trajectories")
-    runner = make_runner(stage.sampled, workers=1, storage=storage)
-    shop = DemonstratorOptions(results_per_page=stage.options.results_per_page, separator=SEPARATOR)
-    try:
-        async with open_parts(
-            stage.settings,
-            model=stage.model,
-            directory=directory,
-            runner=runner,
-            storage=storage,
-            demonstrator=shop_demonstrator(stage.settings, storage, shop),
-            reward=ReturnReward(),
-            objective=SuccessBonusReward(),
-        ) as parts:
-            reporting = RunReport(
-                listener or LoopListener(),
-                facts,
-                plan,
-                directory=directory,
-                storage=storage,
-                adapters=parts.adapters.root,
-                model=stage.model,
-                reward_version=parts.reward.version,
-            )
-            state = await make_loop(plan, parts, stage.settings.loop, reporting).run()
-            await reporting.write(state)
-    finally:
-        await runner.close()
-        await storage.close()
-    compared = tuple(change.sentence("goals") for change in reporting.facts.changes)
-    return DemoResult(state=state, comparisons=compared, report=reporting.written)
+    model, settings = ensure_model(options.model_directory), options.settings()
+    shop = ["env", "webshop", "--results-per-page", str(options.results_per_page), "--separator", "newline"]
+    sizes = {"max-batch": options.concurrency, "max-model-len": CONTEXT_TOKENS, "cache-bytes": CACHE_BYTES}
+    with (
+        running_command(shop, free_port(), options.run_directory / "logs" / "webshop.log") as url,
+        _served(settings, options.run_directory, model, {**sizes, "prefill-tokens": PREFILL_TOKENS}) as served,
+    ):
+        job = LoopJob(
+            settings=served.model_copy(update={"env_server_base": url}),
+            tasks=shop_tasks(options),
+            model=model,
+            directory=options.run_directory,
+            run_id=f"demo-{options.seed}",
+            limits=settings.limits(),
+            processes=1,
+            warm_start=options.warm_start(),
+            command=command,
+            title="A small model learns to shop",
+        )
+        return ENDING.run(run_loop(job, listener))
 
 
 @contextlib.contextmanager
-def _servers(options: DemoOptions, model: Path) -> Iterator[RLSettings]:
-    logs = options.run_directory / "logs"
-    shop = ["env", "webshop", "--results-per-page", str(options.results_per_page), "--separator", "newline"]
-    sizes = {"max-batch": options.concurrency, "max-model-len": CONTEXT_TOKENS, "cache-bytes": CACHE_BYTES}
-    sizes |= {"prefill-tokens": PREFILL_TOKENS, "adapters": options.run_directory / "adapters"}
-    policy = ["serve", "--model", str(model), "--served-model-name", NAME, "--preload=false"]
-    policy += [f"--{name}={size}" for name, size in sizes.items()]
-    with (
-        running_command(shop, free_port(), logs / "webshop.log") as shop_url,
-        running_command(policy, free_port(), logs / "serve.log") as model_url,
-    ):
-        yield options.settings(shop_url=shop_url, model_url=model_url, base_model=NAME)
+def _served(settings: RLSettings, directory: Path, model: Path, sizes: dict[str, int]) -> Iterator[RLSettings]:
+    """The settings with the address of a server of the model, which runs until the block ends."""
+    words = ["serve", "--model", str(model), "--served-model-name", NAME, "--preload=false"]
+    words += [f"--adapters={directory / 'adapters'}", *(f"--{name}={size}" for name, size in sizes.items())]
+    with running_command(words, free_port(), directory / "logs" / "serve.log") as url:
+        yield settings.model_copy(update={"serving": settings.serving.model_copy(update={"base_url": f"{url}/v1"})})
+
+
+def own_functions(options: RepairOptions, listener: LoopListener, *, anew: bool) -> OwnTasks:
+    """The tasks of ``options.repository``, which lie in the run's folder; ``anew``: they are made now.
+
+    Raises as ``find_repository``, ``make_own_tasks`` and ``own_tasks`` do.
+    """
+    assert options.repository is not None
+    repository, folder = find_repository(options.repository), options.run_directory / "tasks"
+    if anew:
+        listener.noted(f"making tasks of the functions of {repository.name}: its tests run once, four minutes at most")
+        notes = make_own_tasks(
+            repository,
+            folder,
+            default_cache(),
+            most_held_out=options.held_out,
+            tests=options.tests,
+            requirements=options.requirements,
+        )
+        for line in notes:
+            listener.noted(line)
+    own = own_tasks(folder, repository.name)
+    if own is None:
+        raise ConfigError(f"{folder} has lost its tasks: start over with --fresh")
+    made_of = repository.model_copy(update={"commit": own.commit})
+    for line in (*repository_lines(made_of, repository.commit), own.line()):
+        listener.noted(line)
+    return own
+
+
+def beside_own(suite: LoopTasks, own: OwnTasks, options: RepairOptions) -> LoopTasks:
+    """The tasks of a run that is evaluated on held-out functions of a repository.
+
+    Every second training task is the repository's, as long as there are any; demonstrations and the others are the
+    suite's, without those that show a function with the name of one of the repository's.
+    """
+    level = LEVELS[options.level - 1]
+    mine = {spec_of(each).function for each in (*own.training, *own.held_out)}
+    demonstrations, published = (_without(mine, part) for part in (suite.demonstrations, suite.training))
+    training, held_out = (
+        [swe_task(at_level(each, level), suite.suite.model_copy(update={"split": part})) for each in rows]
+        for part, rows in ((TRAIN, own.training), (HELD_OUT, own.held_out))
+    )
+    random.Random(options.seed).shuffle(training)
+    mixed = [each for pair in zip(training, published, strict=False) for each in pair]
+    rest = [*training[len(mixed) // 2 :], *published[len(mixed) // 2 :]]
+    return LoopTasks(suite.suite, demonstrations, (*mixed, *rest), tuple(held_out))
+
+
+def _without(functions: Set[str], entries: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
+    return tuple(
+        entry
+        for entry in entries
+        if entry.instance is not None and functions.isdisjoint(shown_functions(entry.instance))
+    )
+
+
+def repair_tasks(options: RepairOptions) -> LoopTasks:
+    """The tasks of the suite for a run; held out are functions of packages that it does not train on."""
+    return loop_tasks(TaskSource(suite=f"{REPAIR}-{options.level}"), options.settings())
+
+
+def run_repair_demo(options: RepairOptions, listener: LoopListener, command: str) -> LoopResult:
+    """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
+
+    It runs in V0 where that is installed, else in V1. Raises ``ConfigError`` when the directory holds a run with
+    other options or of the other host, and any ``RLError`` of the parts.
+    """
+    settings = options.settings()
+    places = {"run_directory": True, "model_directory": True, "processes": True}
+    # A policy learns the names of one host's tools.
+    host = {"host": host_of(settings)}
+    known = {**options.model_dump(mode="json", exclude={**places, "loop": OTHER_SIZES}), **host}
+    begun = (options.run_directory / OPTIONS).exists()
+    if begun:
+        claim(options.run_directory, known)
+    ENDING.run(RepairBackend().check())
+    tasks, title = repair_tasks(options), "A small model is trained to repair code"
+    if options.repository is not None:
+        own = own_functions(options, listener, anew=not begun)
+        tasks, title = beside_own(tasks, own, options), f"{title} of {own.name}"
+    # Not before: --with may add what the tests of a repository lack, for the same folder.
+    claim(options.run_directory, known)
+    model = ensure_model(options.model_directory)
+    sizes = {
+        "max-batch": options.concurrency * (2 if options.level == 1 else 1),
+        "max-model-len": REPAIR_CONTEXT[options.level],
+        "cache-bytes": REPAIR_CACHE_BYTES[options.level],
+    }
+    with _served(settings, options.run_directory, model, sizes) as served:
+        job = LoopJob(
+            settings=served,
+            tasks=tasks,
+            model=model,
+            directory=options.run_directory,
+            run_id=f"repair-{options.seed}",
+            limits=settings.limits(),
+            backend=RepairBackend(),
+            processes=options.processes,
+            graders=2,
+            native_tool_calling=False,
+            command=command,
+            title=title,
+        )
+        return ENDING.run(run_loop(job, listener))

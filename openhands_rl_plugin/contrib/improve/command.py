@@ -293,7 +293,7 @@ def _train(
         ProgressListener(settings.loop.stages, Console(stderr=args.json)) as listener,
     ):
         result = ENDING.run(_run(args, job, listener))
-    listener.console.print(final_table(result.state, "tasks"))
+    listener.console.print(final_table(result.state))
     server = settings.serving.base_url
     used = use_lines(result, model, adapters, server=server)
     told = (*earned_lines(result), took_line(result.state, price), f"report: {result.report}", *used)

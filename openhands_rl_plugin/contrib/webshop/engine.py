@@ -215,6 +215,11 @@ class WebShop:
         self.results_per_page = results_per_page
         self.max_steps = max_steps
         self.separator = separator
+        self.options = {
+            **{"num_products": num_products, "seed": seed, "num_goals": num_goals},
+            **{"results_per_page": results_per_page, "max_steps": max_steps, "separator": separator},
+        }
+        """The arguments that make the same shop."""
         self.index = SearchIndex(self.catalogue.products)
         self._by_asin = self.catalogue.by_asin()
 

@@ -157,7 +157,7 @@ class _ShopRoutes:
 
     async def health(self, request: Request) -> Response:
         counts = {"sessions": len(self._sessions), "goals": len(self._world.goals)}
-        return JSONResponse({"status": "ok", **counts})
+        return JSONResponse({"status": "ok", **counts, "world": self._world.options})
 
     async def fork(self, request: Request) -> Response:
         key = secrets.token_hex(_SESSION_NAME_BYTES)

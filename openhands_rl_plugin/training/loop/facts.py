@@ -35,12 +35,12 @@ class StageChange(Frozen):
     after: str
     difference: Estimate
 
-    def sentence(self, tasks: str = "tasks") -> str:
-        """``After RL against SFT: +0.21 in success (95% interval +0.10 to +0.32, 100 goals in both evaluations)``."""
+    def sentence(self) -> str:
+        """``After RL against SFT: +0.21 in success (95% interval +0.10 to +0.32, 100 tasks in both evaluations)``."""
         change = self.difference
         return (
             f"{self.name}: {change.mean:+.2f} in success (95% interval {change.low:+.2f} to {change.high:+.2f}, "
-            f"{change.n} {tasks} in both evaluations, {self.before} and {self.after})"
+            f"{change.n} tasks in both evaluations, {self.before} and {self.after})"
         )
 
 

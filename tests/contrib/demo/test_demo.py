@@ -20,7 +20,7 @@ from openhands_rl_plugin.apps.loop.reporting import ProgressListener
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.cli.options.running import free_port
 from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
-from openhands_rl_plugin.contrib.demo.repair_story import repair_tasks
+from openhands_rl_plugin.contrib.demo.story import repair_tasks, shop_tasks
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.training.loop.plan import LoopState
@@ -54,13 +54,12 @@ def test_a_server_ends_when_the_demo_is_killed(tmp_path: Path) -> None:
 
 def test_goals_of_demonstrations_training_and_evaluation_are_disjoint(tmp_path: Path) -> None:
     options = DemoOptions(run_directory=tmp_path)
-    plan = options.plan(options.shop(), base_model="base", probe_ids=(1, 2))
-    other = options.model_copy(update={"seed": 1}).plan(options.shop(), base_model="base", probe_ids=(1, 2))
-    names = [{task.id for task in tasks} for tasks in (plan.demonstrations, plan.training, plan.held_out)]
-    assert len(names[2]) == len(plan.held_out) >= 100
+    tasks, other = shop_tasks(options), shop_tasks(options.model_copy(update={"seed": 1}))
+    names = [{entry.task.id for entry in entries} for entries in tasks[1:]]
+    assert len(names[0]) == 64 and len(names[2]) == len(tasks.held_out) == 100
     assert not (names[0] & names[1] or names[0] & names[2] or names[1] & names[2])
-    assert other.held_out == plan.held_out
-    assert other.training != plan.training
+    assert other.held_out == tasks.held_out
+    assert other.training != tasks.training
 
 
 def test_a_run_is_not_continued_as_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.contrib.demo.options import RepairOptions
-from openhands_rl_plugin.contrib.demo.repair_story import beside_own, own_functions, repair_tasks
+from openhands_rl_plugin.contrib.demo.story import beside_own, own_functions, repair_tasks
 from openhands_rl_plugin.contrib.repair.making import OwnTasks, shown_functions
 from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend

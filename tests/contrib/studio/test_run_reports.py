@@ -7,19 +7,20 @@ from pathlib import Path
 
 from demo_episodes import played
 from report_data import data_of
+from shopping_loop import make_plan
 
 from openhands_rl_plugin.apps.loop.reporting import RunReport
-from openhands_rl_plugin.contrib.demo.options import DemoOptions
 from openhands_rl_plugin.contrib.studio.reports import MOST_BYTES, write_run_report
 from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.training.loop.facts import RunFacts
-from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
+from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.training.loop.stages import LoopListener
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 BEFORE = {"goal-a": 0.0, "goal-b": 0.5, "goal-c": 0.0, "goal-d": 0.25, "goal-e": 1.0}
 AFTER = {"goal-a": 1.0, "goal-b": 0.75, "goal-c": 0.5, "goal-d": 0.25, "goal-e": 0.0}
+PLAN = make_plan("shop", run_id="run", base_model="base")
 ADAPTERS = ("shop-v000001", "shop-v000002", "shop-v000003")
 
 
@@ -50,12 +51,6 @@ def written(folder: Path) -> None:
     (folder / WEIGHTS_FILE).write_bytes(b"weights")
 
 
-def plan_of(directory: Path) -> LoopPlan:
-    options = DemoOptions(run_directory=directory)
-    plan = options.plan(options.shop(), base_model="base", probe_ids=(1, 2))
-    return plan.model_copy(update={"run_id": "run"})
-
-
 async def fill(directory: Path, storage: FileTrajectoryStorage) -> None:
     adapters = AdapterStore(directory / "adapters")
     for parent in (None, *ADAPTERS[:2]):
@@ -74,14 +69,13 @@ async def fill(directory: Path, storage: FileTrajectoryStorage) -> None:
 
 
 async def reported(directory: Path, command: str = "openhands-rl demo --seed 3") -> Path:
-    plan = plan_of(directory)
     async with FileTrajectoryStorage(directory / "trajectories") as storage:
         await fill(directory, storage)
-        facts = RunFacts.begin(directory, plan, title="learns", stages=8, command=command)
+        facts = RunFacts.begin(directory, PLAN, title="learns", stages=8, command=command)
         report = RunReport(
             LoopListener(),
             facts,
-            plan,
+            PLAN,
             directory=directory,
             storage=storage,
             adapters=directory / "adapters",
@@ -152,7 +146,7 @@ async def test_a_resumed_run_keeps_when_it_began_and_a_damaged_episode_costs_its
     await reported(directory)
     before = RunFacts.load(directory)
     assert before is not None
-    again = RunFacts.begin(directory, plan_of(directory), title="learns", stages=8)
+    again = RunFacts.begin(directory, PLAN, title="learns", stages=8)
     assert (again.began, again.changes, again.command) == (before.began, before.changes, "")
     gone = before.samples[0].model_copy(update={"before": "gone"})
     before.model_copy(update={"samples": (gone, *before.samples[1:])}).save(directory)
@@ -169,14 +163,14 @@ async def test_a_report_that_cannot_be_written_is_noted_and_the_run_goes_on(tmp_
         def noted(self, line: str) -> None:
             self.lines.append(line)
 
-    plan, notes, version = plan_of(tmp_path), Notes(), "return-1"
-    facts = RunFacts.begin(tmp_path, plan, title="", stages=8)
+    notes, version = Notes(), "return-1"
+    facts = RunFacts.begin(tmp_path, PLAN, title="", stages=8)
     (tmp_path / "report.html").mkdir()
     async with FileTrajectoryStorage(tmp_path / "trajectories") as storage:
         report = RunReport(
             notes,
             facts,
-            plan,
+            PLAN,
             directory=tmp_path,
             storage=storage,
             adapters=tmp_path,
