@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,8 @@ from openhands_rl_plugin.models.generator.threads import prepare_threads
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
-    from openhands_rl_plugin.apps.loop.tasks import LoopTasks
     from openhands_rl_plugin.contrib.improve.gym import Gym
-    from openhands_rl_plugin.contrib.improve.price import Lengths, Price, PromptChoice
+    from openhands_rl_plugin.contrib.improve.price import Price, PromptChoice
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.tasks.packages import OwnRepository
     from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
@@ -136,13 +136,15 @@ def _settings(args: argparse.Namespace, repository: OwnRepository, directory: Pa
 
 
 def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepository, directory: Path) -> int:
+    from openhands_rl_plugin.apps.loop.checks import forget
     from openhands_rl_plugin.contrib.improve.gym import gym_lines
-    from openhands_rl_plugin.contrib.improve.price import check_room
+    from openhands_rl_plugin.contrib.improve.price import check_room, measure_rates, price_of
     from openhands_rl_plugin.contrib.improve.price import lines as price_lines
     from openhands_rl_plugin.core.machine import machine
 
     if args.fresh:
-        _forget(directory)
+        forget(directory)  # episodes and adapters stay
+        shutil.rmtree(directory / "tasks", ignore_errors=True)
     model, settings, choice = _fitted(args, settings)
     check_room(settings, choice)
     gym = _gym(args, repository, directory)
@@ -151,7 +153,15 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
     settings = settings.model_copy(update={"loop": loop.model_copy(update=sizes)})
     _say(args, *gym_lines(gym), f"model: {model}", *(f"  {reason}" for reason in choice.reasons))
     with served_policy(settings, model, directory) as (served, weights):
-        price = _price(args, served, gym, weights, lengths, directory, own=not settings.serving.base_url)
+        rates = ENDING.run(measure_rates(served, gym.longest * 2))
+        graders, own = os.cpu_count() or 1, not settings.serving.base_url
+        price = price_of(
+            *(served, gym, weights, lengths, rates),
+            graders=graders,
+            directory=directory,
+            serves=own,
+            timeout=args.timeout,
+        )
         _say(args, "the run costs at most (episodes that end earlier cost less)", *price_lines(price, machine()))
         found: JsonObject = {"tasks": gym.model_dump(mode="json"), "prompt": choice.model_dump(mode="json")}
         found["price"] = price.model_dump(mode="json")
@@ -162,6 +172,7 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
 
 def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSettings, PromptChoice]:
     """The weights, and the settings with a prompt and lengths that fit the model's context."""
+    from openhands_rl_plugin.apps.demo_model import ensure_model
     from openhands_rl_plugin.contrib.improve.price import choose_prompt, context_of, fitted
     from openhands_rl_plugin.models.engines.server_models import listed_models
 
@@ -171,15 +182,9 @@ def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSet
             cards = listed_models(serving.base_url, serving.api_key(), serving.request_timeout) or ()
             context = next((card.max_model_len for card in cards if card.id == there.serving.model), None)
     else:
-        model = given_weights(args.model) if args.model is not None else _embedded_model()
+        model = given_weights(args.model) if args.model is not None else ensure_model()
     choice = choose_prompt(settings, model, context_of(model, context), args.native_tool_calling)
     return model, fitted(settings, choice, chosen=args.config is not None), choice
-
-
-def _embedded_model() -> Path:
-    from openhands_rl_plugin.apps.demo_model import ensure_model
-
-    return ensure_model()
 
 
 def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> Gym:
@@ -236,33 +241,6 @@ class _Watcher:
             self._bar.print(line)
 
 
-def _price(
-    args: argparse.Namespace,
-    settings: RLSettings,
-    gym: Gym,
-    model: Path,
-    lengths: Lengths,
-    directory: Path,
-    *,
-    own: bool,
-) -> Price:
-    from openhands_rl_plugin.contrib.improve.price import measure_rates, price_of
-
-    rates = ENDING.run(measure_rates(settings, gym.longest * 2))
-    graders = os.cpu_count() or 1
-    return price_of(
-        settings,
-        gym,
-        model,
-        lengths,
-        rates,
-        graders=graders,
-        directory=directory,
-        serves=own,
-        timeout=args.timeout,
-    )
-
-
 def _train(
     args: argparse.Namespace,
     settings: RLSettings,
@@ -286,7 +264,12 @@ def _train(
     folder = directory / "tasks"
     source = TaskSource(suite=str(folder / gym.training), held_out_rows=folder / gym.held_out)
     claim(directory, identity_of(settings, source.model_dump(mode="json"), model=model, timeout=args.timeout))
-    job = _job(args, served, model, choice, loop_tasks(source, served), directory)
+    job = replace(
+        loop_job(args, served, model, loop_tasks(source, served), directory),
+        graders=os.cpu_count() or 1,
+        test_timeout=max(_GRADING, 2 * args.test_timeout),
+        native_tool_calling=choice.native,
+    )
     adapters = settings.serving.adapters_directory.resolve()
     with (
         studio_beside(args, directory, lambda: open_storage(settings), adapters, model),
@@ -294,10 +277,8 @@ def _train(
     ):
         result = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state))
-    server = settings.serving.base_url
-    used = use_lines(result, model, adapters, server=server)
-    told = (*earned_lines(result), took_line(result.state, price), f"report: {result.report}", *used)
-    _say(args, *told)
+    used = use_lines(result, model, adapters, server=settings.serving.base_url)
+    _say(args, *earned_lines(result), took_line(result.state, price), f"report: {result.report}", *used)
     return _done(args, {**found, "result": earned(result)})
 
 
@@ -312,30 +293,9 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
         await backend.close()
 
 
-def _job(
-    args: argparse.Namespace, settings: RLSettings, model: Path, choice: PromptChoice, tasks: LoopTasks, directory: Path
-) -> LoopJob:
-    return replace(
-        loop_job(args, settings, model, tasks, directory),
-        graders=os.cpu_count() or 1,
-        test_timeout=max(_GRADING, 2 * args.test_timeout),
-        native_tool_calling=choice.native,
-    )
-
-
 def _say(args: argparse.Namespace, *lines: str) -> None:
     """To people: on stdout, or beside the JSON."""
     print(sayable("\n".join(lines)), file=sys.stderr if args.json else sys.stdout, flush=True)
-
-
-def _forget(directory: Path) -> None:
-    """Delete the tasks and the state of an earlier run; episodes and adapters stay."""
-    import shutil
-
-    from openhands_rl_plugin.apps.loop.checks import forget
-
-    forget(directory)
-    shutil.rmtree(directory / "tasks", ignore_errors=True)
 
 
 def _done(args: argparse.Namespace, found: JsonObject) -> int:

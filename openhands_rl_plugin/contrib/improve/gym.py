@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import re
 import shlex
 import shutil
-import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,17 +26,8 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
-from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
-from openhands_rl_plugin.evals.tasks.gate import (
-    OnProgress,
-    QualityGate,
-    TaskLineage,
-    check_tasks,
-    duplicates,
-    lineage_path,
-    read_lineage,
-    write_tasks,
-)
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.gate import QualityGate, TaskLineage, check_tasks, lineage_path, write_tasks
 from openhands_rl_plugin.evals.tasks.packages import OwnRepository, Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sandbox import prepare_package
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
@@ -102,88 +91,8 @@ def survey(package: Package, plan: TaskPlan, cache: Path) -> Survey:
     return found
 
 
-class CheckedTask(Frozen):
-    """A task that went through the gate; ``seconds``: of one run of its tests there, with its checkout."""
-
-    lineage: TaskLineage
-    seconds: float
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why it is no good task; empty for a good one."""
-        return self.lineage.check.problems if self.lineage.check is not None else ("it was not checked",)
-
-
-async def gate_tasks(
-    instances: Sequence[Instance],
-    lineage: Sequence[TaskLineage],
-    backend: InstanceBackend,
-    gate: QualityGate,
-    folder: Path,
-    on_progress: OnProgress,
-) -> dict[str, CheckedTask]:
-    """Task -> its check, by id. What ``folder`` has from an earlier run is not done again.
-
-    Raises as ``check_tasks`` does.
-    """
-    known, turns, done = {task.instance_id: task for task in lineage}, asyncio.Semaphore(gate.workers), 0
-    same = duplicates(instances, known)
-
-    async def checked(instance: Instance) -> CheckedTask:
-        nonlocal done
-        async with turns:
-            found = _earlier(folder, instance) or await _checked(instance, known, backend, gate, folder)
-        done += 1
-        on_progress(done, len(instances), instance.instance_id)
-        return _with_duplicate(found, same.get(instance.instance_id))
-
-    results = await asyncio.gather(*map(checked, instances))
-    return {each.lineage.instance_id: each for each in results}
-
-
-def _file(folder: Path, instance: Instance) -> Path:
-    return folder / f"{instance.instance_id}.checked.json"
-
-
-def _earlier(folder: Path, instance: Instance) -> CheckedTask | None:
-    try:
-        return CheckedTask.model_validate_json(_file(folder, instance).read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{_file(folder, instance)} cannot be read: delete it, and the task is checked again"
-        ) from error
-
-
-async def _checked(
-    instance: Instance,
-    lineage: dict[str, TaskLineage],
-    backend: InstanceBackend,
-    gate: QualityGate,
-    folder: Path,
-) -> CheckedTask:
-    """One task as a file of its own, which is what the gate takes."""
-    rows = folder / f"{instance.instance_id}.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tasks(rows, [instance], [lineage[instance.instance_id]])
-    began = time.monotonic()
-    (task,) = (await check_tasks(rows, backend, gate)).tasks
-    found = CheckedTask(lineage=task, seconds=round((time.monotonic() - began) / (2 * gate.repeats), 2))
-    write_file(_file(folder, instance), found.model_dump_json(indent=1))
-    return found
-
-
-def _with_duplicate(found: CheckedTask, other: str | None) -> CheckedTask:
-    check = found.lineage.check
-    if other is None or check is None:
-        return found
-    check = check.model_copy(update={"duplicate_of": other, "problems": (*check.problems, f"it is {other} once more")})
-    return found.model_copy(update={"lineage": found.lineage.model_copy(update={"check": check})})
-
-
 _REPOSITORY, _SURVEY, _MADE, _GYM = "repository.json", "survey.json", "made.jsonl", "gym.json"
-_GATE, _TRIED = "gate", "tried.txt"
+_TRIED = "tried.txt"
 _SPARE = 1.25
 """Tasks made for each that is wanted: the gate and the split drop some."""
 
@@ -213,7 +122,7 @@ class Gym(Frozen):
     """The tasks of a repository. ``training`` and ``held_out``: names of files of rows, in the folder of the tasks.
 
     ``tried``: changes that were tried. ``fixes``: tasks that are fixes of the history. ``dropped``: reason -> how
-    many candidates. ``grading``: seconds in which one patch is graded, a median.
+    many candidates. ``grading``: seconds in which one patch is graded, a mean.
     """
 
     survey: Survey
@@ -275,7 +184,7 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
         packages=(package,),
         python=options.python,
         requirements=(*_BASICS, *options.requirements),
-        per_package=_made_of(options.tasks, options.held_out),
+        per_package=math.ceil(_SPARE * (options.tasks + options.held_out)),
         seed=options.seed,
         timeout=options.timeout,
         least_share=0.0,
@@ -290,16 +199,12 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
         shortest, longest = (plan.per_package * runs * found.seconds / 60 for runs in _RUNS)
         progress.stage(f"making tasks, in {shortest:.0f} to {longest:.0f} min", plan.per_package)
         make_suite(plan, made, cache, _Noting(progress, folder / _TRIED))
-    instances, lineage = read_instances(made), _lineage(made)
+    instances = read_instances(made)
     progress.stage("checking tasks", len(instances))
-    checked = ENDING.run(_gated(instances, [*lineage.values()], folder / _GATE, cache, progress))
-    gym = _divided(repository, options, folder, found, instances, checked)
+    checked, grading = ENDING.run(_gated(made, cache, progress))
+    gym = _divided(repository, options, folder, found, instances, checked, grading)
     write_file(folder / _GYM, gym.model_dump_json(indent=1))
     return gym
-
-
-def _made_of(training: int, held_out: int) -> int:
-    return math.ceil(_SPARE * (training + held_out))
 
 
 class _Noting:
@@ -318,19 +223,21 @@ class _Noting:
         self._progress.tried(made, wanted, reason)
 
 
-async def _gated(
-    instances: Sequence[Instance],
-    lineage: Sequence[TaskLineage],
-    folder: Path,
-    cache: Path,
-    progress: GymProgress,
-) -> dict[str, CheckedTask]:
+async def _gated(made: Path, cache: Path, progress: GymProgress) -> tuple[dict[str, TaskLineage], float]:
+    """Task -> what the gate found, and the seconds in which one patch is graded."""
     gate = QualityGate(repeats=_REPEATS, workers=max(1, (os.cpu_count() or 1) // 2))
-    backend = make_backend("local", cache=cache)
+    backend, began = make_backend("local", cache=cache), time.monotonic()
     try:
-        return await gate_tasks(instances, lineage, backend, gate, folder, progress.checked)
+        found = await check_tasks(made, backend, gate, on_progress=progress.checked)
     finally:
         await backend.close()
+    seconds = (time.monotonic() - began) * gate.workers / (2 * gate.repeats * len(found.tasks))
+    return {task.instance_id: task for task in found.tasks}, round(seconds, 1)
+
+
+def _problems(task: TaskLineage) -> tuple[str, ...]:
+    assert task.check is not None, "the gate checks every task"
+    return task.check.problems
 
 
 def _divided(
@@ -339,21 +246,22 @@ def _divided(
     folder: Path,
     found: Survey,
     instances: Sequence[Instance],
-    checked: Mapping[str, CheckedTask],
+    checked: Mapping[str, TaskLineage],
+    grading: float,
 ) -> Gym:
     """Split what passed the gate, and write the rows of both parts."""
-    good = [each for each in instances if not checked[each.instance_id].problems]
+    good = [each for each in instances if not _problems(checked[each.instance_id])]
     reasons, tried = _reasons(folder / _TRIED)
-    bad = (checked[each.instance_id].problems for each in instances)
+    bad = map(_problems, checked.values())
     reasons += Counter(_without_counts(problems[0]) for problems in bad if problems)
-    fixes = {each.instance_id: _commit(each) for each in good if _is_fix(checked[each.instance_id].lineage)}
+    fixes = {each.instance_id: _commit(each) for each in good if checked[each.instance_id].modifier == REOPENED}
     times = repository.times(set(fixes.values()))
     described_tasks = [
         SplitTask(
             id=name,
             files=touched_files(each.patch),
             time=times[fixes[name]] if name in fixes else None,
-            function=checked[name].lineage.function,
+            function=checked[name].function,
         )
         for each in good
         for name in (each.instance_id,)
@@ -367,7 +275,7 @@ def _divided(
         chosen = [each for each in good if each.instance_id in ids]
         rows = [each.model_copy(update={"extra": {**each.extra, "split": part}}) for each in chosen]
         parts.append(f"{repository.name.replace('.', '-')}{suffix}.jsonl")
-        write_tasks(folder / parts[-1], rows, [checked[each.instance_id].lineage for each in chosen])
+        write_tasks(folder / parts[-1], rows, [checked[each.instance_id] for each in chosen])
     sides = (split.training, split.held_out)
     return Gym(
         survey=found,
@@ -378,7 +286,7 @@ def _divided(
         files=(_files(described_tasks, sides[0]), _files(described_tasks, sides[1])),
         tried=tried,
         dropped=dict((reasons + Counter(split.dropped.values())).most_common()),
-        grading=round(statistics.median(checked[each.instance_id].seconds for each in good), 1),
+        grading=grading,
         longest=max((each.problem_statement for each in good), key=len),
         split_by=split.by,
     )
@@ -407,20 +315,9 @@ def _files(tasks: Sequence[SplitTask], ids: Sequence[str]) -> int:
     return len({file for task in tasks if task.id in ids for file in task.files})
 
 
-def _is_fix(lineage: TaskLineage) -> bool:
-    return lineage.modifier == REOPENED
-
-
 def _commit(instance: Instance) -> str:
     source = instance.extra.get("source")
     return str(source.get("commit", "")) if isinstance(source, dict) else ""
-
-
-def _lineage(made: Path) -> dict[str, TaskLineage]:
-    found = read_lineage(made)
-    if found is None:
-        raise ConfigError(f"{made} has lost its lineage: start over with --fresh")
-    return {task.instance_id: task for task in found.tasks}
 
 
 def _read[T: Frozen](file: Path, kind: type[T]) -> T | None:
