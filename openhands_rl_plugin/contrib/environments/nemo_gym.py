@@ -23,7 +23,6 @@ from openhands_rl_plugin.environments.http.client import (
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
 from openhands_rl_plugin.environments.http.transport import (
     CookieTransport,
-    EndpointMissingError,
     JsonTransport,
     excerpt,
 )
@@ -166,17 +165,10 @@ class NeMoGymClient(BaseEnvClient):
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``, or ``POST /seed_session``."""
         row = self._row = GymRow.of(self._row_of(task), task.id, task.environment)
-        paths = await self._paths() if row.tools else None
-        # A server with one route for all its tools would take "/reset" for a call of one.
-        self._verifies = self._verifies or (paths is not None and "/reset" not in paths)
+        # Not tried: a server with one route for all its tools would take "/reset" for a call of one.
+        self._verifies = await self._has_no_reset()
         path = "/seed_session" if self._verifies else "/reset"
-        try:
-            answer = await self.post(path, row.body)
-        except BadEnvironmentError as error:
-            if self._verifies or not (isinstance(error, EndpointMissingError) or await self._has_no_reset()):
-                raise
-            path, self._verifies = "/seed_session", True
-            answer = await self.post(path, row.body)
+        answer = await self.post(path, row.body)
         transport = self._open_transport()
         if not isinstance(transport, CookieTransport) or not transport.has_session:
             raise BadEnvironmentError(f"{path} set no cookie, so the server cannot distinguish episodes")
@@ -259,18 +251,14 @@ class NeMoGymClient(BaseEnvClient):
             found |= {"unrewarded": True} if verdict is None else {"return": verdict.reward, "info": verdict.info}
         return found
 
-    async def _paths(self) -> frozenset[str] | None:
-        """The server's routes, as it describes them itself; ``None`` where it does not."""
+    async def _has_no_reset(self) -> bool:
+        """By the server's own description of its routes, which NeMo Gym's servers all have."""
         try:
             described = await self._open_transport().get("/openapi.json")
         except BadEnvironmentError:
-            return None
+            return False
         paths = described.get("paths") if isinstance(described, dict) else None
-        return frozenset(paths) if isinstance(paths, dict) else None
-
-    async def _has_no_reset(self) -> bool:
-        paths = await self._paths()
-        return paths is not None and "/reset" not in paths and "/seed_session" in paths
+        return isinstance(paths, dict) and "/reset" not in paths
 
     def _call_is_answer(self, row: GymRow) -> bool:
         return self._tool_calls == "answer" or (self._tool_calls == "auto" and row.call_is_answer)

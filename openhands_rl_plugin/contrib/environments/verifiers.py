@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import httpx
 from pydantic import Field, JsonValue
@@ -117,7 +117,7 @@ class VerifiersProcess:
                 "start_timeout in [rl.environment]"
             ) from error
 
-    async def ask(self, path: str, body: JsonObject, seconds: float) -> JsonObject:
+    async def ask(self, path: str, body: JsonObject, seconds: float) -> dict[str, Any]:
         """What comes next in the episode that ``body`` starts or goes on with."""
         try:
             async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
@@ -247,7 +247,7 @@ class VerifiersEnvironment:
         self._name = "verifiers"
         self._answers: list[Message] = []
         self._rewards: list[float] = []
-        self._end: JsonObject | None = None
+        self._end: dict[str, Any] | None = None
         self._running = False  # it waits for an answer
         self._open = False  # its process plays it
 
@@ -278,13 +278,11 @@ class VerifiersEnvironment:
         await self._process.ready(options.start_timeout)
         line = await self._ask("start", {"index": self._idx})
         self._episode = line["episode"]
-        request = line.get("request")
-        if not isinstance(request, dict):
+        if "request" not in line:
             self._finish(line)
             raise BadEnvironmentError(f"{self._name}: task {self._idx} ended before the model was asked")
-        tools = request.get("tools")
-        self._tools = tuple(each for each in tools if isinstance(each, dict)) if isinstance(tools, list) else ()
-        return Observation(messages=self._opening(self._new_messages(request)))
+        self._tools = tuple(line["request"]["tools"])
+        return Observation(messages=self._opening(self._new_messages(line["request"])))
 
     async def step(self, action: Message) -> Observation:
         """Give verifiers the answer; the observation is what is new in its next request, or the end."""
@@ -301,12 +299,11 @@ class VerifiersEnvironment:
         answer = Message(role="assistant", content=content, tool_calls=calls)
         self._answers.append(answer)
         line = await self._ask("answer", {"episode": self._episode, "answer": to_wire(answer)})
-        request = line.get("request")
-        if isinstance(request, dict):
+        if "request" in line:
             self._rewards.append(0.0)
-            return Observation(messages=self._results_of(calls, self._new_messages(request)))
+            return Observation(messages=self._results_of(calls, self._new_messages(line["request"])))
         self._rewards.append(reward := self._finish(line))
-        truncated = bool((self._end or {}).get("truncated"))
+        truncated = line["end"]["truncated"]
         return Observation(reward=reward, terminated=not truncated, truncated=truncated)
 
     async def cut_short(self) -> Observation | None:
@@ -345,7 +342,7 @@ class VerifiersEnvironment:
     def _cut(self) -> JsonObject:
         return {"episode": self._episode, "answer": None}
 
-    async def _ask(self, path: str, body: JsonObject) -> JsonObject:
+    async def _ask(self, path: str, body: JsonObject) -> dict[str, Any]:
         assert self._process is not None
         self._running, self._open = False, self._episode is not None  # until it has answered
         found = await self._process.ask(path, body, self.options.timeout)
@@ -354,27 +351,24 @@ class VerifiersEnvironment:
             raise BadEnvironmentError(f"{self._name}: {found['failed']}")
         return found
 
-    def _finish(self, line: JsonObject) -> float:
+    def _finish(self, line: dict[str, Any]) -> float:
         """The episode's reward. Raises ``EpisodeError`` for a trace that failed or has none."""
-        end = line.get("end")
-        if not isinstance(end, dict):
+        if "end" not in line:
             raise BadEnvironmentError(f"{self._name}: the episode goes on although it was ended")
-        self._end = end
-        errors, rewards, reward = end.get("errors"), end.get("rewards"), end.get("reward")
-        if isinstance(errors, list) and errors:
-            first = errors[0] if isinstance(errors[0], dict) else {}
-            kind = InfrastructureError if first.get("type") in _INFRASTRUCTURE else BadEnvironmentError
-            raise kind(f"{self._name}: {first.get('type')}: {first.get('message')}")
-        missing = [name for name, each in rewards.items() if each is None] if isinstance(rewards, dict) else []
-        if not rewards or missing or not isinstance(reward, int | float) or not math.isfinite(reward):
+        end = self._end = line["end"]
+        if end["errors"]:
+            first = end["errors"][0]
+            kind = InfrastructureError if first["type"] in _INFRASTRUCTURE else BadEnvironmentError
+            raise kind(f"{self._name}: {first['type']}: {first['message']}")
+        missing = [name for name, each in end["rewards"].items() if each is None]
+        if not end["rewards"] or missing or not math.isfinite(end["reward"]):
             what = f"no value of {', '.join(missing)}" if missing else "no reward"
             raise BadEnvironmentError(f"{self._name}: verifiers recorded {what} for task {self._idx}")
-        return float(reward)
+        return end["reward"]
 
-    def _new_messages(self, request: JsonObject) -> list[Message]:
+    def _new_messages(self, request: dict[str, Any]) -> list[Message]:
         """The messages of a request after those that are known. Raises ``BadEnvironmentError`` for another history."""
-        given = request.get("messages")
-        found = [to_message(each) for each in (given if isinstance(given, list) else []) if isinstance(each, dict)]
+        found = [to_message(each) for each in request["messages"]]
         answers = [at for at, each in enumerate(found) if each.role == "assistant"]
         own = [*map(_words, self._answers)]
         if own and [_words(found[at]) for at in answers[-len(own) :]] != own:

@@ -90,11 +90,12 @@ STEP = {"observation": "o", "reward": 0.0, "terminated": False, "truncated": Fal
     ],
 )
 async def test_misbehaves(answer: bytes | None, kind: type[EpisodeError], words: str):
-    async with raw_server(lambda path, body: respond(GOOD, extra=COOKIE) if path == "/reset" else answer) as server:
+    known = {"/openapi.json": respond({"paths": {"/reset": {}}}), "/reset": respond(GOOD, extra=COOKIE)}
+    async with raw_server(lambda path, body: known.get(path, answer)) as server:
         player = client(server.url)
         await player.reset(task())
         with pytest.raises(kind, match=words):
             await player.step(said("4"))
         assert (await player.evidence())["steps"] == 0
         await player.close()
-    assert server.paths() == ["/reset", "/step"], "a step is never repeated"
+    assert server.paths() == ["/openapi.json", "/reset", "/step"], "a step is never repeated"

@@ -64,11 +64,14 @@ class Counter:
 async def counter(*, verifies: bool = False) -> AsyncIterator[Counter]:
     server = Counter()
     app = web.Application()
-    if verifies:
-        app.router.add_post("/seed_session", server.seed_session)
-        app.router.add_post("/verify", server.verify)
-    else:
-        app.router.add_post("/reset", server.reset)
-        app.router.add_post("/step", server.step)
+    verifying = {"/seed_session": server.seed_session, "/verify": server.verify}
+    routes = verifying if verifies else {"/reset": server.reset, "/step": server.step}
+    for path, handler in routes.items():
+        app.router.add_post(path, handler)
+
+    async def described(request: web.Request) -> web.Response:
+        return web.json_response({"paths": dict.fromkeys(routes)})
+
+    app.router.add_get("/openapi.json", described)
     async with serving(app) as server.url:
         yield server
