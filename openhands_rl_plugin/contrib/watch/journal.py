@@ -85,20 +85,17 @@ class Round(Frozen):
         return next((f"{gate} gate" for gate in gates if gate not in self.passed), "coming into use")
 
 
-class Measurement(Frozen):
+class Measurement(Frozen, extra="ignore"):
     """A version on the held-out suite, whose name is empty for the base model.
 
     ``success``: task -> share of its attempts that succeeded; ``mean``: over the tasks. ``trouble``: kind of trouble ->
-    task -> mean over its attempts. ``episodes``, ``failed`` and ``tokens`` are counts over all attempts.
+    task -> mean over its attempts. Older journals have counts, too.
     """
 
     version: str
     success: dict[str, float]
     mean: float
     trouble: dict[str, dict[str, float]] = Field(default_factory=dict)
-    episodes: int = 0
-    failed: int = 0
-    tokens: int = 0
 
 
 @dataclass

@@ -236,11 +236,11 @@ class Watch:
             difference = await self.publisher.stage(candidate)
         except PublishError as error:
             await self.publisher.loaded()  # raises where they went away meanwhile
-            verdict = Verdict(CANARY, False, f"{candidate.name} was held back by the canary: {error}", {"gate": CANARY})
+            verdict = Verdict(False, f"{candidate.name} was held back by the canary: {error}", {"gate": CANARY})
         else:
             nats = "" if difference is None else f", {difference:.4f} nats from the trainer's logprobs"
             sentence = f"{candidate.name} passed the canary: every server loaded it and answers with it{nats}"
-            verdict = Verdict(CANARY, True, sentence, {"gate": CANARY, "difference": difference})
+            verdict = Verdict(True, sentence, {"gate": CANARY, "difference": difference})
         await self._decide(current, candidate, verdict)
 
     async def _measure(self, state: State, current: Round, version: str) -> None:
@@ -282,11 +282,8 @@ class Watch:
             self._note(WatchStep.ADMITTED, sentence, round=current.number, adapter=candidate.name)
 
     def _could_not(self, state: State, error: RLError) -> None:
-        figures: JsonObject = {}
-        if isinstance(error, gates.Unmeasured):
-            figures = {"unmeasured": True}
-        elif isinstance(error, TrainingError | CaughtFailure):
-            figures = {"failed": True}
+        failed = isinstance(error, TrainingError | CaughtFailure)
+        figures: JsonObject = {"unmeasured": isinstance(error, gates.Unmeasured), "failed": failed}
         number = state.round.number if state.round is not None else 0
         sentence = (str(error) or type(error).__name__).splitlines()[0]
         self._note(WatchStep.COULD_NOT, sentence, round=number, figures=figures)
