@@ -6,19 +6,14 @@ what was recorded into sequences itself. So an episode here asks for no token id
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import shlex
-import subprocess
-import tempfile
 
 import httpx
 
-from openhands_rl_plugin.apps.rollout.episode_program import (
-    SECRET,
-    checked_interpreter,
-    read_episode,
-    rollout_command,
-)
+from openhands_rl_plugin.apps.rollout.episode_program import checked_interpreter, rollout_command, run_program
 from openhands_rl_plugin.core.errors import ConfigError
 
 TASK = "OPENHANDS_RL_TASK"
@@ -40,30 +35,20 @@ class OpenHandsAgent:
         """Raises ``SystemExit`` where there is no episode that may be trained on."""
         endpoint, task = _given("AGL_OPENAI_BASE_URL"), _given(TASK)
         row = task.lstrip().startswith("{")
-        python = _python()
-        with tempfile.TemporaryDirectory() as folder:
-            command = rollout_command(python, ("--task", "-" if row else task), endpoint, _MODEL, {})
-            # No key is a key like another to an endpoint that wants none.
-            environment = {**os.environ, SECRET: os.environ.get("AGL_KEY") or "none"}
-            ended = subprocess.run(
-                [*command, *shlex.split(os.environ.get(OPTIONS, ""))],
-                **{"env": environment, "cwd": folder, "input": task if row else "", "text": True},
-                capture_output=True,
-                check=False,
-            )
-        rollout = read_episode(ended.returncode, ended.stdout, ended.stderr)
+        try:
+            python = checked_interpreter()
+        except ConfigError as error:
+            raise SystemExit(f"configuration: {error}") from error
+        words = rollout_command(python, ("--task", "-" if row else task), endpoint, _MODEL, {})
+        words += shlex.split(os.environ.get(OPTIONS, ""))
+        # No key is a key like another to an endpoint that wants none. The runner has a limit of its own.
+        key = os.environ.get("AGL_KEY") or "none"
+        rollout = asyncio.run(run_program(words, task if row else "", key=key, seconds=math.inf))
         if isinstance(rollout, str) or rollout.reward is None:
             raise SystemExit(rollout if isinstance(rollout, str) else "grader: the episode has no reward")
         if rollout.off_policy and "/mode/train/" in endpoint:
             raise SystemExit(f"configuration: this episode is not to be trained on: {rollout.off_policy}")
         _send(_given("AGL_EVENT_URL"), rollout.reward)
-
-
-def _python() -> str:
-    try:
-        return checked_interpreter()
-    except ConfigError as error:
-        raise SystemExit(f"configuration: {error}") from error
 
 
 def _send(url: str, reward: float) -> None:
