@@ -220,25 +220,10 @@ class Product:
 
     def option_group_of(self, value: str) -> str | None:
         """The name of the group that offers `value` (lower case), or None."""
-        for group in self.options:
-            if value in group.values:
-                return group.name
-        return None
+        return next((group.name for group in self.options if value in group.values), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Catalogue:
-    """All products, in a fixed order."""
-
-    seed: int
-    products: tuple[Product, ...]
-
-    def by_asin(self) -> dict[str, Product]:
-        """A new mapping from ASIN to product."""
-        return {product.asin: product for product in self.products}
-
-
-def generate_catalogue(num_products: int = 1000, seed: int = 0) -> Catalogue:
+def generate_catalogue(num_products: int, seed: int) -> tuple[Product, ...]:
     """Make `num_products` products from `seed`; a shorter catalogue is not a prefix of a longer one.
 
     Raises:
@@ -247,16 +232,10 @@ def generate_catalogue(num_products: int = 1000, seed: int = 0) -> Catalogue:
     if not 1 <= num_products <= MAX_PRODUCTS:
         raise ValueError(f"num_products must be between 1 and {MAX_PRODUCTS}, not {num_products}")
     rng = random.Random(f"webshop catalogue {seed} {num_products}")
-    asins = _unique_asins(rng, num_products)
+    asins = map(_asin, rng.sample(range(len(_ASIN_ALPHABET) ** _ASIN_LETTERS), num_products))
     kinds = [PRODUCT_TYPES[index % len(PRODUCT_TYPES)] for index in range(num_products)]
     rng.shuffle(kinds)
-    products = tuple(_product(rng, asin, kind) for asin, kind in zip(asins, kinds, strict=True))
-    return Catalogue(seed=seed, products=products)
-
-
-def _unique_asins(rng: random.Random, count: int) -> list[str]:
-    numbers = rng.sample(range(len(_ASIN_ALPHABET) ** _ASIN_LETTERS), count)
-    return [_asin(number) for number in numbers]
+    return tuple(_product(rng, asin, kind) for asin, kind in zip(asins, kinds, strict=True))
 
 
 def _asin(number: int) -> str:
@@ -364,7 +343,7 @@ class Goal:
         return f"Find me {wanted}{with_options}, and price lower than {self.price_upper} dollars"
 
 
-def generate_goals(catalogue: Catalogue, num_goals: int = 1500) -> tuple[Goal, ...]:
+def generate_goals(catalogue: Sequence[Product], seed: int, num_goals: int) -> tuple[Goal, ...]:
     """Make up to `num_goals` goals with different instructions: first those to train on, then the held-out ones.
 
     A fifth of the products is kept for the held-out goals, so no target product serves both splits. A small
@@ -373,17 +352,17 @@ def generate_goals(catalogue: Catalogue, num_goals: int = 1500) -> tuple[Goal, .
     Raises:
         ValueError: `num_goals` is less than 2 or the catalogue has fewer than 4 products.
     """
-    if num_goals < 2 or len(catalogue.products) < 4:
+    if num_goals < 2 or len(catalogue) < 4:
         raise ValueError("two goals over four products are the least that can be split")
-    rng = random.Random(f"webshop goals {catalogue.seed} {len(catalogue.products)} {num_goals}")
-    products = _bargains(catalogue.products)
+    rng = random.Random(f"webshop goals {seed} {len(catalogue)} {num_goals}")
+    products = _bargains(catalogue)
     rng.shuffle(products)
     heldout_products = max(1, round(len(products) * _HELDOUT_SHARE))
     heldout_goals = max(1, round(num_goals * _HELDOUT_SHARE))
     taken: set[str] = set()
     heldout = _goals_for(rng, products[:heldout_products], "heldout", heldout_goals, taken)
     train = _goals_for(rng, products[heldout_products:], "train", num_goals - heldout_goals, taken)
-    return tuple(_numbered([*train, *heldout]))
+    return tuple(replace(goal, index=index) for index, goal in enumerate([*train, *heldout]))
 
 
 def _bargains(products: Sequence[Product]) -> list[Product]:
@@ -400,10 +379,6 @@ def _bargains(products: Sequence[Product]) -> list[Product]:
         for group in groups.values()
         for product in sorted(group, key=lambda member: (member.price, member.asin))[: (len(group) + 1) // 2]
     ]
-
-
-def _numbered(goals: Iterable[Goal]) -> Iterable[Goal]:
-    return (replace(goal, index=index) for index, goal in enumerate(goals))
 
 
 def _goals_for(rng: random.Random, products: list[Product], split: Split, count: int, taken: set[str]) -> list[Goal]:

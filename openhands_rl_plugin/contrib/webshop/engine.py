@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from openhands_rl_plugin.contrib.webshop.catalogue import (
-    Catalogue,
     Goal,
     Product,
     RewardBreakdown,
@@ -47,10 +46,6 @@ class Page:
     path: str
     parts: tuple[str, ...]
     clickables: tuple[str, ...]
-
-    def text(self, separator: str = DEFAULT_SEPARATOR) -> str:
-        """The observation."""
-        return separator.join(self.parts)
 
 
 def search_page(instruction: str) -> Page:
@@ -140,7 +135,6 @@ _ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE | re.DOTALL)
 class Purchase:
     """The purchase that ended an episode: the product, its (group, value) options, and the parts of the reward."""
 
-    goal_index: int
     asin: str
     options: tuple[tuple[str, str], ...]
     breakdown: RewardBreakdown
@@ -210,8 +204,8 @@ class WebShop:
     ) -> None:
         if results_per_page < 1 or max_steps < 1:
             raise ValueError("results_per_page and max_steps must be at least 1")
-        self.catalogue: Catalogue = generate_catalogue(num_products, seed)
-        self.goals: tuple[Goal, ...] = generate_goals(self.catalogue, num_goals)
+        self.products = generate_catalogue(num_products, seed)
+        self.goals = generate_goals(self.products, seed, num_goals)
         self.results_per_page = results_per_page
         self.max_steps = max_steps
         self.separator = separator
@@ -220,16 +214,12 @@ class WebShop:
             **{"results_per_page": results_per_page, "max_steps": max_steps, "separator": separator},
         }
         """The arguments that make the same shop."""
-        self.index = SearchIndex(self.catalogue.products)
-        self._by_asin = self.catalogue.by_asin()
+        self.index = SearchIndex(self.products)
+        self.by_asin = {product.asin: product for product in self.products}
 
     def goal_indices(self, split: Split) -> tuple[int, ...]:
         """The indices into `goals` that belong to `split`."""
         return tuple(goal.index for goal in self.goals if goal.split == split)
-
-    def product(self, asin: str) -> Product:
-        """The product with that ASIN; raises KeyError where there is none."""
-        return self._by_asin[asin]
 
     def session(self, goal_index: int) -> WebShopSession:
         """Start an episode; raises IndexError for an index outside `goals`."""
@@ -257,7 +247,7 @@ class WebShopSession:
     @property
     def observation(self) -> str:
         """The text of the current page."""
-        return self.page.text(self.world.separator)
+        return self.world.separator.join(self.page.parts)
 
     @property
     def done(self) -> bool:
@@ -361,17 +351,16 @@ class WebShopSession:
     def _after_results_click(self, target: str) -> _Place:
         if target == Button.NEXT:
             return replace(self._place, page=self._place.page + 1)
-        return replace(self._place, product=self.world.product(target))
+        return replace(self._place, product=self.world.by_asin[target])
 
     def _after_item_click(self, product: Product, target: str) -> _Place:
         place = self._place
         if target == Button.BUY_NOW:
             breakdown = purchase_reward(product, place.selected, self.goal)
-            purchase = Purchase(self.goal.index, product.asin, place.selected, breakdown)
+            purchase = Purchase(product.asin, place.selected, breakdown)
             return replace(place, purchase=purchase)
-        for detail in DETAIL_BUTTONS:
-            if target == detail:
-                return replace(place, detail=detail)
+        if target in DETAIL_BUTTONS:
+            return replace(place, detail=Button(target))
         group = product.option_group_of(target)
         if group is None:
             raise _Refused(f"there is no '{_shortened(target)}' to click here.")

@@ -14,11 +14,11 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from openhands_rl_plugin.contrib.webshop.engine import StepResult, WebShop, WebShopSession
-from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.core.errors import RLError, describe
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, listening, required_key, serving
 
 Index = Annotated[int, Field(ge=0, lt=2**53)]
@@ -93,9 +93,6 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._sessions
-
     def put(self, key: str, session: WebShopSession) -> None:
         """Start or replace the session of `key`."""
         self._sessions[key] = session
@@ -124,7 +121,6 @@ def create_app(world: WebShop, *, max_sessions: int = 10_000) -> Starlette:
     sessions = SessionTable(max_sessions)
     shop = _ShopRoutes(world, sessions)
     routes = [
-        Route("/", shop.alive),
         Route("/health", shop.health),
         Route("/reset", shop.reset, methods=["POST"]),
         Route("/step", shop.step, methods=["POST"]),
@@ -152,9 +148,6 @@ class _ShopRoutes:
         # The original protocol names no session: `idx` alone means the latest one that was started that way.
         self._latest: dict[int, str] = {}
 
-    async def alive(self, request: Request) -> Response:
-        return PlainTextResponse("ok")
-
     async def health(self, request: Request) -> Response:
         counts = {"sessions": len(self._sessions), "goals": len(self._world.goals)}
         return JSONResponse({"status": "ok", **counts, "world": self._world.options})
@@ -169,17 +162,13 @@ class _ShopRoutes:
         if body.idx is None:
             raise BadFieldError("'idx' is missing: the index of the goal to start")
         key = body.session or secrets.token_hex(_SESSION_NAME_BYTES)
-        session = self._start(key, body.idx)
+        if body.idx >= len(self._world.goals):
+            raise BadFieldError(f"there are {len(self._world.goals)} goals, so no goal {body.idx}")
+        session = self._world.session(body.idx)
+        self._sessions.put(key, session)
         if body.session is None:
             self._latest[body.idx] = key
         return JSONResponse(reset_response(key, session))
-
-    def _start(self, key: str, goal_index: int) -> WebShopSession:
-        if goal_index >= len(self._world.goals):
-            raise BadFieldError(f"there are {len(self._world.goals)} goals, so no goal {goal_index}")
-        session = self._world.session(goal_index)
-        self._sessions.put(key, session)
-        return session
 
     def _key(self, body: ShopRequest) -> str:
         """The key of the request's session; raises BadFieldError or UnknownSessionError."""
@@ -210,13 +199,7 @@ async def _body[Body: ShopRequest](request: Request, kind: type[Body]) -> Body:
     try:
         return kind.model_validate_json(await request.body() or b"{}")
     except ValidationError as error:
-        raise BadFieldError(_first_problem(error)) from error
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(map(str, problem["loc"])) or "body"
-    return f"'{field}': {problem['msg']}"
+        raise BadFieldError(describe(error)) from error
 
 
 _STOP_SECONDS = 2

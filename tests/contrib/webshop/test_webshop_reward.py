@@ -49,8 +49,8 @@ def naive_reward(bought: Product, options: list[tuple[str, str]], goal: Goal) ->
 @given(st.data())
 def test_the_reward_is_webshops_formula(data: st.DataObject) -> None:
     goal = data.draw(st.sampled_from(WORLD.goals))
-    same_type = [product for product in WORLD.catalogue.products if product.query == goal.query]
-    bought = data.draw(st.sampled_from(same_type) | st.sampled_from(WORLD.catalogue.products))
+    same_type = [product for product in WORLD.products if product.query == goal.query]
+    bought = data.draw(st.sampled_from(same_type) | st.sampled_from(WORLD.products))
     options = [
         (group.name, data.draw(st.sampled_from(group.values))) for group in bought.options if data.draw(st.booleans())
     ]
