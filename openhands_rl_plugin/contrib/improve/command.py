@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.contrib.improve.price import Price, PromptChoice
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.tasks.packages import OwnRepository
-    from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
 
 _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
 _GRADING = 300.0
@@ -208,37 +207,7 @@ def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -
     of = pinned(repository, folder)
     _say(args, *repository_lines(of, repository.commit))
     with progress_bar("reading") as bar:
-        return make_gym(of, options, folder, args.cache or default_cache(), _Watcher(bar))
-
-
-class _Watcher:
-    """Shows what is being done: as a bar on a terminal, as lines on stderr elsewhere."""
-
-    def __init__(self, bar: ProgressBar) -> None:
-        self._bar = bar
-
-    def stage(self, what: str, total: int | None = None) -> None:
-        """A stage begins."""
-        self._bar.update(0, total, what=what, note="")
-        self._print(what)
-
-    def package(self, label: str, at: int, of: int) -> None:
-        """There is one only."""
-
-    def tried(self, made: int, wanted: int, reason: str) -> None:
-        """A change was tried."""
-        note = reason or "made one"
-        self._bar.update(made, wanted, note=note)
-        self._print(f"  {made} of {wanted} tasks; {note}")
-
-    def checked(self, done: int, total: int, last: str) -> None:
-        """A task went through the gate."""
-        self._bar.update(done, total, note=last)
-        self._print(f"  {done} of {total} checked; {last}")
-
-    def _print(self, line: str) -> None:
-        if not self._bar.drawn:
-            self._bar.print(line)
+        return make_gym(of, options, folder, args.cache or default_cache(), bar)
 
 
 def _train(

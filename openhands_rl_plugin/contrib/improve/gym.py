@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
@@ -27,11 +27,19 @@ from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.gate import QualityGate, TaskLineage, check_tasks, lineage_path, write_tasks
+from openhands_rl_plugin.evals.tasks.gate import (
+    OnProgress,
+    QualityGate,
+    TaskLineage,
+    check_tasks,
+    lineage_path,
+    write_tasks,
+)
 from openhands_rl_plugin.evals.tasks.packages import OwnRepository, Package, TaskPlan
 from openhands_rl_plugin.evals.tasks.sandbox import prepare_package
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
-from openhands_rl_plugin.evals.tasks.suite import REOPENED, TRIES_PER_TASK, Progress, make_suite
+from openhands_rl_plugin.evals.tasks.suite import REOPENED, TRIES_PER_TASK, make_suite
+from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
 
 _LEAST_STEADY = 0.5
 
@@ -140,16 +148,35 @@ class Gym(Frozen):
     """What no two tasks of different parts change."""
 
 
-class GymProgress(Progress, Protocol):
-    """Callbacks for what is being done."""
+class _GymProgress:
+    """Shows what is being done: as a bar on a terminal, as lines on stderr elsewhere. ``file`` keeps the reasons of a
+    run that may be killed: a line for each change that was tried."""
+
+    def __init__(self, bar: ProgressBar, file: Path) -> None:
+        self._bar = bar
+        self._file = file
 
     def stage(self, what: str, total: int | None = None) -> None:
-        """A stage begins; ``total``: its steps."""
-        ...
+        self._bar.update(0, total, what=what, note="")
+        self._print(what)
+
+    def package(self, label: str, at: int, of: int) -> None:
+        pass  # there is one only
+
+    def tried(self, made: int, wanted: int, reason: str) -> None:
+        with open(self._file, "a", encoding="utf-8") as file:
+            file.write(f"{' '.join(reason.split())}\n")
+        note = reason or "made one"
+        self._bar.update(made, wanted, note=note)
+        self._print(f"  {made} of {wanted} tasks; {note}")
 
     def checked(self, done: int, total: int, last: str) -> None:
-        """A task went through the gate."""
-        ...
+        self._bar.update(done, total, note=last)
+        self._print(f"  {done} of {total} checked; {last}")
+
+    def _print(self, line: str) -> None:
+        if not self._bar.drawn:
+            self._bar.print(line)
 
 
 def pinned(repository: OwnRepository, folder: Path) -> OwnRepository:
@@ -172,7 +199,7 @@ def resize(folder: Path, identity: JsonObject) -> bool:
     return True
 
 
-def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cache: Path, progress: GymProgress) -> Gym:
+def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cache: Path, bar: ProgressBar) -> Gym:
     """The tasks of a repository, in ``folder``. A killed call goes on where it was.
 
     Raises ``ConfigError`` where tests or tasks are too few or too bad, and as ``make_suite`` and the gate do.
@@ -189,7 +216,7 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
         timeout=options.timeout,
         least_share=0.0,
     )
-    found = _read(folder / _SURVEY, Survey)
+    found, progress = _read(folder / _SURVEY, Survey), _GymProgress(bar, folder / _TRIED)
     if found is None:
         progress.stage("running the tests")
         found = survey(package, plan, cache)
@@ -198,37 +225,21 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
     if not lineage_path(made).exists():  # it is written after the rows
         shortest, longest = (plan.per_package * runs * found.seconds / 60 for runs in _RUNS)
         progress.stage(f"making tasks, in {shortest:.0f} to {longest:.0f} min", plan.per_package)
-        make_suite(plan, made, cache, _Noting(progress, folder / _TRIED))
+        make_suite(plan, made, cache, progress)
     instances = read_instances(made)
     progress.stage("checking tasks", len(instances))
-    checked, grading = ENDING.run(_gated(made, cache, progress))
+    checked, grading = ENDING.run(_gated(made, cache, progress.checked))
     gym = _divided(repository, options, folder, found, instances, checked, grading)
     write_file(folder / _GYM, gym.model_dump_json(indent=1))
     return gym
 
 
-class _Noting:
-    """Keeps the reasons of a run that may be killed: a line for each change that was tried."""
-
-    def __init__(self, progress: GymProgress, file: Path) -> None:
-        self._progress = progress
-        self._file = file
-
-    def package(self, label: str, at: int, of: int) -> None:
-        self._progress.package(label, at, of)
-
-    def tried(self, made: int, wanted: int, reason: str) -> None:
-        with open(self._file, "a", encoding="utf-8") as file:
-            file.write(f"{' '.join(reason.split())}\n")
-        self._progress.tried(made, wanted, reason)
-
-
-async def _gated(made: Path, cache: Path, progress: GymProgress) -> tuple[dict[str, TaskLineage], float]:
+async def _gated(made: Path, cache: Path, on_progress: OnProgress) -> tuple[dict[str, TaskLineage], float]:
     """Task -> what the gate found, and the seconds in which one patch is graded."""
     gate = QualityGate(repeats=_REPEATS, workers=max(1, (os.cpu_count() or 1) // 2))
     backend, began = make_backend("local", cache=cache), time.monotonic()
     try:
-        found = await check_tasks(made, backend, gate, on_progress=progress.checked)
+        found = await check_tasks(made, backend, gate, on_progress=on_progress)
     finally:
         await backend.close()
     seconds = (time.monotonic() - began) * gate.workers / (2 * gate.repeats * len(found.tasks))
