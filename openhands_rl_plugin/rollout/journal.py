@@ -54,7 +54,7 @@ class EpisodeJournal:
 
     def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
         self.start = start
-        self._storage = storage
+        self.storage: Any = storage
         self._begun = False
         self._ended = False
         self._head: int | None = None
@@ -93,8 +93,8 @@ class EpisodeJournal:
             if self._ended:
                 return
             if not self._begun:
-                await self._storage.drop((self.start.id,))
-                await self._storage.begin(self.start.model_copy(update={"tools": tree.tools or self.start.tools}))
+                await self.storage.drop((self.start.id,))
+                await self.storage.begin(self.start.model_copy(update={"tools": tree.tools or self.start.tools}))
                 self._begun = True
             marks = self._changes(tree.nodes)
             new = tree.nodes[len(self._noted) :]
@@ -104,17 +104,17 @@ class EpisodeJournal:
     async def _close(self, trajectory: Trajectory) -> None:
         async with self._turn:
             if not self.is_continued_by(trajectory):
-                await self._storage.add(trajectory)
+                await self.storage.add(trajectory)
             else:
                 marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[len(self._noted) :]
                 if marks or nodes:
                     await self._grow(nodes, marks, trajectory.head)
-                await self._storage.end(EpisodeEnd.of(trajectory))
+                await self.storage.end(EpisodeEnd.of(trajectory))
             self._ended = True
 
     async def _grow(self, nodes: tuple[Node, ...], marks: tuple[NodeMark, ...], head: int | None) -> None:
         first = len(self._noted)
-        await self._storage.grow(
+        await self.storage.grow(
             EpisodeGrowth(trajectory_id=self.start.id, first=first, nodes=nodes, head=head, marks=marks)
         )
         self._remember(nodes, marks, head)

@@ -125,9 +125,9 @@ class BranchWorld(OpenForks):
     def __init__(self, live: Branch, turn: Turn, engine: SessionEngine, calls: SampledCalls | None = None) -> None:
         super().__init__()
         self.engine = engine
+        self.turn = turn
+        self.calls = calls
         self._live = live
-        self._turn = turn
-        self._calls = calls
 
     @property
     def info(self) -> EnvInfo:
@@ -139,30 +139,28 @@ class BranchWorld(OpenForks):
 
     async def fork(self) -> BranchEnvironment:
         """A copy of the live session. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
-        return await self.branch(self._live, self._turn, self._calls)
+        return await self.branch(self._live, self.turn)
 
-    async def branch(self, origin: Branch, turn: Turn, calls: SampledCalls | None) -> BranchEnvironment:
+    async def branch(self, origin: Branch, turn: Turn) -> BranchEnvironment:
         """A copy of ``origin``, whose request ``turn`` waits."""
-        return await self.add(self._fork(origin, turn, calls))
+        return await self.add(self._fork(origin, turn))
 
     async def close(self) -> None:
         """Close all branches; forks that are not finished are abandoned."""
         self._live.stop.set()
         await super().close()
 
-    async def _fork(self, origin: Branch, turn: Turn, calls: SampledCalls | None) -> BranchEnvironment:
-        own = calls.copied() if calls is not None else None
-        return BranchEnvironment(self, HeldBranch(await background().blocking(origin.fork)), turn, own)
+    async def _fork(self, origin: Branch, turn: Turn) -> BranchEnvironment:
+        return BranchEnvironment(self, HeldBranch(await background().blocking(origin.fork)), turn)
 
 
 class BranchEnvironment:
     """An ``Environment`` over one branch, in the middle of an episode."""
 
-    def __init__(self, world: BranchWorld, held: HeldBranch, turn: Turn, calls: SampledCalls | None) -> None:
+    def __init__(self, world: BranchWorld, held: HeldBranch, turn: Turn) -> None:
         self._world = world
         self._held = held
         self._turn = turn
-        self._calls = calls
         self._began = False
 
     async def reset(self, task: Task) -> Observation:
@@ -176,14 +174,12 @@ class BranchEnvironment:
         """
         held, before, answers = self._held, self._turn, self._world.engine.answers
         if not self._began:
-            wire = await self._prompt()
+            wire = await self._prompt(before.path)
             if wire is None or not _same(wire, before.wire):
                 raise BadEnvironmentError("the branch does not begin with the live session's prompt")
             self._began = True
         held.answer(answers.of(action))
-        if self._calls is not None:
-            self._calls.add(action)
-        wire, known = await self._prompt(), len(before.wire)
+        wire, known = await self._prompt((*before.path, action)), len(before.wire)
         if wire is None:
             return Observation(terminated=True)
         if not _same(wire[:known], before.wire):
@@ -198,7 +194,7 @@ class BranchEnvironment:
 
     async def fork(self) -> BranchEnvironment:
         """A copy of this branch."""
-        return await self._world.branch(self._held.branch, self._turn, self._calls)
+        return await self._world.branch(self._held.branch, self._turn)
 
     async def evidence(self) -> JsonObject:
         """The changes to the workspace since the session began."""
@@ -213,12 +209,13 @@ class BranchEnvironment:
         self._world.closed(self)
         await self._held.close()
 
-    async def _prompt(self) -> Sequence[WireMessage] | None:
-        """That of the next request, as the session would send it; ``None`` after the end."""
+    async def _prompt(self, path: Sequence[Message]) -> Sequence[WireMessage] | None:
+        """That of the next request after ``path``, as the session would send it; ``None`` after the end."""
         if (body := await self._held.request()) is None:
             return None
         wire: Sequence[WireMessage] = body["messages"]
-        return wire if self._calls is None else self._calls.put_back(wire)
+        world = self._world
+        return wire if world.calls is None else world.calls.put_back(wire, path[len(world.turn.path) :])
 
 
 def _same(one: Sequence[WireMessage], other: Sequence[WireMessage]) -> bool:

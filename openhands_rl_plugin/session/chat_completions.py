@@ -10,8 +10,8 @@ from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol, eve
 from openhands_rl_plugin.session.requests import ClientRequest, client_request, parsed_body
 from openhands_rl_plugin.session.responses import (
     UpstreamResponse,
+    asked_for,
     fields_not_asked_for,
-    strip_ids,
     without_fields,
 )
 from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
@@ -34,9 +34,8 @@ class ChunkStream(AnswerStream):
 
     def __init__(self, call: ClientRequest) -> None:
         super().__init__(call)
-        self._ids, self._logprobs = call.wants(TOKEN_IDS), call.wants(LOGPROBS)
+        self._call = call
         self._hidden = fields_not_asked_for(call)
-        self._usage = call.wants_usage
         choices = call.document.get("n")
         self._choices = choices if isinstance(choices, int) else 1
         self._parts = ChunkAssembler()
@@ -71,21 +70,17 @@ class ChunkStream(AnswerStream):
         return UpstreamResponse(dump_object(self._parts.document()))
 
     def _for_client(self, raw: bytes, chunk: Json) -> bytes:
-        shown = chunk if self._ids else strip_ids(chunk)
-        choices = given = list(chunk.get("choices") or ())
-        if not self._usage and shown.get("usage") is not None:
+        shown = asked_for(chunk, self._call)
+        if not self._call.wants_usage and shown.get("usage") is not None:
             shown = {name: value for name, value in shown.items() if name != "usage"}
-            if not choices:
+            if not shown.get("choices"):
                 return b""
-        if not self._ids:
-            choices = [strip_ids(choice) for choice in choices]
-        if not self._logprobs:
-            choices = [{**choice, "logprobs": None} if choice.get("logprobs") else choice for choice in choices]
-        if choices == given and shown == chunk:
+        if shown == chunk:
             return raw
-        if all(map(_says_nothing, choices)) and not all(map(_says_nothing, given)):
+        told, left = (all(map(_says_nothing, each.get("choices") or ())) for each in (chunk, shown))
+        if left and not told:
             return b""
-        return event(dump_object({**shown, "choices": choices}))
+        return event(dump_object(shown))
 
 
 def _says_nothing(choice: Json) -> bool:

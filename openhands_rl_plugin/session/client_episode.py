@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import Strategy, TrajectoryStorage
-from openhands_rl_plugin.core.records import MISSING, trajectory_id
+from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import (
     CONDENSATION,
@@ -56,6 +56,7 @@ from openhands_rl_plugin.session.requests import ClientRequest
 from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.storage import bound_to
 from openhands_rl_plugin.session.token_id_text import Json
 from openhands_rl_plugin.session.turns import EpisodeOver
 from openhands_rl_plugin.session.upstream import Upstream
@@ -150,22 +151,9 @@ RECORDED = StrategySpec(name="gateway")
 """That of a session without a strategy."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionKey:
-    """Identifies an episode. A session name that is used again after its end starts the next ``part``."""
-
-    run_id: str
-    name: str
-    part: int = 0
-
-    def request(self, instruction: str = "") -> EpisodeRequest:
-        """The episode request of this key; equal keys give equal trajectory ids."""
-        task = Task(id=self.name, environment=ENVIRONMENT, instruction=instruction)
-        return EpisodeRequest(task=task, run_id=self.run_id, group_id=self.name, sample=self.part)
-
-    @property
-    def trajectory_id(self) -> str:
-        return trajectory_id(self.request())
+def request_of(run_id: str, name: str, part: int = 0) -> EpisodeRequest:
+    """The request of a session's episode. A name that is used again after its end starts the next ``part``."""
+    return EpisodeRequest(task=Task(id=name, environment=ENVIRONMENT), run_id=run_id, group_id=name, sample=part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +235,8 @@ class ClientSession(Session):
     def continue_after(self, stored: Trajectory) -> None:
         """Go on after what an earlier gateway stored, or this one before it forgot. Raises ``StorageError``."""
         self.request = self.request.model_copy(update={"task": stored.task})
-        self.policy = stored.policy
-        if not self.resume(stored, self._storage):
+        self.policy, self.strategy_spec = stored.policy, stored.strategy
+        if not self.resume(stored, bound_to(self._storage, asyncio.get_running_loop())):
             raise StorageError(f"the stored episode {stored.id} is none of a gateway")
         self.last_used = stored.times.finished
         self.ids.forget(range(len(self.tree.nodes)))
@@ -340,7 +328,7 @@ class ClientSession(Session):
         for node in turns:
             if node.metadata.get(TOOLS) == list(self.tree.tools):
                 del node.metadata[TOOLS]  # noted when they were not known to be those of the session
-        if not self.is_searched:
+        if self.strategy_spec == RECORDED:
             self._ask(next((node.message.content for node in turns if node.message.role == "user"), None))
         times = Times(started=self.started, finished=self.last_used)
         trajectory = self.freeze(evidence=evidence).model_copy(update={"policy": self._first_policy(), "times": times})

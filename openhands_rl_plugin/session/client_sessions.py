@@ -29,10 +29,11 @@ from typing import Any, Literal, NamedTuple
 
 from openhands_rl_plugin.core.messages import WireMessage, text_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
+from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, StopReason
 from openhands_rl_plugin.rollout.journal import stored_episode
-from openhands_rl_plugin.session.client_episode import ENVIRONMENT, RECORDED, ClientSession, SessionKey
+from openhands_rl_plugin.session.client_episode import ENVIRONMENT, RECORDED, ClientSession, request_of
+from openhands_rl_plugin.session.replies import ErrorReply, error_reply
 from openhands_rl_plugin.session.token_id_text import Json, parse_object
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
@@ -100,10 +101,6 @@ def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[Wi
     return f"opening-{digest.hexdigest()[:24]}"
 
 
-class TooManySessions(Exception):
-    """So many sessions have not ended that no new one is opened; ``str()`` says how to go on."""
-
-
 class SessionPool:
     """Sessions by name; ``record`` makes one without a strategy.
 
@@ -137,7 +134,7 @@ class SessionPool:
     async def start(self) -> None:
         """Find the sessions that an earlier gateway of this run left open. Raises ``StorageError``."""
         # Drops no real episode; it fails at the start when the storage cannot be written.
-        await self._storage.drop((SessionKey(self._run_id, "").trajectory_id,))
+        await self._storage.drop((trajectory_id(request_of(self._run_id, "")),))
         where = TrajectoryFilter(run_id=self._run_id, environment=ENVIRONMENT, finished=False)
         async for left in self._storage.summaries(where):
             self._evicted[left.task_id] = left.times.finished
@@ -145,7 +142,7 @@ class SessionPool:
                 await self.end(left.task_id, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     async def open(self, name: str) -> ClientSession:
-        """The session of that name, loaded or created. Raises ``StorageError`` and ``TooManySessions``."""
+        """The session of that name, loaded or created. Raises ``StorageError`` and ``ErrorReply``."""
         session = self._active.get(name)
         if session is None:
             if name not in self._evicted:
@@ -157,40 +154,36 @@ class SessionPool:
         session.last_used = time.time()
         return session
 
-    async def create(self, name: str, make: Callable[[EpisodeRequest], ClientSession]) -> bool:
-        """Open a session that a strategy decides; false where one of that name has not ended. Raises what ``make``
-        raises, ``StorageError`` and ``TooManySessions``."""
+    async def create(self, name: str, make: Callable[[EpisodeRequest], ClientSession]) -> None:
+        """Open a session that a strategy decides. Raises what ``make`` raises, ``StorageError`` and ``ErrorReply``."""
         async with self._lock:
-            if name in self._active or await self._is_open(name):
-                return False
+            part, last = await self._parts(name)
+            if name in self._active or (last is not None and last.stop is StopReason.UNFINISHED):
+                message = f"The session {name!r} is open: end it, or name another."
+                raise ErrorReply(error_reply(409, message, "ConflictError"))
             self._check_room()
-            key = SessionKey(self._run_id, name)
-            while await self._summary(key) is not None:
-                key = SessionKey(self._run_id, name, key.part + 1)
-            self._active[name] = make(key.request())
-            return True
+            self._active[name] = make(request_of(self._run_id, name, part))
 
-    async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
-        """End a session after its requests in flight; returns the episode's id and node count, ``None`` if unknown."""
+    async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> str | None:
+        """End a session after its requests in flight; returns the episode's id, ``None`` if it has none open."""
         # Outside the lock: a request may take minutes and must not block other sessions.
         if (session := self._active.get(name)) is not None:
             await session.pending.settle()
         async with self._lock:
-            if name not in self._active and not await self._is_open(name):
-                return None
+            if name not in self._active:
+                last = await self.last_episode(name)
+                if last is None or last.stop is not StopReason.UNFINISHED:
+                    return None
             session = self._active.get(name) or await self._load(name)
             return await self._close(session, stop, evidence)
 
-    async def last_episode(self, name: str) -> str | None:
-        """The id of the last episode of that name, finished or not."""
-        key, last = SessionKey(self._run_id, name), None
-        while (found := await self._summary(key)) is not None:
-            last, key = found.id, SessionKey(self._run_id, name, key.part + 1)
-        return last
+    async def last_episode(self, name: str) -> TrajectorySummary | None:
+        """The last episode of that name, finished or not."""
+        return (await self._parts(name))[1]
 
     async def end_idle(self) -> None:
         """End all sessions without a request for ``idle`` seconds. Raises ``StorageError``."""
-        for name in self._names():
+        for name in (*self._active, *self._evicted):
             async with self._lock:
                 session = self._active.get(name)
                 last_used = session.last_used if session is not None else self._evicted.get(name, time.time())
@@ -204,39 +197,36 @@ class SessionPool:
     async def close(self, timeout: float) -> None:
         """End every session; requests in flight get ``timeout`` seconds. Raises ``StorageError``."""
         await asyncio.gather(*(session.pending.settle(timeout) for session in self._active.values()))
-        for name in self._names():
+        for name in (*self._active, *self._evicted):
             async with self._lock:
                 session = self._active.get(name) or await self._load(name)
                 await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     def _check_room(self) -> None:
         if (many := len(self._active) + len(self._evicted)) >= self._max_open:
-            raise TooManySessions(f"{many} sessions are open: end some (/session/NAME/end) or retry later.")
-
-    def _names(self) -> list[str]:
-        return [*self._active, *self._evicted]
+            message = f"{many} sessions are open (--max-open-sessions): end some (/session/NAME/end) or retry later."
+            raise ErrorReply(error_reply(429, message, "RateLimitError", {"retry-after": "60"}))
 
     async def _load(self, name: str) -> ClientSession:
-        key = SessionKey(self._run_id, name)
-        while (found := await self._summary(key)) is not None and found.stop is not StopReason.UNFINISHED:
-            # After an end that the client told, the name is that of another session.
-            key = SessionKey(self._run_id, name, key.part + 1)
-        session = self._record(key.request())
-        if (stored := await stored_episode(self._storage, key.trajectory_id)) is not None:
+        part, last = await self._parts(name)
+        goes_on = last is not None and last.stop is StopReason.UNFINISHED
+        request = request_of(self._run_id, name, part - goes_on)
+        session = self._record(request)
+        if goes_on and (stored := await stored_episode(self._storage, trajectory_id(request))) is not None:
             session.continue_after(stored)
         self._active[name] = session
         self._evicted.pop(name, None)
         return session
 
-    async def _is_open(self, name: str) -> bool:
-        last = await self.last_episode(name)
-        where = TrajectoryFilter(ids=(last,), finished=False) if last is not None else None
-        return where is not None and await self._storage.count(where) > 0
-
-    async def _summary(self, key: SessionKey) -> TrajectorySummary | None:
-        async for found in self._storage.summaries(TrajectoryFilter(ids=(key.trajectory_id,), finished=None)):
-            return found
-        return None
+    async def _parts(self, name: str) -> tuple[int, TrajectorySummary | None]:
+        """How many episodes have that name, and the last of them."""
+        part, last = 0, None
+        while True:
+            where = TrajectoryFilter(ids=(trajectory_id(request_of(self._run_id, name, part)),), finished=None)
+            found = [each async for each in self._storage.summaries(where)]
+            if not found:
+                return part, last
+            part, last = part + 1, found[0]
 
     def _evict(self, *, but: str) -> None:
         spare = max(0, len(self._active) - self._max_sessions)
@@ -244,8 +234,7 @@ class SessionPool:
         for name in unused[:spare]:
             self._evicted[name] = self._active.pop(name).last_used
 
-    async def _close(self, session: ClientSession, stop: StopReason, evidence: JsonObject) -> tuple[str, int] | None:
+    async def _close(self, session: ClientSession, stop: StopReason, evidence: JsonObject) -> str | None:
         self._active.pop(session.name, None)
         await session.pending.settle()
-        ended = await session.close(stop, evidence)
-        return (ended, len(session.tree.nodes)) if ended is not None else None
+        return await session.close(stop, evidence)

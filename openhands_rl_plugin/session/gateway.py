@@ -35,16 +35,15 @@ from openhands_rl_plugin.session.client_episode import ClientSession
 from openhands_rl_plugin.session.client_sessions import (
     SessionName,
     SessionPool,
-    TooManySessions,
     named_session,
     session_name,
 )
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.messages_api import MESSAGES
-from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, UpstreamError, forwarded_headers
+from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, forwarded_headers
 from openhands_rl_plugin.session.protocol import WireProtocol, event
 from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder
-from openhands_rl_plugin.session.replies import EVENTS, JSON, PendingCall, Reply, error_reply
+from openhands_rl_plugin.session.replies import EVENTS, JSON, ErrorReply, PendingCall, Reply, error_reply
 from openhands_rl_plugin.session.requests import Unrecordable
 from openhands_rl_plugin.session.responses_api import RESPONSES
 from openhands_rl_plugin.session.searched import OpenRequest, opened_session
@@ -143,6 +142,7 @@ class Gateway:
         self._settings = settings or RLSettings.model_validate(LIMITS)
         self._storage = storage
         self._upstream = ModelServer(config)
+        self.aclose = self._upstream.aclose
         self._recorder = Recorder(config, self._upstream, clock)
         self._in_flight = 0
         self.sessions = SessionPool(
@@ -156,22 +156,21 @@ class Gateway:
             idle=60 * config.idle_minutes,
         )
 
-    async def aclose(self) -> None:
-        """Close the connections to the model server."""
-        await self._upstream.aclose()
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; errors are in OpenAI's format."""
         request = Incoming(scope, receive, send, (await receive()).get("body", b""))
         try:
             reply = await self._answer(request)
-        except UpstreamError as error:
+        except ErrorReply as error:
             reply = error.reply
-        except TooManySessions as error:
-            message = f"{error} The gateway's --max-open-sessions bounds them."
-            reply = error_reply(429, message, "RateLimitError", {"retry-after": "60"})
         except StorageError as error:
             reply = error_reply(503, str(error), "ServiceUnavailableError")
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(each) for each in problem["loc"])
+            reply = error_reply(400, f"{where}: {problem['msg']}", "BadRequestError")
+        except ConfigError as error:
+            reply = error_reply(400, str(error), "BadRequestError")
         finally:
             request.close()
         if reply is not None and not request.started:
@@ -234,7 +233,7 @@ class Gateway:
             self._recorder.unrecorded(problem)
             return await self._pass(request, protocol.path, NOT_RECORDED)
         named = session_name(name, request.client, request.headers, call.document, call.messages)
-        if not name and call.continues and (known := self._recorder.session_of(call.continues)):
+        if not name and call.continues and (known := self._recorder.sessions_of.get(call.continues)):
             named = SessionName(known, "response")
         self._recorder.named(named)
         session = await self.sessions.open(named.name)
@@ -252,12 +251,9 @@ class Gateway:
         if session.is_searched:
             await self._fill(request, call_in_flight.task)
         reply = await asyncio.shield(call_in_flight.task)
-        if request.started:
-            if reply.status == 200:
-                call_in_flight.delivered |= request.connected
-                await request.write(reply.body, more=False)
-            return None
         call_in_flight.delivered |= request.connected
+        if request.started and reply.status == 200:
+            await request.write(reply.body, more=False)
         return reply
 
     async def _fill(self, request: Incoming, task: asyncio.Task[Reply]) -> None:
@@ -306,32 +302,22 @@ class Gateway:
 
     async def _open(self, body: bytes) -> Reply:
         """Open a session with a task, a strategy and limits."""
-        config = self._config
-        try:
-            opened = await read_body(body or b"{}", OpenRequest.model_validate_json)
-            name = session_name(opened.session or uuid.uuid4().hex, "", {}, {}, ()).name
-            made = await self.sessions.create(
-                name,
-                lambda request: opened_session(
-                    self._storage, request, opened, self._settings, config.base_model, restores=config.restore_calls
-                ),
-            )
-        except ValidationError as error:
-            return _refused(error)
-        except ConfigError as error:
-            return error_reply(400, str(error), "BadRequestError")
-        if not made:
-            return error_reply(409, f"The session {name!r} is open: end it, or name another.", "ConflictError")
+        base_model, restores = self._config.base_model, self._config.restore_calls
+        opened = await read_body(body or b"{}", OpenRequest.model_validate_json)
+        name = named_session(opened.session, {}) or uuid.uuid4().hex
+        await self.sessions.create(
+            name,
+            lambda request: opened_session(
+                self._storage, request, opened, self._settings, base_model, restores=restores
+            ),
+        )
         path = f"/session/{quote(name, safe='')}"
         return Reply(201, dump_object({"session": name, "path": f"{path}/v1", "end": f"{path}/end"}))
 
     async def _end(self, given: str, body: bytes) -> Reply:
         """End the episode; ``reward`` or ``success`` is stored as its score."""
-        name = session_name(given, "", {}, {}, ()).name
-        try:
-            outcome = await read_body(body or b"{}", EndRequest.model_validate_json)
-        except ValidationError as error:
-            return _refused(error)
+        name = named_session(given, {})
+        outcome = await read_body(body or b"{}", EndRequest.model_validate_json)
         if too_deep(outcome.evidence):
             return error_reply(400, f"evidence: has more than {DEEPEST} levels", "BadRequestError")
         low, high = self._config.reward_min, self._config.reward_max
@@ -343,7 +329,8 @@ class Gateway:
         if outcome.success is not None:
             evidence["success"] = outcome.success
         ended = await self.sessions.end(name, StopReason.TERMINATED, evidence)
-        trajectory_id = ended[0] if ended is not None else await self.sessions.last_episode(name)
+        last = await self.sessions.last_episode(name) if ended is None else None
+        trajectory_id = ended or (last.id if last is not None else None)
         if trajectory_id is None:
             return error_reply(404, f"There is no session {name!r}.", "NotFoundError")
         if reward is not None:
@@ -352,12 +339,6 @@ class Gateway:
             await self._storage.add_scores((score,))
         scored = {"ended": ended is not None, "scored": reward is not None}
         return Reply(200, dump_object({"session": name, "trajectory_id": trajectory_id, **scored}))
-
-
-def _refused(error: ValidationError) -> Reply:
-    problem = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(each) for each in problem["loc"])
-    return error_reply(400, f"{where}: {problem['msg']}", "BadRequestError")
 
 
 def _late(reply: Reply, protocol: WireProtocol) -> bytes:

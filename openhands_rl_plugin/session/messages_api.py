@@ -11,7 +11,6 @@ from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.session.protocol import (
-    STOP_REASONS,
     AnswerStream,
     WireProtocol,
     as_completion,
@@ -110,10 +109,10 @@ def _tool(tool: Any) -> JsonObject:
 
 
 def _completion(message: Json) -> UpstreamResponse:
-    reason, given = message.get("stop_reason"), message.get("usage")
+    given = message.get("usage")
     about = {name: message[name] for name in ("id", "model", "stop_reason", "stop_sequence") if message.get(name)}
     usage = _usage(given if isinstance(given, dict) else {})
-    return as_completion(_said(message["content"]), STOP_REASONS.get(str(reason), reason), usage, about)
+    return as_completion(_said(message["content"]), message.get("stop_reason"), usage, about)
 
 
 def _usage(given: Json) -> Json:

@@ -10,47 +10,20 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
-from openhands_rl_plugin.session.replies import JSON, Reply, error_reply
+from openhands_rl_plugin.session.replies import JSON, ErrorReply, Reply, error_reply
 from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, PlainTransport, http_client
 
 # Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
 _OWN = frozenset(
-    {
-        b"accept-encoding",
-        b"api-key",
-        b"authorization",
-        b"connection",
-        b"content-encoding",
-        b"content-length",
-        b"cookie",
-        b"expect",
-        b"host",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-api-key",
-        b"x-goog-api-key",
-    }
+    b"accept-encoding api-key authorization connection content-encoding content-length cookie expect host keep-alive"
+    b" proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade x-api-key"
+    b" x-goog-api-key".split()
 )
 _NOT_PASSED_BACK = {name.decode() for name in _OWN} | {"content-type", "date", "server"}
 _KEY_HEADERS = (b"api-key", b"authorization", b"x-api-key", b"x-goog-api-key")
 _WAITS = {"timeout": {"connect": 10.0}}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-
-
-class UpstreamError(RLError):
-    """The model server did not respond; ``reply`` is the error for the client."""
-
-    def __init__(self, reply: Reply) -> None:
-        super().__init__(str(reply.status))
-        self.reply = reply
 
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -76,7 +49,7 @@ class ModelServer:
             self._send, self.aclose = transport.handle_async_request, transport.aclose
 
     async def whole(self, response: httpx.Response) -> Reply:
-        """The rest of an open response. Raises ``UpstreamError`` when it is too long."""
+        """The rest of an open response. Raises ``ErrorReply`` when it is too long."""
         return Reply(
             status=response.status_code,
             body=b"".join([part async for part in self.parts(response)]),
@@ -85,20 +58,20 @@ class ModelServer:
         )
 
     async def parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises ``UpstreamError`` when it is too long."""
+        """The body as it arrives. Raises ``ErrorReply`` when it is too long."""
         size = 0
         async for part in response.aiter_bytes():
             size += len(part)
             if size > self._longest:
                 message = f"The response of the model server exceeds {self._longest} bytes; raise --max-answer-bytes."
-                raise UpstreamError(error_reply(502, message, "BadGatewayError"))
+                raise ErrorReply(error_reply(502, message, "BadGatewayError"))
             yield part
 
     @asynccontextmanager
     async def exchange(
         self, method: str, path: str, headers: RawHeaders, body: bytes, *, content_type: bytes = b""
     ) -> AsyncIterator[httpx.Response]:
-        """An open response, to be streamed; ``path`` is below ``/v1``, with its query. Raises ``UpstreamError``."""
+        """An open response, to be streamed; ``path`` is below ``/v1``, with its query. Raises ``ErrorReply``."""
         sent = self._headers(headers, path, content_type)
         request = httpx.Request(method, f"{self._base}/{path}", content=body or None, headers=sent, extensions=_WAITS)
         try:
@@ -108,18 +81,18 @@ class ModelServer:
                     if response.status_code in _REDIRECTS:
                         # A client that followed it would leave the gateway, with its messages.
                         where = urlsplit(response.headers.get("location", "")).netloc[:200] or "another path"
-                        raise UpstreamError(_bad(f"redirects to {where!a}: set --upstream to where it is.", self._base))
+                        raise ErrorReply(_bad(f"redirects to {where!a}: set --upstream to where it is.", self._base))
                     yield response
                 finally:
                     await response.aclose()
         except (TimeoutError, httpx.TimeoutException) as error:
             message = f"The model server at {self._base} did not answer within {self._timeout:g} s."
-            raise UpstreamError(error_reply(504, message, "GatewayTimeoutError")) from error
+            raise ErrorReply(error_reply(504, message, "GatewayTimeoutError")) from error
         except httpx.ConnectError as error:
             message = f"No model server answers at {self._base} ({type(error).__name__}): start it or set --upstream."
-            raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
+            raise ErrorReply(error_reply(502, message, "BadGatewayError")) from error
         except httpx.HTTPError as error:
-            raise UpstreamError(_bad(f"sent no complete answer ({type(error).__name__}).", self._base)) from error
+            raise ErrorReply(_bad(f"sent no complete answer ({type(error).__name__}).", self._base)) from error
 
     def for_strategies(self, headers: RawHeaders) -> HttpUpstream:
         """The same server for the requests of a strategy; ``headers`` are those of the client."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from openhands_rl_plugin.models.engines.chunks import ServerEvent
 from openhands_rl_plugin.models.engines.openai_wire import DONE
@@ -12,7 +13,7 @@ from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable
 from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
 
-STOP_REASONS = {
+_FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "max_tokens": "length",
@@ -93,9 +94,10 @@ class WireProtocol:
             return self.response(body)
 
 
-def as_completion(message: Json, finish_reason: str | None, usage: Json, about: Json) -> UpstreamResponse:
-    """A chat completion with one choice."""
-    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish_reason}
+def as_completion(message: Json, reason: Any, usage: Json, about: Json) -> UpstreamResponse:
+    """A chat completion with one choice, which stopped for this ``reason`` of another protocol."""
+    finish = _FINISH_REASONS.get(str(reason), reason)
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
     return UpstreamResponse(dump_object({**about, "choices": [choice], "usage": usage}))
 
 

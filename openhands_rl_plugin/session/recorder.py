@@ -27,9 +27,9 @@ from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
 from openhands_rl_plugin.session.client_episode import ClientSession, Exchange
 from openhands_rl_plugin.session.client_sessions import OPENING, SessionName
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
-from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, UpstreamError, forwarded_headers
+from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, forwarded_headers
 from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol
-from openhands_rl_plugin.session.replies import EVENTS, JSON, LiveAnswer, Reply, error_reply
+from openhands_rl_plugin.session.replies import EVENTS, JSON, ErrorReply, LiveAnswer, Reply, error_reply
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, upstream_body, with_sampled_calls
 from openhands_rl_plugin.session.responses import UpstreamResponse, fields_not_asked_for, without_fields
 from openhands_rl_plugin.session.responses_api import RESPONSES
@@ -75,15 +75,12 @@ class Recorder:
         self._upstream = upstream
         self._fills = config.sampling_defaults == "neutral"
         self._extensions = ExtensionTable(clock)
-        self._sessions_of: OrderedDict[str, str] = OrderedDict()
+        # Response -> name of its session, for requests that go on from a response and name no session.
+        self.sessions_of: OrderedDict[str, str] = OrderedDict()
         self._config = config
         self._adapters = AdapterStore(config.adapters_path)
         self._routed = frozenset((LATEST, check_name(config.adapter), *config.alias) if config.adapter else ())
         self.counts = Counts()
-
-    def session_of(self, response: str) -> str:
-        """The name of the session with that response; empty when it is not known."""
-        return self._sessions_of.get(response, "")
 
     def refused(self) -> list[JsonObject]:
         """The fields that models refuse, for ``/health``."""
@@ -124,7 +121,7 @@ class Recorder:
                     if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
                         return await self._stream(exchange, response, live)
                     return await self._whole(exchange, await self._upstream.whole(response))
-        except UpstreamError as error:
+        except ErrorReply as error:
             self.counts.upstream_errors += 1
             return error.reply
         except StorageError as error:
@@ -177,7 +174,7 @@ class Recorder:
     async def _answered(
         self, exchange: Exchange, model: str, headers: RawHeaders, query: str
     ) -> AsyncIterator[httpx.Response]:
-        """The model server's answer to the request with the fields that it accepts. Raises ``UpstreamError``."""
+        """The model server's answer to the request with the fields that it accepts. Raises ``ErrorReply``."""
         attempt, path = exchange.attempt, exchange.protocol.path + query
         while True:
             body = upstream_body(exchange.call, model, added_fields(exchange.call, attempt.fields))
@@ -188,7 +185,7 @@ class Recorder:
                     return
                 refusal = await self._upstream.whole(response)
             if not attempt.is_refused(refusal.status, refusal.body):
-                raise UpstreamError(refusal)
+                raise ErrorReply(refusal)
 
     async def _whole(self, exchange: Exchange, reply: Reply) -> Reply:
         call = exchange.call
@@ -197,7 +194,7 @@ class Recorder:
         except Unrecordable as problem:
             shown, status = _unread(exchange, reply.body)
             if status:
-                raise UpstreamError(replace(reply, status=status, body=shown)) from problem
+                raise ErrorReply(replace(reply, status=status, body=shown)) from problem
             self.unrecorded(problem)
             return Reply(reply.status, shown, reply.content_type, {**reply.headers, **NOT_RECORDED})
         body = answer.body_for(call) if exchange.protocol.reports_ids else reply.body
@@ -214,7 +211,7 @@ class Recorder:
                     if not number % _EVENTS_AT_ONCE:
                         await asyncio.sleep(0)
                     if not live.begun and (failed := _unread(exchange, event.data))[1]:
-                        raise UpstreamError(Reply(failed[1], failed[0], headers=live.headers))
+                        raise ErrorReply(Reply(failed[1], failed[0], headers=live.headers))
                     shown = stream.feed(event)
                     if stream.ending:
                         held.append(shown)
@@ -224,7 +221,7 @@ class Recorder:
                     break
         except httpx.HTTPError as error:
             message = f"The model server broke off its answer ({type(error).__name__}); ask again."
-            raise UpstreamError(error_reply(502, message, "BadGatewayError")) from error
+            raise ErrorReply(error_reply(502, message, "BadGatewayError")) from error
         recorded = await self._record(exchange, stream.whole, stream)
         for part in (*held, reader.rest()):
             live.add(part)
@@ -245,9 +242,9 @@ class Recorder:
         self.counts.missing.update(missing)
         identity = answer.document.get("id")
         if identity and exchange.protocol is RESPONSES:
-            self._sessions_of[str(identity)] = exchange.session.name
-            if len(self._sessions_of) > _MOST_RESPONSES:
-                self._sessions_of.popitem(last=False)
+            self.sessions_of[str(identity)] = exchange.session.name
+            if len(self.sessions_of) > _MOST_RESPONSES:
+                self.sessions_of.popitem(last=False)
         return True
 
     def _model(self, session: ClientSession, asked: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.session.token_id_text import dump_object
 
 JSON = "application/json"
@@ -30,6 +31,14 @@ class Reply:
     content_type: str = JSON
     headers: Mapping[str, str] = field(default_factory=dict)
     recorded: bool = False
+
+
+class ErrorReply(RLError):
+    """The request ends with this ``reply``: the model server did not answer, or the gateway has no room."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(str(reply.status))
+        self.reply = reply
 
 
 def error_reply(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> Reply:
@@ -59,11 +68,7 @@ class LiveAnswer:
         """Add what the clients get next."""
         if part:
             self._parts.append(part)
-            self._wake()
-
-    def end(self) -> None:
-        """Wake the readers for the last time, when the task that writes is done."""
-        self._wake()
+            self.wake()
 
     async def parts(self, task: asyncio.Task[object], silence: float) -> AsyncIterator[bytes]:
         """All parts until ``task`` has written the last; nothing for ``silence`` seconds is a ``KEEP_ALIVE``."""
@@ -84,7 +89,8 @@ class LiveAnswer:
             await _within(seconds, self._more)
         return self.begun or task.done()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Wake the readers: there is something to read, or the task that writes is done."""
         # A new one each time: who waits for the old one is woken, and nobody has to clear it.
         woken, self._more = self._more, asyncio.Event()
         woken.set()
@@ -162,7 +168,7 @@ class PendingCalls:
         task = asyncio.create_task(ask(live))
         call_in_flight = PendingCall(digest, headers.get("idempotency-key", ""), task, live, [waits])
         self._pending.append(call_in_flight)
-        task.add_done_callback(lambda _: live.end())
+        task.add_done_callback(lambda _: live.wake())
         task.add_done_callback(lambda _: self._finish(call_in_flight))
         return call_in_flight
 

@@ -109,19 +109,13 @@ class UpstreamResponse:
         """The token counts of all choices together."""
         return usage_in(self.document.get("usage"))
 
-    def for_client(self, call: ClientRequest) -> Json:
-        """The response as the server itself would give it to the client, with placeholders for arrays of ids."""
-        ids, logprobs = call.wants("return_token_ids"), call.wants("logprobs")
-        # The document that is read for recording has only a part of the logprobs.
-        document = (parse_object(self._cut.rest) if logprobs else None) or self.document
-        answer = document if ids else _without_ids(document)
-        return answer if logprobs else _without_logprobs(answer)
-
     def body_for(self, call: ClientRequest) -> bytes:
-        """``for_client`` as the body of a response."""
+        """The body of the response as the server itself would give it to the client."""
         if call.wants("return_token_ids") and call.wants("logprobs"):
             return self._body
-        return self._cut.paste(dump_object(self.for_client(call)))
+        # The document that is read for recording has only a part of the logprobs.
+        document = (parse_object(self._cut.rest) if call.wants("logprobs") else None) or self.document
+        return self._cut.paste(dump_object(asked_for(document, call)))
 
     def plain(self) -> Json:
         """The response without token ids and logprobs."""
@@ -181,9 +175,16 @@ def _arrays(document: Json) -> Iterator[object]:
             yield from (place.get(name) for name in _IDS)
 
 
+def asked_for(document: Json, call: ClientRequest) -> Json:
+    """A response, or a chunk of one, without the ids and logprobs that only the gateway asked for."""
+    answer = document if call.wants("return_token_ids") else _without_ids(document)
+    return answer if call.wants("logprobs") else _without_logprobs(answer)
+
+
 def _without_ids(document: Json) -> Json:
     answer = strip_ids(document)
-    answer["choices"] = [strip_ids(choice) for choice in document["choices"]]
+    if choices := document.get("choices"):
+        answer["choices"] = [strip_ids(choice) for choice in choices]
     return answer
 
 
@@ -212,4 +213,6 @@ def fields_not_asked_for(call: ClientRequest) -> frozenset[str]:
 
 
 def _without_logprobs(document: Json) -> Json:
+    if not any(choice.get("logprobs") for choice in document.get("choices") or ()):
+        return document
     return {**document, "choices": [{**choice, "logprobs": None} for choice in document["choices"]]}

@@ -10,7 +10,6 @@ from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.session.protocol import (
-    STOP_REASONS,
     AnswerStream,
     WireProtocol,
     as_completion,
@@ -144,7 +143,7 @@ def _completion(response: Json) -> UpstreamResponse:
     said = _said(output)
     details = response.get("incomplete_details")
     reason = details.get("reason") if isinstance(details, dict) else None
-    finish = STOP_REASONS.get(str(reason), reason) or ("tool_calls" if "tool_calls" in said else "stop")
+    finish = reason or ("tool_calls" if "tool_calls" in said else "stop")
     names = ("id", "model", "created_at", "status", "incomplete_details", "service_tier")
     about = {name: response[name] for name in names if response.get(name)}
     usage = response.get("usage")

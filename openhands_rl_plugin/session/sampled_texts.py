@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -64,42 +64,44 @@ class SampledCalls:
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[str, list[ToolCall | None]] = {}
+        self._by_id: dict[str, list[ToolCall]] = {}
 
     def add(self, message: Message) -> None:
         """Remember the calls of an answer that is executed."""
         for call in message.tool_calls:
-            self._by_id.setdefault(call.id, []).append(call if is_json_object(call.arguments) else None)
+            self._by_id.setdefault(call.id, []).append(call)
 
-    def copied(self) -> SampledCalls:
-        """The same calls, for a conversation that goes on by itself."""
-        twin = SampledCalls()
-        twin._by_id = {id: list(calls) for id, calls in self._by_id.items()}
-        return twin
+    def put_back(self, prompt: Sequence[WireMessage], later: Sequence[Message] = ()) -> list[WireMessage]:
+        """The prompt with the calls as they were sampled, also those of the messages ``later``, which are not added.
 
-    def put_back(self, prompt: Sequence[WireMessage]) -> list[WireMessage]:
-        """The prompt with the calls as they were sampled. Servers may use an id again, so the newest comes first."""
+        Servers may use an id again, so the newest comes first.
+        """
+        known = {id: [*calls] for id, calls in self._by_id.items()} if later else self._by_id
+        for call in (call for message in later for call in message.tool_calls):
+            known.setdefault(call.id, []).append(call)
         seen: dict[str, int] = {}
-        restored = [self._restored(message, seen) for message in reversed(prompt)]
-        return restored[::-1]
+        return [_with_sampled(message, known, seen) for message in reversed(prompt)][::-1]
 
-    def _restored(self, message: WireMessage, seen: dict[str, int]) -> WireMessage:
-        if message["role"] != "assistant" or not message.get("tool_calls"):
-            return message
-        given = message["tool_calls"]
-        calls = [self._sampled(call, seen) for call in reversed(given)][::-1]
-        return message if all(map(is_, calls, given)) else {**message, "tool_calls": calls}
 
-    def _sampled(self, call: Any, seen: dict[str, int]) -> Any:
-        if not (id := call.get("id")):
-            return call
-        known, said = self._by_id.get(id, ()), call["function"]
-        at = seen[id] = seen.get(id, 0) + 1
-        if any(own is not None and (own.name, own.arguments) == (said["name"], said["arguments"]) for own in known):
-            return call
-        if at > len(known) or (own := known[-at]) is None:
-            return call
-        return {**call, "function": {**said, "name": own.name, "arguments": own.arguments}}
+def _with_sampled(message: WireMessage, known: Mapping[str, list[ToolCall]], seen: dict[str, int]) -> WireMessage:
+    given = message.get("tool_calls")
+    if message["role"] != "assistant" or not given:
+        return message
+    calls = [_as_sampled(call, known, seen) for call in reversed(given)][::-1]
+    return message if all(map(is_, calls, given)) else {**message, "tool_calls": calls}
+
+
+def _as_sampled(call: Any, known: Mapping[str, list[ToolCall]], seen: dict[str, int]) -> Any:
+    if not (id := call.get("id")):
+        return call
+    sampled, said = known.get(id, ()), call["function"]
+    at = seen[id] = seen.get(id, 0) + 1
+    if any((own.name, own.arguments) == (said["name"], said["arguments"]) for own in sampled) or at > len(sampled):
+        return call
+    own = sampled[-at]
+    if not is_json_object(own.arguments):
+        return call
+    return {**call, "function": {**said, "name": own.name, "arguments": own.arguments}}
 
 
 class SampledText(NamedTuple):

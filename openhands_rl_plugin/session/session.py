@@ -7,13 +7,15 @@ OpenHands.
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.concurrency import background, bound
+from openhands_rl_plugin.core.concurrency import Job, background, bound
 from openhands_rl_plugin.core.errors import boundary
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import Strategy
@@ -41,7 +43,7 @@ from openhands_rl_plugin.session.conversation import WorkspaceConversation
 from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.responses import RecordedChoice
 from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
-from openhands_rl_plugin.session.storage import LoopBoundStorage
+from openhands_rl_plugin.session.storage import bound_to
 from openhands_rl_plugin.session.token_id_text import Json, NodeTokens, canonical
 from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 from openhands_rl_plugin.session.upstream import Upstream
@@ -106,7 +108,9 @@ class Session(Episode):
         self._engine: SessionEngine | None = None
         self._follow()
         self._turn = asyncio.Lock()
-        self._sink: Any = None
+        self._deciding: tuple[Job[Json] | None, float] = None, 0.0
+        self._stopped = -math.inf
+        self._stopping = threading.Lock()
 
     def connect(self, upstream: Upstream) -> None:
         """Sample from ``upstream``, in the middle of the episode, too."""
@@ -152,6 +156,27 @@ class Session(Episode):
             sampling=sampling,
             metadata=metadata,
         )
+
+    def answer(self, body: Json, at: float = 0.0) -> Json:
+        """As ``complete``, for a host that blocks. ``at``: when, in the host's own count, such as the id of an event.
+
+        Also raises ``asyncio.CancelledError`` after ``cancel``.
+        """
+        with self._stopping:
+            if at <= self._stopped:
+                raise asyncio.CancelledError
+            job = background().start(self.complete(body))
+            self._deciding = job, at
+        return job.result()
+
+    def cancel(self, until: float | None = None) -> None:
+        """End the decision that is under way, and wait for its end. With ``until`` only one that began at that time or
+        before, and those that still come. Blocks."""
+        with self._stopping:
+            self._stopped = max(self._stopped, -math.inf if until is None else until)
+            job, at = self._deciding
+        if job is not None and (until is None or at <= until):
+            job.cancel()
 
     async def complete(self, body: Json) -> Json:
         """The strategy's answer to a host's chat request, as a chat completion, which is stored before it is returned.
@@ -211,23 +236,19 @@ class Session(Episode):
 
     def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
         """Store the episode while it runs. ``storage`` is used on ``loop`` only."""
-        self._keep_in(LoopBoundStorage(storage, loop))
+        self.store_in(bound_to(storage, loop))
 
-    def keep_beside(self, other: Session) -> None:
-        """Store the episode while it runs, where ``other`` is stored; nowhere if that one is not."""
-        if other._sink is not None:
-            self._keep_in(other._sink)
-
-    def _keep_in(self, sink: Any) -> None:
-        self._sink = sink
-        self.store_in(sink)
+    @property
+    def sink(self) -> Any:
+        """Where it is stored while it runs; ``None`` for nowhere."""
+        return self._journal.storage if self._journal is not None else None
 
     async def end(self, trajectory: Trajectory) -> None:
         """Close the episode in the storage, if it is stored while it runs. Raises ``StorageError``."""
         await self._in_background(super().end(trajectory))
-        if self._sink is not None and self.opinion is not None:
+        if self.sink is not None and self.opinion is not None:
             score = self.opinion.model_copy(update={"trajectory_id": trajectory.id})
-            await self._in_background(self._sink.add_scores((score,)))
+            await self._in_background(self.sink.add_scores((score,)))
 
     async def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background().loop))

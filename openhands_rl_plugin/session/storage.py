@@ -13,12 +13,15 @@ from openhands_rl_plugin.rollout.journal import EpisodeSink
 _CHECK_INTERVAL = 1.0
 
 
-class LoopBoundStorage:
+def bound_to(storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> Any:
     """An ``EpisodeSink`` that calls ``storage`` on its own event loop ``loop``.
 
     Raises what the storage raises, and ``InfrastructureError`` when that loop is closed before the call ends.
     """
+    return _LoopBoundStorage(storage, loop)
 
+
+class _LoopBoundStorage:
     def __init__(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
         self._storage = storage
         self._loop = loop

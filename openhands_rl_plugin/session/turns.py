@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.core.errors import EpisodeError, RLError
 from openhands_rl_plugin.core.messages import WireMessage
-from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, StopReason
 from openhands_rl_plugin.session.token_id_text import Json
 
@@ -38,18 +37,8 @@ class Turn:
     rewritten: bool = False
 
 
-def sampled_below_head(tree: EpisodeTree) -> Iterator[Message]:
-    """The answers that can still be executed."""
-    pending = list(tree.children(tree.head))
-    while pending:
-        index = pending.pop()
-        pending += tree.children(index)
-        if tree.nodes[index].sampled:
-            yield tree.nodes[index].message
-
-
 class TurnAnswers:
-    """The live turn and those that forks have reached; the document of each answer that can still be executed."""
+    """The live turn and those that forks have reached; the document of each answer."""
 
     def __init__(self, episode: Session) -> None:
         self._episode = episode
@@ -57,12 +46,10 @@ class TurnAnswers:
         self._of: dict[Message, Json] = {}
 
     def open(self, turn: Turn) -> None:
-        """Begin a turn. Earlier turns and answers are dropped, unless search can still reach them."""
+        """Begin a turn. Earlier turns are dropped, unless search can still reach them."""
         start = len(turn.path)
         self._turns = {path: known for path, known in self._turns.items() if path[:start] == turn.path}
         self.expect(turn)
-        reachable = set(sampled_below_head(self._episode.tree))
-        self._of = {answer: made for answer, made in self._of.items() if answer in reachable}
 
     def expect(self, turn: Turn) -> None:
         """Until the next turn is opened, conversations that begin with ``turn.path`` go on from ``turn``."""
@@ -80,7 +67,7 @@ class TurnAnswers:
         self._of[answer] = made
 
     def of(self, answer: Message) -> Json:
-        """What the host made of an answer. Raises ``KeyError`` for one that cannot be executed any more."""
+        """What the host made of an answer."""
         return self._of[answer]
 
     async def gather(self, calls: Iterable[Awaitable[Completion]]) -> list[Completion]:

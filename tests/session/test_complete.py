@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,35 @@ def test_the_host_pays_for_the_whole_search_and_gets_nothing_that_is_not_stored(
     (found,) = background().wait_for(stored())
     assert [node.sampled for node in found.nodes] == [False, False, True, True, True] and found.head == 4
     background().wait_for(storage.close())
+
+
+class Slow(StandardReActStrategy):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.begun, self.seconds = threading.Event(), seconds
+
+    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
+        self.begun.set()
+        await real(self.seconds)
+        return await super().decide(tree, engine, world)
+
+
+@pytest.mark.parametrize(("at", "until", "ends"), [(6, 7, True), (8, 7, False), (6, None, True), (9, math.inf, True)])
+def test_a_stop_ends_the_decision_that_it_concerns(server: ScriptedModel, at: int, until: Any, ends: bool) -> None:
+    server.policies["slow"] = lambda body: says("Decided.")
+    session = session_of(server, strategy := Slow(60 if ends else 0.1))
+    with ThreadPoolExecutor(1) as host:
+        answer = host.submit(session.answer, {"model": "slow", "messages": ASK}, at)
+        assert strategy.begun.wait(20)
+        session.cancel(until)
+        with pytest.raises(asyncio.CancelledError) if ends else nullcontext():
+            answer.result()
+    strategy.seconds = 0.0
+    if until is not None:
+        with pytest.raises(asyncio.CancelledError):
+            session.answer({"model": "slow", "messages": ASK}, 7)
+    if until != math.inf:
+        assert session.answer({"model": "slow", "messages": ASK}, 10)
 
 
 class Counting:

@@ -113,7 +113,10 @@ async def test_a_killed_gateway_loses_no_answer_and_a_new_one_goes_on(tmp_path: 
             history: list[Body] = [SYSTEM, user("one")]
             for text in ("two", "three"):
                 history += [await post(url, *history), user(text)]
-            await asyncio.gather(*(post(url, user(f"hello {number}"), session=f"p{number}") for number in range(8)))
+            await asyncio.gather(*(post(url, user(f"hello {number}"), session=f"p{number}") for number in range(7)))
+            async with httpx.AsyncClient(trust_env=False) as http:
+                assert (await http.post(f"{url}/session", json={"session": "p7"})).status_code == 201
+            await post(url, user("one"), session="p7")
             process.kill()
             await process.wait()
         found = {trajectory.task.id: trajectory for trajectory, _ in await stored(tmp_path)}

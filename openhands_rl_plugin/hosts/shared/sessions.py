@@ -1,23 +1,16 @@
-"""The registry of sessions, and the evidence at the end of one.
+"""The registry of runtimes, and the evidence at the end of a session.
 
-OpenHands creates agent and runtime of a session separately, without references. Both know the session's id. The agent
-finds its runtime here and registers a running search, so that the code that ends the session can cancel the search
-first.
+OpenHands creates agent and runtime of a session separately, without references. Both know the session's id.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings
-from openhands_rl_plugin.core.concurrency import Job
 from openhands_rl_plugin.core.records import CHECKED, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.rollout import scoring
@@ -25,10 +18,6 @@ from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session
 
 _runtimes: WeakValueDictionary[str, object] = WeakValueDictionary()
-# Session -> its decision, and the id of the last event that its controller had processed when that began.
-_decisions: dict[str, tuple[Job[Any], int]] = {}
-# Runtime of a session -> the id of the last event that stopped the session.
-_stops: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -42,40 +31,6 @@ def runtime_of(session: str) -> object | None:
     """The runtime that is registered for this session; ``None`` for a runtime of another package."""
     with _lock:
         return _runtimes.get(session)
-
-
-@contextmanager
-def deciding(session: str, job: Job[Any], last_event: int) -> Iterator[None]:
-    """Register ``job``, which decides the session's next action, until the end of the block.
-
-    ``last_event`` is the id of the last event that the controller has processed. If the session was stopped by a later
-    event, which the controller has not processed yet, the job is cancelled at once.
-    """
-    with _lock:
-        _decisions[session] = job, last_event
-        runtime = _runtimes.get(session)
-        stopped = runtime is not None and _stops.get(runtime, -math.inf) >= last_event
-    try:
-        if stopped:
-            job.cancel()
-        yield
-    finally:
-        with _lock:
-            del _decisions[session]
-
-
-def stop_deciding(session: str, stop: float = math.inf) -> None:
-    """Cancel the session's running or next decision and wait until it has ended. Blocks.
-
-    ``stop`` is the id of the event that stops the session; by default the session is stopped permanently. Decisions
-    after later events are not cancelled: the session was resumed meanwhile.
-    """
-    with _lock:
-        if (runtime := _runtimes.get(session)) is not None:
-            _stops[runtime] = max(stop, _stops.get(runtime, stop))
-        job, last_event = _decisions.get(session, (None, 0))
-    if job is not None and last_event <= stop:
-        job.cancel()
 
 
 def workspace_command(settings: RewardSettings) -> WorkspaceCommand | None:

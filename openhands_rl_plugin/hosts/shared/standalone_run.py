@@ -184,7 +184,8 @@ class RunBeside:
 
     def __init__(self, episode: Session, parent: Session) -> None:
         self._episode = episode
-        episode.keep_beside(parent)
+        if parent.sink is not None:
+            episode.store_in(parent.sink)
 
     def keep(self, failure: Failure | None = None) -> None:
         """Close the episode; called once. Raises ``StorageError``."""

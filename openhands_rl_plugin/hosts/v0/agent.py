@@ -31,7 +31,6 @@ from openhands.llm.llm_utils import check_tools
 from openhands.llm.router import RouterLLM
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 
-from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, RLError, describe
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
@@ -40,7 +39,7 @@ from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, syst
 from openhands_rl_plugin.hosts.shared.first_prompt import ModelServer, too_long
 from openhands_rl_plugin.hosts.shared.litellm_calls import response_of, split_provider
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
-from openhands_rl_plugin.hosts.shared.sessions import deciding, end_evidence, runtime_of, stop_deciding
+from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v0.branch import SessionBranch
 from openhands_rl_plugin.hosts.v0.completion import (
@@ -56,7 +55,7 @@ from openhands_rl_plugin.hosts.v0.completion import (
 )
 from openhands_rl_plugin.hosts.v0.environment_runtime import RESET_TOOL, STEP_TOOL, EnvironmentRuntime
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
-from openhands_rl_plugin.hosts.v0.session_state import controller_end
+from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime, controller_end
 from openhands_rl_plugin.hosts.v0.settings import (
     RLAgentHostConfig,
     check_reward,
@@ -166,7 +165,8 @@ class RLAgent(CodeActAgent):
         super().reset()
         if self._state is None:
             return
-        stop_deciding(self._state.session_id, _last_event(self._state))
+        if self._session is not None:
+            self._session.cancel(_last_event(self._state))
         if self._standalone is not None:
             self._store(*controller_end(self._state.agent_state.value, self._state.last_error))
 
@@ -228,9 +228,9 @@ class RLAgent(CodeActAgent):
     def _ask_session(self, body: Json) -> Json:
         """The session's answer. Raises as ``Session.complete``, and ``CancelledError`` when the user stops it."""
         assert self._session is not None and self._state is not None
-        job = background().start(self._session.complete(body))
-        with deciding(self._state.session_id, job, _last_event(self._state)):
-            return job.result()
+        if isinstance(runtime := runtime_of(self._state.session_id), SessionRuntime):
+            runtime.decides(self._session)
+        return self._session.answer(body, _last_event(self._state))
 
     def _world(self, turn: Turn, engine: SessionEngine) -> World | None:
         """The live session, for the strategy to fork."""

@@ -207,7 +207,7 @@ def record_agent(agent: Agent, session: Session) -> None:
     connect(session, agent.llm)
     if isinstance(condenser := getattr(agent, "condenser", None), Condenser):
         record_condenser(condenser, session)
-    ask(agent.llm, lambda body: background().wait_for(session.complete(body)))
+    ask(agent.llm, session.answer)
 
     def step(state: State) -> Action:
         try:

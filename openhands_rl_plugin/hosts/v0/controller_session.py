@@ -7,6 +7,7 @@ polling and no state on disk. A failure in any of the session's threads ends it;
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,6 @@ from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_param
 from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason
 from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
-from openhands_rl_plugin.hosts.shared.sessions import stop_deciding
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
 from openhands_rl_plugin.hosts.v0.completion import record_agent
 from openhands_rl_plugin.hosts.v0.session_state import controller_end
@@ -81,7 +81,7 @@ class ControllerSession(HostSession):
         stream.add_event(MessageAction(content=instruction), EventSource.USER)
 
     def _cancel(self) -> None:
-        stop_deciding(self._sid)
+        self._episode.cancel(math.inf)
 
     def _release(self) -> None:
         if self._runtime is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from openhands.core.config import OpenHandsConfig
@@ -16,7 +17,8 @@ from openhands.storage.locations import get_conversation_dir
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.sessions import register_runtime, stop_deciding
+from openhands_rl_plugin.hosts.shared.sessions import register_runtime
+from openhands_rl_plugin.session.session import Session
 
 
 def is_stop(event: Event) -> bool:
@@ -65,6 +67,13 @@ class SessionRuntime(Runtime):
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
         register_runtime(self.sid, self)
+        self._session: Session | None = None
+        self._stopped = -math.inf
+
+    def decides(self, session: Session) -> None:
+        """A stop of the user ends the decisions of ``session``, also one that was not there yet."""
+        self._session = session
+        session.cancel(self._stopped)
 
     def unsupported(self, what: str) -> ErrorObservation:
         """The observation for an action that needs ``what``."""
@@ -73,7 +82,9 @@ class SessionRuntime(Runtime):
     def on_event(self, event: Event) -> None:
         """Also cancels a running or upcoming search when the user stops the agent."""
         if is_stop(event):
-            stop_deciding(self.sid, event.id)
+            self._stopped = event.id
+            if self._session is not None:
+                self._session.cancel(event.id)
         super().on_event(event)
 
     def run_ipython(self, action: IPythonRunCellAction) -> Observation:

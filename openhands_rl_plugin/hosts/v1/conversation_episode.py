@@ -18,7 +18,7 @@ from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from openhands.sdk.llm import LLM, TextContent
 from openhands.sdk.tool.builtins import FinishTool
 
-from openhands_rl_plugin.core.concurrency import Job, background
+from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, StorageError, boundary, describe
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.records import trajectory_id
@@ -133,7 +133,6 @@ class ConversationEpisode:
         episode.exact, episode.calls = exact, calls if exact else None
         episode.world = self._world
         self._standalone = standalone
-        self._job: Job[Json] | None = None
         self._ending = threading.Lock()
         self._last_status = Status.RUNNING
         self._workspace: SandboxedWorkspace | NoEvidence | None = None
@@ -192,8 +191,7 @@ class ConversationEpisode:
                     self._llm = llm
                 body = {**body, "model": session.base_model} if self._own is not None else body
                 self.full = False
-                job = self._job = background().start(session.complete(body))
-                return self._with_ids(body, job.result())
+                return self._with_ids(body, session.answer(body))
         except EpisodeOver:
             raise
         except RLError as error:
@@ -218,8 +216,7 @@ class ConversationEpisode:
         """End a decision that is under way, a sub-agent's too. Blocks until its forks are closed."""
         for each in list(self.delegated):
             each.cancel()
-        if (job := self._job) is not None:
-            job.cancel()
+        self.episode.cancel()
 
     def unread(self, why: str) -> None:
         """The SDK could not read the last answer, and goes on without it."""
