@@ -8,12 +8,7 @@ from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TO
 from openhands_rl_plugin.models.engines.openai_wire import DONE
 from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol, event, marked
 from openhands_rl_plugin.session.requests import ClientRequest, client_request, parsed_body
-from openhands_rl_plugin.session.responses import (
-    UpstreamResponse,
-    asked_for,
-    fields_not_asked_for,
-    without_fields,
-)
+from openhands_rl_plugin.session.responses import UpstreamResponse, asked_for, fields_not_asked_for, without_fields
 from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
 
 STREAM_OPTIONS = "stream_options"

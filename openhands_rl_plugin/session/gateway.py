@@ -19,30 +19,17 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HOST_EVIDENCE
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers import (
-    HEALTH,
-    Receive,
-    Scope,
-    Send,
-    listening,
-    read_body,
-    serving_here,
-)
+from openhands_rl_plugin.core.servers import HEALTH, Receive, Scope, Send, listening, read_body, serving_here
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.session.chat_completions import CHAT
 from openhands_rl_plugin.session.client_episode import ClientSession
-from openhands_rl_plugin.session.client_sessions import (
-    SessionName,
-    SessionPool,
-    named_session,
-    session_name,
-)
+from openhands_rl_plugin.session.client_sessions import SessionName, SessionPool, named_session, session_name
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.messages_api import MESSAGES
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, forwarded_headers
 from openhands_rl_plugin.session.protocol import WireProtocol, event
-from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder
+from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder, refusal
 from openhands_rl_plugin.session.replies import EVENTS, JSON, ErrorReply, PendingCall, Reply, error_reply
 from openhands_rl_plugin.session.requests import Unrecordable
 from openhands_rl_plugin.session.responses_api import RESPONSES
@@ -161,16 +148,8 @@ class Gateway:
         request = Incoming(scope, receive, send, (await receive()).get("body", b""))
         try:
             reply = await self._answer(request)
-        except ErrorReply as error:
-            reply = error.reply
-        except StorageError as error:
-            reply = error_reply(503, str(error), "ServiceUnavailableError")
-        except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(each) for each in problem["loc"])
-            reply = error_reply(400, f"{where}: {problem['msg']}", "BadRequestError")
-        except ConfigError as error:
-            reply = error_reply(400, str(error), "BadRequestError")
+        except (ErrorReply, StorageError, ConfigError, ValidationError) as error:
+            reply = refusal(error)
         finally:
             request.close()
         if reply is not None and not request.started:
@@ -357,10 +336,7 @@ _MAX_SWEEP_SECONDS = 60.0
 
 @asynccontextmanager
 async def running_gateway(
-    config: GatewayConfig,
-    storage: TrajectoryStorage,
-    clock: Clock = time.monotonic,
-    settings: RLSettings | None = None,
+    config: GatewayConfig, storage: TrajectoryStorage, clock: Clock = time.monotonic, settings: RLSettings | None = None
 ) -> AsyncIterator[str]:
     """A gateway in this event loop; yields its URL, without ``/v1``. All sessions are ended on exit.
 

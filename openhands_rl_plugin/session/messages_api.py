@@ -10,13 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.session.protocol import (
-    AnswerStream,
-    WireProtocol,
-    as_completion,
-    event,
-    texts_of,
-)
+from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol, as_completion, event, texts_of
 from openhands_rl_plugin.session.requests import ClientRequest, client_request, parsed_body
 from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
@@ -87,11 +81,7 @@ def _said(blocks: Iterable[Json]) -> Json:
 
 def _call(block: Json) -> Json:
     arguments = block.get(_EXACT) or json.dumps(block.get("input") or {}, ensure_ascii=False)
-    return {
-        "id": block.get("id"),
-        "type": "function",
-        "function": {"name": block.get("name"), "arguments": arguments},
-    }
+    return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
 
 
 def _part(block: Json) -> Json:

@@ -10,19 +10,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import httpx
+from pydantic import ValidationError
 
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
 from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import note_failure, read_body
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
-from openhands_rl_plugin.models.engines.extensions import (
-    SAMPLING,
-    Clock,
-    ExtensionTable,
-)
+from openhands_rl_plugin.models.engines.extensions import SAMPLING, Clock, ExtensionTable
 from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
 from openhands_rl_plugin.session.client_episode import ClientSession, Exchange
 from openhands_rl_plugin.session.client_sessions import OPENING, SessionName
@@ -35,7 +32,6 @@ from openhands_rl_plugin.session.responses import UpstreamResponse, fields_not_a
 from openhands_rl_plugin.session.responses_api import RESPONSES
 from openhands_rl_plugin.session.searched import events_of
 from openhands_rl_plugin.session.token_id_text import dump_object, parse_object
-from openhands_rl_plugin.session.turns import EpisodeOver
 from openhands_rl_plugin.session.upstream import server_error
 
 LATEST = "latest"
@@ -121,21 +117,9 @@ class Recorder:
                     if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
                         return await self._stream(exchange, response, live)
                     return await self._whole(exchange, await self._upstream.whole(response))
-        except ErrorReply as error:
-            self.counts.upstream_errors += 1
-            return error.reply
-        except StorageError as error:
-            # The client must not continue from an answer that is not stored; it can retry.
-            _LOG.error("a response could not be stored: %s", error)
-            return error_reply(503, f"The response could not be stored: {error}", "ServiceUnavailableError")
-        except (EpisodeOver, ConfigError) as error:
-            return error_reply(400, str(error), _BAD)
-        except CaughtFailure as caught:
-            if (error := server_error(caught)) is None:
-                return error_reply(500, note_failure(caught.__cause__ or caught), "InternalServerError")
-            self.counts.upstream_errors += 1
-            waits = {"retry-after": f"{error.retry_after:g}"} if error.retry_after else {}
-            return error_reply(max(error.status, 400), str(error), "ModelServerError", waits)
+        except RLError as error:
+            self.counts.upstream_errors += isinstance(error, ErrorReply) or server_error(error) is not None
+            return refusal(error)
 
     async def _decided(
         self, session: ClientSession, call: ClientRequest, model: str, headers: RawHeaders, live: LiveAnswer
@@ -257,6 +241,26 @@ class Recorder:
         current = self._adapters.current(self._config.adapter or "")
         session.pinned = current.name if current is not None else self._config.base_model
         return session.pinned
+
+
+def refusal(error: Exception) -> Reply:
+    """The reply to a request that ended with this error."""
+    match error:
+        case ErrorReply():
+            return error.reply
+        case StorageError():
+            # The client must not continue from an answer that is not stored; it can retry.
+            _LOG.error("%s", error)
+            return error_reply(503, str(error), "ServiceUnavailableError")
+        case ValidationError():
+            problem = error.errors(include_url=False, include_input=False)[0]
+            return error_reply(400, f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}", _BAD)
+        case CaughtFailure():
+            if (known := server_error(error)) is None:
+                return error_reply(500, note_failure(error.__cause__ or error), "InternalServerError")
+            waits = {"retry-after": f"{known.retry_after:g}"} if known.retry_after else {}
+            return error_reply(max(known.status, 400), str(known), "ModelServerError", waits)
+    return error_reply(400, str(error), _BAD)
 
 
 def _unread(exchange: Exchange, body: bytes) -> tuple[bytes, int]:

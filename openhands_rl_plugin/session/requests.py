@@ -8,13 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.core.messages import (
-    WireMessage,
-    calls_in,
-    recorded_parameters,
-    sampling_in,
-    wire_calls,
-)
+from openhands_rl_plugin.core.messages import WireMessage, calls_in, recorded_parameters, sampling_in, wire_calls
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.token_id_text import DEEPEST, Json, dump_object, parse_object

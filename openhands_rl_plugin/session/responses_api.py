@@ -9,13 +9,7 @@ import json
 from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.session.protocol import (
-    AnswerStream,
-    WireProtocol,
-    as_completion,
-    event,
-    texts_of,
-)
+from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol, as_completion, event, texts_of
 from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, client_request, parsed_body
 from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.token_id_text import Json, dump_object, parse_object
