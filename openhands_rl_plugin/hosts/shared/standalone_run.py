@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import FOLDER, newest_outcome
 from openhands_rl_plugin.core.messages import one_line
-from openhands_rl_plugin.core.records import CHECKED, MISSING, TrajectoryFilter
+from openhands_rl_plugin.core.records import CHECKED, MISSING
 from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
 from openhands_rl_plugin.core.statistics import pass_at_k
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Frozen, Node, Score, StopReason, Task, Trajectory
@@ -156,27 +156,23 @@ class StandaloneRun:
     async def _store(self, trajectory: Trajectory) -> str:
         try:
             await self._episode.end(trajectory)
-            await self._judge(trajectory)
-            return await self._summary(trajectory)
+            scores = await self._judge(trajectory)
         finally:
             await self._storage.close()
+        # What is stored says less than the episode did where a secret was taken out.
+        return run_summary(redact_trajectory(trajectory), scores, self._episode.settings)
 
-    async def _judge(self, trajectory: Trajectory) -> None:
+    async def _judge(self, trajectory: Trajectory) -> tuple[Score, ...]:
         """By the reward's command, if it has one; other rewards are computed when they are needed."""
         reward = self._episode.settings.reward
-        if trajectory.failure is None and workspace_command(reward) is not None:
-            outcome = await judge(make_reward(reward), trajectory)
-            if isinstance(outcome, Failure):
-                log.warning("no reward: %s", outcome.message)
-            else:
-                await self._storage.add_scores([outcome])
-
-    async def _summary(self, trajectory: Trajectory) -> str:
-        """Of what is stored, which says less than the episode did where a secret was taken out."""
-        settings = self._episode.settings
-        async for stored, scores in self._storage.find(TrajectoryFilter(ids=(trajectory.id,))):
-            return run_summary(stored, scores, settings)
-        return run_summary(redact_trajectory(trajectory), (), settings)
+        if trajectory.failure is not None or workspace_command(reward) is None:
+            return ()
+        outcome = await judge(make_reward(reward), trajectory)
+        if isinstance(outcome, Failure):
+            log.warning("no reward: %s", outcome.message)
+            return ()
+        await self._storage.add_scores([outcome])
+        return (outcome,)
 
 
 class RunBeside:

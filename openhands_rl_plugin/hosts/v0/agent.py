@@ -257,10 +257,6 @@ class RLAgent(CodeActAgent):
         self._seen = events, forgotten_event_ids
         return super()._get_messages(events, initial_user_message, forgotten_event_ids)
 
-    @property
-    def _offered(self) -> list[Any]:
-        return check_tools(self.tools, self.llm.config)
-
     def _step_in_environment(self, session: Session, state: State) -> Action:
         if not self._opened:
             self._opened = True
@@ -312,7 +308,7 @@ class RLAgent(CodeActAgent):
         """The actions of an answer. Raises ``MALFORMED``."""
         response = response_of(document)
         if not self.llm.is_function_calling_active():
-            read_described_call(response, self._offered)
+            read_described_call(response, check_tools(self.tools, self.llm.config))
         return self.response_to_actions(response)
 
     def _why_unread(self, document: Json) -> str | None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from litellm.types.utils import Choices, Delta, ModelResponse, ModelResponseStream, StreamingChoices
+from litellm.llms.base_llm.base_model_iterator import convert_model_response_to_streaming
+from litellm.types.utils import ModelResponse
 from openhands.sdk.llm import LLM, ImageContent, LLMResponse, exceptions
 from openhands.sdk.llm import Message as SdkMessage
 from openhands.sdk.tool import ToolDefinition
@@ -29,23 +30,6 @@ from openhands_rl_plugin.session.upstream import Upstream
 def has_images(messages: Sequence[SdkMessage]) -> bool:
     """Whether any message shows an image."""
     return any(isinstance(part, ImageContent) for message in messages for part in message.content)
-
-
-def chunks_of(response: ModelResponse) -> list[ModelResponseStream]:
-    """The answer as a stream would have brought it, in whole parts: reasoning, text with calls, the end.
-
-    A streamed answer brings no prompt ids through litellm, so it is sampled whole and streamed afterwards.
-    """
-    if not response.choices or not isinstance(choice := response.choices[0], Choices):
-        return []
-    said = choice.message
-    calls = [{"index": at, **call.model_dump()} for at, call in enumerate(said.tool_calls or ())]
-    thought = getattr(said, "reasoning_content", None)
-    deltas = [Delta(role="assistant", reasoning_content=thought)] if thought else []
-    deltas.append(Delta(role="assistant", content=said.content, tool_calls=calls or None))
-    parts = [StreamingChoices(index=0, delta=delta) for delta in deltas]
-    parts.append(StreamingChoices(index=0, delta=Delta(), finish_reason=choice.finish_reason))
-    return [ModelResponseStream(id=response.id, model=response.model, choices=[each]) for each in parts]
 
 
 def price_of(model: str) -> float | None:
@@ -202,7 +186,7 @@ class SessionLLM(LLM):
     def completion(
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, *more: Any, **arguments: Any
     ) -> LLMResponse:
-        """As of the plain LLM. A stream is replayed when the answer is there."""
+        """As of the plain LLM. A stream is one chunk, when the answer is there: litellm's would bring no prompt ids."""
         if self._prompts is not None:
             tools, arguments = self._prompts.offer(self, tools or (), arguments)
         with self._read():
@@ -249,8 +233,8 @@ class SessionLLM(LLM):
         except Unrecorded:
             asked = {"messages": copied([*messages]), "enable_streaming": enable_streaming, "on_token": on_token}
             return self._plain._transport_call(**asked, **kwargs)  # type: ignore[union-attr]
-        for chunk in chunks_of(response) if enable_streaming and on_token else ():
-            on_token(chunk)
+        if enable_streaming and on_token and response.choices:
+            on_token(convert_model_response_to_streaming(response))
         return response
 
     async def _atransport_call(
@@ -265,8 +249,9 @@ class SessionLLM(LLM):
             if self._cancel is not None:
                 self._cancel()
             raise
-        for chunk in chunks_of(response) if enable_streaming and on_token else ():
-            if asyncio.iscoroutine(waiting := on_token(chunk)):
+        if enable_streaming and on_token and response.choices:
+            waiting = on_token(convert_model_response_to_streaming(response))
+            if asyncio.iscoroutine(waiting):
                 await waiting
         return response
 

@@ -20,11 +20,13 @@ from openhands.tools.terminal.definition import TerminalAction, TerminalObservat
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
-from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.workspace import ContainerWorkspace, ConversationWorkspace
 from openhands_rl_plugin.session.session import current_episode
 
 TERMINAL, EDITOR = TerminalTool.name, FileEditorTool.name
+_OUTPUT = 2 * 1024**2
 
 _opening = threading.Lock()
 
@@ -51,11 +53,19 @@ def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
 def open_workspace(
     session: str, settings: RLSettings, folder: Path, task: TaskWorkspace | None
 ) -> ConversationWorkspace | None:
-    """A workspace registered under a conversation's id, weakly; ``None`` where nothing isolates it."""
-    if settings.workspace.isolation == "none" and (task is None or task.container is None):
+    """A workspace registered under a conversation's id, weakly; ``None`` where nothing isolates it.
+
+    It is over ``folder``, which is used as it is, or over the task's. Raises ``ConfigError``, and
+    ``InfrastructureError`` where the task's is a container that does not answer.
+    """
+    if task is not None and task.container is not None:
+        place = ContainerWorkspace(task.container)
+    elif settings.workspace.isolation == "none":
         return None
-    protected = protected_by(settings.reward)
-    opened = ConversationWorkspace.open(folder, settings.workspace, task=task, protected=protected)
+    else:
+        protected = protected_by(settings.reward)
+        place = SandboxedWorkspace(folder, settings.workspace, task=task, protected=protected, output=_OUTPUT)
+    opened = ConversationWorkspace(place)
     register_runtime(session, opened)
     return opened
 

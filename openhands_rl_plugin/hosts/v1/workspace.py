@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +26,6 @@ from openhands.tools.terminal.constants import MAX_CMD_OUTPUT_SIZE, TIMEOUT_MESS
 from openhands.tools.terminal.definition import TerminalAction, TerminalObservation
 from openhands.tools.terminal.metadata import CmdOutputMetadata
 
-from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import whole_text
@@ -36,45 +35,26 @@ from openhands_rl_plugin.environments.container import ContainerFiles, Container
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, Place
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
-from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
-
-_OUTPUT = 2 * 1024**2
 
 
 class ConversationWorkspace:
     """What the tools ``terminal`` and ``file_editor`` of one conversation work on. All methods block."""
 
-    def __init__(
-        self, sandboxed: SandboxedWorkspace | ContainerWorkspace, terminal: Terminal, editor: ConversationEditor
-    ) -> None:
+    def __init__(self, sandboxed: SandboxedWorkspace | ContainerWorkspace) -> None:
         self.sandboxed = sandboxed
-        self.terminal = terminal
-        self.editor = editor
+        self.terminal = Terminal(sandboxed)
+        self.editor = ConversationEditor(sandboxed)
         self.closed = False
-
-    @classmethod
-    def open(
-        cls, folder: Path, settings: WorkspaceSettings, *, task: TaskWorkspace | None, protected: Sequence[str]
-    ) -> ConversationWorkspace:
-        """A workspace over ``folder``, which is used as it is, or over the task's.
-
-        Raises ``ConfigError``, and ``InfrastructureError`` where the task's is a container that does not answer.
-        """
-        if task is not None and task.container is not None:
-            opened = ContainerWorkspace(task.container)
-        else:
-            opened = SandboxedWorkspace(folder, settings, task=task, protected=protected, output=_OUTPUT)
-        return cls(opened, Terminal(opened), ConversationEditor(opened))
 
     def fork(self, stop: threading.Event) -> ConversationWorkspace:
         """As ``SandboxedWorkspace.fork``, with the editor's history."""
         if self.terminal.busy:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
-        sandboxed = self.sandboxed.fork(stop)
-        return ConversationWorkspace(
-            sandboxed, Terminal(sandboxed, self.terminal.seconds), self.editor.forked(sandboxed)
-        )
+        twin = ConversationWorkspace(self.sandboxed.fork(stop))
+        twin.terminal.seconds, twin.editor = self.terminal.seconds, self.editor.forked(twin.sandboxed)
+        return twin
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """As ``SandboxedWorkspace.conclude``."""
@@ -185,8 +165,8 @@ _INTERRUPTED = 5.0
 class Terminal:
     """One session's terminal: a shell, and the command that runs in it. ``seconds``: the time limit by default."""
 
-    def __init__(self, workspace: SandboxedWorkspace | ContainerWorkspace, seconds: float = DEFAULT_SECONDS) -> None:
-        self.seconds = seconds
+    def __init__(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> None:
+        self.seconds = DEFAULT_SECONDS
         self._workspace = workspace
         self._running: tuple[str, Future[CommandResult]] | None = None
 
@@ -315,7 +295,7 @@ class ConversationEditor:
             workspace.place, workspace.private, lambda copies: FileEditor(workspace_root=f"{copies}{inside}")
         )
 
-    def forked(self, workspace: SandboxedWorkspace) -> ConversationEditor:
+    def forked(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> ConversationEditor:
         """An editor of a fork, with this one's undo history."""
         twin = ConversationEditor(workspace)
         twin._editor = self._editor.forked(workspace.place, workspace.private)
