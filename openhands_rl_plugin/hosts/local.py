@@ -12,14 +12,14 @@ import sys
 import threading
 import tomllib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.toml import read_document, starting_config, toml_of
+from openhands_rl_plugin.config.toml import read_document, starting_config, table_of, toml_of
 from openhands_rl_plugin.config.work import NO_KEY, OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.files import scratch_folder
@@ -87,7 +87,7 @@ def run_task(
     host = host_of(work.settings)
     for name, value in {**_QUIET, **({"LOG_LEVEL": "WARNING"} if host == "v1" else {})}.items():
         os.environ.setdefault(name, value)
-    from openhands_rl_plugin.hosts.shared.first_prompt import ModelServer, check_workspace_strategy
+    from openhands_rl_plugin.hosts.shared.run_checks import ModelServer, check_workspace_strategy
     from openhands_rl_plugin.hosts.shared.standalone_run import RUN_VARIABLE, OwnRun, group_summary, run_summary
 
     ModelServer(work.settings, work.llm).check()
@@ -167,19 +167,14 @@ def _main_document(work: OwnWork, workspace: Path) -> dict[str, object]:
         document = dict(read_document(work.file))
     else:
         document = tomllib.loads(starting_config(model="", base_url="", workspace=str(workspace)))
-    core, llm = _table(document, "core"), _table(document, "llm")
-    agents, extended = _table(document, "agent"), _table(document, "extended")
+    core, llm, agents, extended = (
+        dict(table_of(document, (name,)) or {}) for name in ("core", "llm", "agent", "extended")
+    )
     extended.pop("rl", None)
-    if own := _table(agents, "RLAgent"):
-        own.pop("rl", None)
-        agents["RLAgent"] = own
+    if own := table_of(agents, ("RLAgent",)):
+        agents["RLAgent"] = {name: value for name, value in own.items() if name != "rl"}
     llm.pop("api_key", None)
     if work.llm.get("api_key") == NO_KEY:
         llm["api_key"] = NO_KEY
     core = {"runtime": _WORKSPACE_RUNTIME, **core, "workspace_base": str(workspace)}
     return {**document, "core": core, "llm": llm, "agent": agents, "extended": extended, "rl": work.rl}
-
-
-def _table(document: Mapping[str, object], name: str) -> dict[str, object]:
-    found = document.get(name)
-    return dict(found) if isinstance(found, Mapping) else {}

@@ -5,7 +5,6 @@ OpenHands creates agent and runtime of a session separately, without references.
 
 from __future__ import annotations
 
-import threading
 from weakref import WeakValueDictionary
 
 from openhands_rl_plugin.config import registry
@@ -18,19 +17,16 @@ from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session
 
 _runtimes: WeakValueDictionary[str, object] = WeakValueDictionary()
-_lock = threading.Lock()
 
 
 def register_runtime(session: str, runtime: object) -> None:
     """Register the runtime of a session, by a weak reference."""
-    with _lock:
-        _runtimes[session] = runtime
+    _runtimes[session] = runtime
 
 
 def runtime_of(session: str) -> object | None:
     """The runtime that is registered for this session; ``None`` for a runtime of another package."""
-    with _lock:
-        return _runtimes.get(session)
+    return _runtimes.get(session)
 
 
 def workspace_command(settings: RewardSettings) -> WorkspaceCommand | None:

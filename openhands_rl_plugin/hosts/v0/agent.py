@@ -36,9 +36,9 @@ from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import Failure, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, system_prompt
-from openhands_rl_plugin.hosts.shared.first_prompt import ModelServer, too_long
 from openhands_rl_plugin.hosts.shared.litellm_calls import response_of, split_provider
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
+from openhands_rl_plugin.hosts.shared.run_checks import ModelServer, too_long
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v0.branch import SessionBranch

@@ -25,7 +25,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
-from openhands_rl_plugin.hosts.shared.first_prompt import too_long
+from openhands_rl_plugin.hosts.shared.run_checks import too_long
 from openhands_rl_plugin.hosts.v1 import conversations
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.conversations import adopting
