@@ -14,8 +14,10 @@ from openhands_rl_plugin.core.errors import (
     ConfigError,
     InfrastructureError,
     MissingExtraError,
+    PublishError,
     RLError,
     StorageError,
+    TrainingError,
     boundary,
 )
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -92,13 +94,19 @@ class Peer:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, f"worker.{call.method}"):
                 value = await getattr(self._serves, call.method)(*call.arguments)
-        except CaughtFailure as caught:
-            error = InfrastructureError(str(caught))
-        except MissingExtraError as missing:
-            error = ConfigError(str(missing))
         except RLError as raised:
-            error = raised
+            error = _sent(raised)
         await self._send(pickle.dumps(Answer(call.number, value, error)))
+
+
+# Classes whose errors are made of their text: those of others could not be read on the other side.
+_SENT_AS: dict[type[RLError], type[RLError]] = {CaughtFailure: InfrastructureError, MissingExtraError: ConfigError}
+_SENT_AS |= {kind: kind for kind in (ConfigError, PublishError, StorageError, TrainingError)}
+
+
+def _sent(error: RLError) -> RLError:
+    kind = next((sent for kind, sent in _SENT_AS.items() if isinstance(error, kind)), RLError)
+    return kind(str(error))
 
 
 def framed(message: bytes) -> bytes:

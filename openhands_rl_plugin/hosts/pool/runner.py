@@ -38,8 +38,7 @@ class WorkerPoolRunner:
     ``options.sessions`` limits the sessions of each process (default: ``[rl] max_workers`` divided by ``workers``).
     When a worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. After
     ``idle_timeout`` seconds without an episode the workers end; the next episode starts them again. With a
-    ``storage`` this process stores the episodes of all workers while they run. Raises ``ValueError`` for
-    ``workers < 1``.
+    ``storage`` this process stores the episodes of all workers while they run.
     """
 
     def __init__(
@@ -51,8 +50,6 @@ class WorkerPoolRunner:
         storage: TrajectoryStorage | None = None,
         idle_timeout: float = IDLE_TIMEOUT,
     ) -> None:
-        if workers < 1:
-            raise ValueError("a pool needs at least one worker")
         options = options or HostOptions()
         sessions = options.sessions or max(1, settings.max_workers // workers)
         self._settings = settings

@@ -31,17 +31,14 @@ _SWITCH_SECONDS = 0.1
 
 
 class EpisodeWorker:
-    """What a pool asks of its worker. ``send`` sends a message to the pool."""
+    """What a pool asks of its worker. ``send`` sends a message to the pool, ``receive`` handles one of it."""
 
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         os.environ.setdefault("LOG_LEVEL", "ERROR")
         os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
         self._pool = Peer(self, send)
+        self.receive = self._pool.receive
         self._runner: HostRunner | None = None
-
-    def receive(self, message: bytes) -> None:
-        """Handle one message. Episodes run as background tasks."""
-        self._pool.receive(message)
 
     async def start(self, settings: RLSettings, options: HostOptions, stores: bool) -> None:
         """Get ready to run episodes; ``stores``: whether the pool has a storage. Raises ``ConfigError``."""

@@ -135,14 +135,12 @@ class ConversationSession(HostSession):
                 return
             conversation.send_message(self._reply(said, _CONTINUE))
 
-    def _tools(self) -> list[Tool]:
-        seconds = self._options.command_timeout
-        return [Tool(name=TERMINAL, params={"no_change_timeout_seconds": seconds}), Tool(name=EDITOR)]
-
     def _make_agent(self) -> RLAgent:
         kind = RLAgent if self._options.agent == RL_AGENT else RecordedAgent
         rl = {"workspace": self._settings.workspace.model_dump(include={"isolation", "prompt"})}
-        return kind(llm=self._llm("agent"), tools=self._tools(), condenser=self._condenser(), rl=rl)
+        limit = {"no_change_timeout_seconds": self._options.command_timeout}
+        tools = [Tool(name=TERMINAL, params=limit), Tool(name=EDITOR)]
+        return kind(llm=self._llm("agent"), tools=tools, condenser=self._condenser(), rl=rl)
 
     def _llm(self, usage: str) -> LLM:
         episode = self._episode
