@@ -168,33 +168,6 @@ def test_commands_that_can_go_on_say_so(command: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_demo_ends_with_its_servers_and_goes_on_from_what_it_has(model: Path, tmp_path: Path) -> None:
-    from openhands_rl_plugin.training.loop.plan import LoopState
-
-    words = ["demo", "--tiny", "--model", str(model), "--run-dir", str(tmp_path / "run")]
-    stages = 0
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-        environment = mark()
-        options = {"env": environment, "start_new_session": True}
-        with started("-m", "openhands_rl_plugin", *words, **options) as demo:
-            deadline = time.monotonic() + 120
-            while len(marked(environment)) < 3 and demo.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.1)  # until the shop and the model server are there
-            time.sleep(10)
-            assert demo.poll() is None
-            demo.send_signal(number)
-            assert {*left_after(environment, 5)} <= {demo.pid}, "its servers"
-            assert left_after(environment, 5) == []
-            _, said = demo.communicate(timeout=20)
-        assert demo.returncode == (-number if number == signal.SIGKILL else 128 + number)
-        assert number == signal.SIGKILL or said.endswith("; the same command continues where it stopped\n")
-        records = LoopState.load(tmp_path / "run" / "state.json").records
-        assert len(records) >= stages
-        stages = len(records)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("words", [["--kills", "6", "--size", "3"], ["--kills", "6", "--size", "1", "--whole"]])
 def test_nothing_is_lost_done_twice_or_left_by_signals_at_any_moment(words: list[str]) -> None:

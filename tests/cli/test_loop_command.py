@@ -483,32 +483,6 @@ def test_rows_that_are_held_out_are_not_trained_on(
     assert "1 tasks would be trained on and held out too" in capsys.readouterr().err
 
 
-@needs_contrib
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_killed_run_with_servers_of_its_own_goes_on(talker: Path, tmp_path: Path) -> None:
-    """The embedded shop and the embedded server as children, demonstrations, workers, and kill -9."""
-    config = write_config(tmp_path)
-    changed = config.read_text().replace("counted_reward:CountedReward", "success-bonus")
-    config.write_text(changed.replace("max_turns = 2", "max_turns = 8"))  # as many as the script may need
-    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "loop", "webshop", "--config", str(config)]
-    command += ["--model", str(talker), "--run-dir", str(tmp_path / "run"), "--demonstrations", "2", "--processes", "1"]
-    first, state_file = subprocess.Popen(command, stdout=subprocess.DEVNULL), tmp_path / "run" / "state.json"
-    while LoopState.load(state_file).record("warm-start") is None:
-        assert first.poll() is None
-        time.sleep(0.2)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    finished = LoopState.load(state_file).records
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    state = LoopState.load(state_file)
-    assert state.records[: len(finished)] == finished
-    names = [STAGES[0], "demonstrate", "warm-start", "evaluate-warm-start", *STAGES[1:]]
-    assert [record.name for record in state.records] == names
-    assert "After SFT against the base model: " in done.stdout and "After RL against SFT: " in done.stdout
-
-
 @pytest.mark.slow
 def test_all_weights_are_trained_and_served_in_place(
     talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
