@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What the hosts and torch import stays: to look through it for garbage again and again takes a fifth of the time.
 gc.set_threshold(50_000, 20, 100)
+
+# A script's background job ignores Ctrl-C, and so would all that is tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every run has the same examples. Shared machines are slow at times; pytest's timeout bounds what a test may take.
 settings.register_profile("shared", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
