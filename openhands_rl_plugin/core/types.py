@@ -217,9 +217,10 @@ class Tokens(Frozen):
 
     @staticmethod
     def known_logprobs(values: Sequence[float], count: int) -> tuple[float, ...]:
-        """A logprob for each of ``count`` ids, or nothing where one is missing, no number, or out of range."""
-        known = len(values) == count and all(map(LARGEST.__ge__, map(abs, values)))
-        return tuple(values) if known else ()
+        """A logprob for each of ``count`` ids, or nothing where one is missing, no number, out of range, or above 0 by
+        more than rounding: such a server gives probabilities or logits."""
+        known = len(values) == count and all(-LARGEST <= value <= 1e-4 for value in values)
+        return tuple(min(value, 0.0) for value in values) if known else ()
 
 
 _TRL = "trl-policy"  # whose versions are counted without zeros

@@ -63,8 +63,8 @@ def test_a_number_that_others_give_is_finite_and_in_range(
 
 
 def test_logprobs_are_one_for_each_id_or_none() -> None:
-    assert Tokens.known_logprobs([-0.5, 0.0], 2) == (-0.5, 0.0)
-    for odd in ([-0.5], [-0.5, math.nan], [-math.inf, -0.5], [-0.5, -1e300]):
+    assert Tokens.known_logprobs([-0.5, 1e-7], 2) == (-0.5, 0.0)
+    for odd in ([-0.5], [-0.5, math.nan], [-math.inf, -0.5], [-0.5, -1e300], [0.6, 0.9]):
         assert Tokens.known_logprobs(odd, 2) == ()
 
 

@@ -68,13 +68,13 @@ _CONTEXT_ONLY: Mapping[str, bool] = {
     **dict.fromkeys(("train", "training", "trainable"), False),
 }
 """The fields by which records mark a message that is context only -> whether they are true or false on it."""
+_MARKS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _LINKS = ("tool_call_id", "tool_call_ids", "call_id", "tool_use_id", "source_call_id")
 
 
 def is_context_only(entry: Mapping[str, object]) -> bool:
     """Whether a mark of any format says that a message was not sampled, or is not to be trained."""
-    marks = ((entry.get(name), held) for name, held in _CONTEXT_ONLY.items())
-    return any(isinstance(mark, bool | int | float) and bool(mark) is held for mark, held in marks)
+    return any(_MARKS.get(str(entry.get(name)).lower()) is held for name, held in _CONTEXT_ONLY.items())
 
 
 def linked_call(entry: Mapping[str, object]) -> str | None:

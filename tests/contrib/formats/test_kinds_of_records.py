@@ -64,8 +64,8 @@ DEMO = ({**USER, "content": "Another.", "is_demo": True}, {**HELD, "is_demo": Tr
     "row",
     [
         {"messages": [USER, {**HELD, "loss_mask": 0, "weight": None}, USER, {**ANSWER, "loss_mask": 1, "weight": 1}]},
-        {"messages": [USER, {**HELD, "step_loss_mask": 0}, USER, {**ANSWER, "step_loss_mask": 1}]},
-        {"messages": [USER, {**HELD, "train": False}, USER, ANSWER]},
+        {"messages": [USER, {**HELD, "step_loss_mask": "0"}, USER, {**ANSWER, "step_loss_mask": 1}]},
+        {"messages": [USER, {**HELD, "train": "False"}, USER, ANSWER]},
         {"messages": [*DEMO, USER, ANSWER]},
         {"prompt": [USER], "completion": [{**HELD, "weight": 0.0}, USER, ANSWER]},
         {"conversations": [
