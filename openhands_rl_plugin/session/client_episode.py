@@ -94,13 +94,16 @@ class SideRequests:
                 len(tree.nodes), {at for at in roots if messages and says(messages[0], tree.nodes[at].message)}
             )
 
-    def remember_tools(self) -> None:
-        """The same of a stored episode, in which the first request with tools has them noted."""
+    def remember(self) -> None:
+        """Tell the same of a stored episode. The first request with tools has them noted, and one that rewrote the
+        history that it did."""
         tree = self._tree
         for at, node in enumerate(tree.nodes):
             if not tree.tools and isinstance(tools := node.metadata.get(TOOLS), list) and tools:
                 tree.tools = tuple(tool for tool in tools if isinstance(tool, dict))
                 self._had_none(at, {path_to(tree.nodes, at)[0]})
+            if node.metadata.get("history_rewritten"):
+                self.notice(path_to(tree.nodes, at))
 
     def _had_none(self, stop: int, begun: set[int]) -> None:
         """The nodes before ``stop`` were asked for without tools; the session goes on from the roots ``begun``."""
@@ -113,23 +116,23 @@ class SideRequests:
         if tree.head is not None and kind_of(tree.nodes[tree.head]) == SIDE:
             tree.head = None
 
-    def notice(self, first: int) -> None:
-        """Look for quotes of side requests in the prompt up to the head; its nodes from ``first`` on are new."""
+    def notice(self, path: Sequence[int]) -> None:
+        """Look for quotes of side requests in what the prompt ``path`` added: its nodes after all earlier answers."""
         tree = self._tree
-        new = [at for at in tree.path() if at >= first and not tree.nodes[at].sampled]
+        first = next((at for at in range(max(path, default=0), 0, -1) if tree.nodes[at - 1].sampled), 0)
+        new = [at for at in path if at >= first and not tree.nodes[at].sampled]
         if not new or tree.nodes[new[0]].parent is None:
             return
         asked = [tree.nodes[at].message for at in new]
         told = squeezed(" ".join(message.content or "" for message in asked if message.role != "assistant"))
-        root = tree.path()[0]
         for at, node in enumerate(tree.nodes[:first]):
             if not node.sampled or kind_of(node) == CONDENSATION or node.message.tool_calls:
                 continue
-            path = path_to(tree.nodes, at)
-            if path[0] == root or not self._is_alone(path[0]):
+            root = path_to(tree.nodes, at)[0]
+            if root == path[0] or not self._is_alone(root):
                 continue
             if len(said := squeezed(node.message.content)) >= _SHORTEST_QUOTE and said in told:
-                self._mark(path[0], CONDENSATION)
+                self._mark(root, CONDENSATION)
 
     def _is_alone(self, root: int) -> bool:
         """Whether nothing went on from the answers of the conversation that begins at ``root``."""
@@ -243,7 +246,7 @@ class ClientSession(Session):
         for node in self.tree.nodes:
             self._remember(node)
         self._sides = SideRequests(self.tree)
-        self._sides.remember_tools()
+        self._sides.remember()
         self.pinned = self._first_policy().served_name
 
     def policy_of(self, served: str) -> PolicyRef:
@@ -259,15 +262,14 @@ class ClientSession(Session):
         call, latency = exchange.call, round(time.perf_counter() - exchange.started, 4)
         served = answer.model or call.model
         self._begin(call, served)
-        tree, first = self.tree, len(self.tree.nodes)
+        tree, first, tools = self.tree, len(self.tree.nodes), self.tree.tools
         messages, unknown = self._messages(call)
-        tools = tree.tools
         self._sides.offer_tools(call, messages)
         if aside := self._sides.begins(call):
             rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
         else:
             rewritten, parent = self._conversation.follow(messages), tree.head
-            self._sides.notice(first)
+            self._sides.notice(tree.path())
         notes: JsonObject = {"request": call.parameters, "response": answer.about, "latency": latency}
         noted: JsonObject = {
             "streamed": call.streams,
@@ -298,8 +300,9 @@ class ClientSession(Session):
         for node in reversed(nodes if not aside else ()):
             # Until the next request shows which choice the client uses, it is the first.
             self._conversation.acted(node)
+        own = range(first, len(tree.nodes))  # another request may add nodes meanwhile, which are not stored yet
         await self.keep_up()
-        self.ids.forget(range(first, len(tree.nodes)))
+        self.ids.forget(own)
         return causes
 
     async def decided(self, call: ClientRequest, model: str, upstream: Upstream) -> Json:
@@ -335,8 +338,9 @@ class ClientSession(Session):
         if not self.is_searched and not journal.is_continued_by(trajectory):
             # It is stored anew, and the ids are in the store only.
             stored = await stored_episode(self._storage, trajectory.id)
-            known = stored.nodes if stored is not None else ()
-            pairs = zip(trajectory.nodes, known, strict=True)
+            if stored is None or len(stored.nodes) != len(nodes):
+                raise StorageError(f"the stored episode {trajectory.id} was removed or changed by another process")
+            pairs = zip(trajectory.nodes, stored.nodes, strict=True)
             kept = tuple(node.model_copy(update={"tokens": own.tokens}) for node, own in pairs)
             trajectory = trajectory.model_copy(update={"nodes": kept})
         await self.end(trajectory)

@@ -164,22 +164,19 @@ class SessionPool:
             self._check_room()
             self._active[name] = make(request_of(self._run_id, name, part))
 
-    async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> str | None:
-        """End a session after its requests in flight; returns the episode's id, ``None`` if it has none open."""
+    async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str | None, bool]:
+        """End a session after its requests in flight. Returns the id of its episode, ``None`` if it has none, and
+        whether it was open: else the episode is the last of that name."""
         # Outside the lock: a request may take minutes and must not block other sessions.
         if (session := self._active.get(name)) is not None:
             await session.pending.settle()
         async with self._lock:
             if name not in self._active:
-                last = await self.last_episode(name)
+                _, last = await self._parts(name)
                 if last is None or last.stop is not StopReason.UNFINISHED:
-                    return None
+                    return last and last.id, False
             session = self._active.get(name) or await self._load(name)
-            return await self._close(session, stop, evidence)
-
-    async def last_episode(self, name: str) -> TrajectorySummary | None:
-        """The last episode of that name, finished or not."""
-        return (await self._parts(name))[1]
+            return await self._close(session, stop, evidence), True
 
     async def end_idle(self) -> None:
         """End all sessions without a request for ``idle`` seconds. Raises ``StorageError``."""

@@ -307,16 +307,14 @@ class Gateway:
         evidence: JsonObject = {**outcome.evidence, "ended_by": "client"}
         if outcome.success is not None:
             evidence["success"] = outcome.success
-        ended = await self.sessions.end(name, StopReason.TERMINATED, evidence)
-        last = await self.sessions.last_episode(name) if ended is None else None
-        trajectory_id = ended or (last.id if last is not None else None)
+        trajectory_id, ended = await self.sessions.end(name, StopReason.TERMINATED, evidence)
         if trajectory_id is None:
-            return error_reply(404, f"There is no session {name!r}.", "NotFoundError")
+            return error_reply(404, f"There is no completion in a session {name!r}.", "NotFoundError")
         if reward is not None:
             detail: JsonObject = {} if outcome.success is None else {"success": outcome.success}
             score = Score(trajectory_id=trajectory_id, reward=reward, detail=detail, reward_version=_REWARD_VERSION)
             await self._storage.add_scores((score,))
-        scored = {"ended": ended is not None, "scored": reward is not None}
+        scored = {"ended": ended, "scored": reward is not None}
         return Reply(200, dump_object({"session": name, "trajectory_id": trajectory_id, **scored}))
 
 

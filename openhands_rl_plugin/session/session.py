@@ -217,6 +217,7 @@ class Session(Episode):
         with boundary(FailureKind.MODEL, "session.aside"):
             completion = await self._engine.ask(body, body["messages"], None, upstream=upstream)
         self.tree.aside([to_message(message) for message in body["messages"]], completion, kind)
+        await self.keep_up()
         document: Any = completion.metadata["response"]
         return document
 

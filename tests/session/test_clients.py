@@ -5,14 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import openai
 import pytest
 from aiohttp import web
 from gateway_world import Body, Model, until, user, world
-
-
-def client_of(url: str, retries: int = 0) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=retries)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -111,14 +106,3 @@ async def test_a_retry_joins_the_call_that_is_on_its_way(tmp_path: Path):
     assert answers[0] == answers[1] != answers[2]
     assert len(gateway.model.bodies) == 2
     assert sum(node.sampled for node in (await gateway.only()).nodes) == 2
-
-
-async def test_openai_clients_own_retries_are_recorded_once(tmp_path: Path):
-    async def flaky(request: web.Request, body: Body) -> web.Response | None:
-        return web.json_response({"error": {"message": "busy"}}, status=503) if len(model.bodies) < 3 else None
-
-    model = Model(behave=flaky)
-    async with world(tmp_path, model) as gateway, client_of(f"{gateway.url}/v1", retries=3) as client:
-        answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "one"}])
-    assert answer.choices[0].message.content == "answer 1"
-    assert len(model.bodies) == 3 and len((await gateway.only()).nodes) == 2

@@ -42,14 +42,18 @@ async def summing_up(request: web.Request, body: dict) -> web.StreamResponse | N
     return web.json_response(answer)
 
 
+@pytest.mark.parametrize("sessions", [9, 1], ids=["held", "forgotten"])
 @pytest.mark.parametrize("tools", [[TOOL], None], ids=["tools", "text"])
-async def test_every_turn_of_a_condensed_session_is_trained_and_no_summary(tmp_path: Path, tools: list | None) -> None:
-    async with world(tmp_path, Model(behave=summing_up)) as gateway:
+async def test_every_turn_of_a_condensed_session_is_trained_and_no_summary(
+    tmp_path: Path, tools: list | None, sessions: int
+) -> None:
+    async with world(tmp_path, Model(behave=summing_up), max_sessions=sessions) as gateway:
         asked = {"tools": tools} if tools else {}
         history, turns = [SYSTEM, user("mend it")], []
         for number in range(6):
             answer = await gateway.say(*history, **asked)
             turns.append(answer["content"])
+            await gateway.say(user("something else"), session="other")
             calls = answer.get("tool_calls")
             result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": f"done {number}"} if calls else None
             history += [answer, result or user(f"done {number}")]
@@ -57,7 +61,7 @@ async def test_every_turn_of_a_condensed_session_is_trained_and_no_summary(tmp_p
                 summary = await gateway.say(user(f"sum up: {len(history)}"))
                 history = [SYSTEM, user("mend it"), user(f"So far: {summary['content']}"), *history[-2:]]
         assert (await gateway.end()).status_code == 200
-    episode = await gateway.only()
+    (episode,) = [each for each in await gateway.stored() if each.task.id == "s"]
     text = trained(episode)
     assert [turn for turn in turns if turn and turn in text] == turns and SUMMARY not in text
     assert len(episode.acted()) == 6 and len(episode.ends()) == 3

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
-from gateway_world import SYSTEM, Body, Model, prompt_ids, sampled_ids, serving, stored, until, user, world
+from gateway_world import SYSTEM, TOOL, Body, Model, prompt_ids, sampled_ids, serving, stored, until, user, world
 from tiny_model import write_adapter, write_model
 
 from openhands_rl_plugin.core.errors import StorageError
@@ -116,13 +116,15 @@ async def test_a_killed_gateway_loses_no_answer_and_a_new_one_goes_on(tmp_path: 
             await asyncio.gather(*(post(url, user(f"hello {number}"), session=f"p{number}") for number in range(7)))
             async with httpx.AsyncClient(trust_env=False) as http:
                 assert (await http.post(f"{url}/session", json={"session": "p7"})).status_code == 201
-            await post(url, user("one"), session="p7")
+            await post(url, user("one"), session="p7", tools=[TOOL])
+            await post(url, user("A title?"), session="p7")
             process.kill()
             await process.wait()
         found = {trajectory.task.id: trajectory for trajectory, _ in await stored(tmp_path)}
         assert set(found) == {"s", *(f"p{number}" for number in range(8))}
         assert all(trajectory.stop is StopReason.UNFINISHED for trajectory in found.values())
         assert contents(found["s"]) == [each["content"] for each in history[:-1]]
+        assert sum(node.sampled for node in found["p7"].nodes) == 2
         async with gateway_process(*options) as (process, url):
             last = await post(url, *history)
             process.send_signal(signal.SIGTERM)
@@ -241,3 +243,14 @@ async def test_a_store_that_cannot_be_written_is_said_at_the_start(tmp_path: Pat
     with pytest.raises(StorageError):
         async with world(tmp_path / "file"):
             pass
+
+
+async def test_a_store_that_is_taken_away_is_said(tmp_path: Path):
+    async with world(tmp_path) as gateway:
+        await gateway.say(user("A title?"))
+        await gateway.say(SYSTEM, user("one"), tools=[TOOL])
+        for file in tmp_path.iterdir():
+            file.unlink()
+        ended, asked = await gateway.end(), await gateway.ask(user("one"), session="b")
+        assert ended.status_code == asked.status_code == 503
+        assert "removed" in ended.text and "deleted" in asked.text

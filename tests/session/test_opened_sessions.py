@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
-from gateway_world import SYSTEM, TOOL, Body, Model, World, prompt_ids, sampled_ids, user, world
+from gateway_world import SYSTEM, TOOL, Body, Model, World, prompt_ids, sampled_ids, stored, user, world
 
 from openhands_rl_plugin.core.types import SIDE, StopReason, StrategySpec
 
@@ -77,7 +77,10 @@ async def test_limits_end_the_session_and_the_client_is_told(tmp_path: Path) -> 
         with pytest.raises(openai.BadRequestError, match="max_turns"):
             await said(client, [user("one"), {"role": "assistant", "content": answer}, user("two")])
         await gateway.end()
-    assert (await gateway.only()).stop is StopReason.MAX_TURNS
+        await opened(gateway)
+        assert (await gateway.end(reward=1)).status_code == 404, "no reward for the episode before"
+    ((episode, scores),) = await stored(tmp_path)
+    assert episode.stop is StopReason.MAX_TURNS and not scores
 
 
 @pytest.mark.parametrize(

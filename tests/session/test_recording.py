@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -46,16 +47,11 @@ async def test_turns_that_go_on_are_one_path_of_deltas(tmp_path: Path):
     assert all(node.tokens and node.tokens.extends and len(node.tokens.prompt_ids) < 60 for node in others)
     assert ids_along(trajectory) == prompt_ids(history) + sampled_ids(last)
     assert all(node.tokens and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) for node in [first, *others])
-    assert first.sampling and (first.sampling.temperature, first.sampling.max_tokens, first.sampling.seed) == (
-        0.7,
-        9,
-        4,
-    )
+    sampling = first.sampling
+    assert sampling and (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.7, 9, 4)
     assert first.policy == PolicyRef(base_model="policy")
-    assert trajectory.tools == (TOOL,)
-    assert (
-        trajectory.task.id == "s" and trajectory.task.environment == "gateway" and trajectory.task.instruction == "one"
-    )
+    task = trajectory.task
+    assert (task.id, task.environment, task.instruction, trajectory.tools) == ("s", "gateway", "one", (TOOL,))
     assert trajectory.usage.calls == 4 and trajectory.usage.completion_tokens == 20
     assert trajectory.stop is StopReason.TERMINATED and trajectory.evidence == {"ended_by": "client"}
 
@@ -74,26 +70,26 @@ async def test_a_recorded_session_can_be_trained_on(tmp_path: Path):
 async def test_several_answers_are_siblings_and_the_conversation_goes_on_below_the_chosen_one(tmp_path: Path):
     async with world(tmp_path) as gateway:
         answers = (await gateway.ask(user("one"), n=3)).json()["choices"]
-        chosen = answers[1]["message"]
-        await gateway.say(user("one"), chosen, user("two"))
+        history = [user("one"), answers[1]["message"], user("two")]
+        await gateway.say(*history)
     trajectory = await gateway.only()
     siblings = [index for index, node in enumerate(trajectory.nodes) if node.sampled and node.parent == 0]
     assert [trajectory.nodes[index].message.content for index in siblings] == ["answer 1", "answer 2", "answer 3"]
     assert [message.content for message in trajectory.messages()] == ["one", "answer 2", "two", "answer 4"]
-    assert ids_along(trajectory)[: len(prompt_ids([user("one"), chosen, user("two")]))] == prompt_ids(
-        [user("one"), chosen, user("two")]
-    )
+    assert ids_along(trajectory)[: len(prompt_ids(history))] == prompt_ids(history)
     assert [trajectory.nodes[index].reward for index in siblings] != [0.0, 0.0, 0.0]
     assert trajectory.usage.calls == 2
 
 
-async def test_the_same_prompt_twice_without_a_retry_gives_two_samples(tmp_path: Path):
+async def test_branches_side_by_side_keep_their_token_ids(tmp_path: Path):
+    async def branch(number: int) -> None:
+        history = [user(f"hello {number}")]
+        for _ in range(5):
+            history += [await gateway.say(*history), user("go on")]
+
     async with world(tmp_path) as gateway:
-        first, second = await gateway.say(user("one")), await gateway.say(user("one"))
-        await gateway.say(user("one"), first, user("two"))
-    trajectory = await gateway.only()
-    assert first != second
-    assert [message.content for message in trajectory.messages()] == ["one", "answer 1", "two", "answer 3"]
+        await asyncio.gather(*map(branch, range(20)))
+    assert [node.sampled for node in (await gateway.only()).nodes if node.tokens] == [True] * 100
 
 
 async def test_a_condensed_history_is_a_branch_with_a_segment_of_its_own(tmp_path: Path):

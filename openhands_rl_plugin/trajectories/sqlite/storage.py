@@ -121,9 +121,7 @@ class FileTrajectoryStorage:
 
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
-        async for found in self.find(TrajectoryFilter(ids=(trajectory_id,), finished=None)):
-            return found
-        return None
+        return await anext(self.find(TrajectoryFilter(ids=(trajectory_id,), finished=None)), None)
 
     async def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[Found]:
         """Stream the matches with their scores (oldest first). By default in the order in which it was begun or added.
@@ -295,6 +293,8 @@ class FileTrajectoryStorage:
                 make_database(self._folder)
             connection = connect(self._file, durable=self._durable)
             self._writer = connection, SqliteEpisodeWriter(connection)
+        elif not self._file.exists():
+            raise StorageError(f"{self._file} was deleted while it was in use; what was stored in it is gone")
         return self._writer
 
     def _release(self) -> None:
