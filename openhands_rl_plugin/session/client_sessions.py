@@ -226,12 +226,14 @@ class SessionPool:
             part, last = part + 1, found[0]
 
     def _evict(self, *, but: str) -> None:
-        spare = max(0, len(self._active) - self._max_sessions)
         unused = [name for name, each in self._active.items() if name != but and not each.is_held]
-        for name in unused[:spare]:
+        for name in unused[: max(0, len(self._active) - self._max_sessions)]:
             self._evicted[name] = self._active.pop(name).last_used
 
     async def _close(self, session: ClientSession, stop: StopReason, evidence: JsonObject) -> str | None:
-        self._active.pop(session.name, None)
+        # It is forgotten, so that an end that fails is tried again.
+        self._evicted[session.name] = self._active.pop(session.name).last_used
         await session.pending.settle()
-        return await session.close(stop, evidence)
+        ended = await session.close(stop, evidence)
+        self._evicted.pop(session.name)
+        return ended

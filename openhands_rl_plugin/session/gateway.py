@@ -304,14 +304,12 @@ class Gateway:
             # One reward far above the others decides what is learnt, and anybody who may write here can tell it.
             message = f"reward: has to be from {low:g} to {high:g}; raise --reward-min or --reward-max of the gateway"
             return error_reply(400, message, "BadRequestError")
-        evidence: JsonObject = {**outcome.evidence, "ended_by": "client"}
-        if outcome.success is not None:
-            evidence["success"] = outcome.success
+        detail: JsonObject = {} if outcome.success is None else {"success": outcome.success}
+        evidence = {**outcome.evidence, **detail, "ended_by": "client"}
         trajectory_id, ended = await self.sessions.end(name, StopReason.TERMINATED, evidence)
         if trajectory_id is None:
             return error_reply(404, f"There is no completion in a session {name!r}.", "NotFoundError")
         if reward is not None:
-            detail: JsonObject = {} if outcome.success is None else {"success": outcome.success}
             score = Score(trajectory_id=trajectory_id, reward=reward, detail=detail, reward_version=_REWARD_VERSION)
             await self._storage.add_scores((score,))
         scored = {"ended": ended, "scored": reward is not None}

@@ -23,7 +23,6 @@ from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SECRET = "sk-proj-" + "Ab3" * 14
 
@@ -175,20 +174,20 @@ async def test_the_gateways_key_guards_it_and_the_upstreams_key_replaces_the_cli
     assert [sent.get("authorization") for sent in gateway.model.headers] == ["Bearer model"]
 
 
-async def test_an_answer_that_cannot_be_stored_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_an_answer_that_cannot_be_stored_is_not_given(tmp_path: Path):
+    file, away = tmp_path / "trajectories.sqlite", tmp_path / "away"
     async with world(tmp_path) as gateway:
         answer = await gateway.say(user("one"))
-        grow = FileTrajectoryStorage.grow
-
-        async def full(self: FileTrajectoryStorage, growth: object) -> None:
-            raise StorageError("no space left")
-
-        monkeypatch.setattr(FileTrajectoryStorage, "grow", full)
+        file.rename(away)
         refused = await gateway.ask(user("one"), answer, user("two"))
-        monkeypatch.setattr(FileTrajectoryStorage, "grow", grow)
-        assert refused.status_code == 503 and "no space left" in refused.json()["error"]["message"]
+        away.rename(file)
+        assert refused.status_code == 503 and "was deleted" in refused.json()["error"]["message"]
         last = await gateway.say(user("one"), answer, user("two"))
+        file.rename(away)
+        assert (await gateway.end()).status_code == 503
+        away.rename(file)
     trajectory = await gateway.only()
+    assert trajectory.stop is StopReason.NO_ACTION, "the end is tried again"
     assert contents(trajectory) == ["one", "answer 1", "two", last["content"]]
     assert sum(node.sampled for node in trajectory.nodes) == 3
 
@@ -251,6 +250,5 @@ async def test_a_store_that_is_taken_away_is_said(tmp_path: Path):
         await gateway.say(SYSTEM, user("one"), tools=[TOOL])
         for file in tmp_path.iterdir():
             file.unlink()
-        ended, asked = await gateway.end(), await gateway.ask(user("one"), session="b")
-        assert ended.status_code == asked.status_code == 503
-        assert "removed" in ended.text and "deleted" in asked.text
+        ended = await gateway.end()
+        assert ended.status_code == 503 and "removed" in ended.text
