@@ -233,7 +233,7 @@ def fork_ms(url: str, folder: Path, forks: int) -> list[float]:
         times = []
         for _ in range(forks):
             os.sync()
-            live = ConversationBranch(*given, threading.Event())
+            live = ConversationBranch(*given, stop=threading.Event())
             world = BranchWorld(live, Turn({}, ()), engine)
             began = time.perf_counter()
             await world.fork()
