@@ -21,7 +21,6 @@ from functools import partial
 from pydantic import JsonValue
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import Strategy, TrajectoryStorage
@@ -89,10 +88,8 @@ class SideRequests:
         tree = self._tree
         if not tree.tools and call.tools:
             tree.tools = call.tools
-            roots = tree.children(None)
-            self._had_none(
-                len(tree.nodes), {at for at in roots if messages and says(messages[0], tree.nodes[at].message)}
-            )
+            begun = {at for at in tree.children(None) if messages and says(messages[0], tree.nodes[at].message)}
+            self._had_none(len(tree.nodes), begun)
 
     def remember(self) -> None:
         """Tell the same of a stored episode. The first request with tools has them noted, and one that rewrote the
@@ -311,12 +308,19 @@ class ClientSession(Session):
         self.connect(upstream)
         body = {**call.document, "messages": list(call.messages), "model": model}
         body.pop("n", None)
-        work = self.aside(body, SIDE, upstream) if self._sides.begins(call) else self.complete(body)
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background().loop))
+            return await self._in_background(self._answered(call, body, upstream))
         except EpisodeOver as over:
             self.stop = over.stop
             raise
+
+    async def _answered(self, call: ClientRequest, body: Json, upstream: Upstream) -> Json:
+        self._sides.offer_tools(call, call.messages)
+        if self._sides.begins(call):
+            return await self.aside(body, SIDE, upstream)
+        document, tree = await self.complete(body), self.tree
+        self._sides.notice(tree.path(tree.nodes[tree.path()[-1]].parent))
+        return document
 
     async def close(self, stop: StopReason, evidence: JsonObject) -> str | None:
         """Close the episode and return its id, or ``None`` when nothing was recorded. Raises ``StorageError``."""
@@ -357,8 +361,7 @@ class ClientSession(Session):
         self.keep_in(self._storage, asyncio.get_running_loop())
 
     def _ask(self, instruction: str | None) -> None:
-        task = self.request.task
-        task = task.model_copy(update={"instruction": instruction or task.instruction})
+        task = self.request.task.model_copy(update={"instruction": instruction or self.request.task.instruction})
         self.request = self.request.model_copy(update={"task": task})
 
     def _first_policy(self) -> PolicyRef:

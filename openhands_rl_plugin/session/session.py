@@ -251,8 +251,8 @@ class Session(Episode):
             score = self.opinion.model_copy(update={"trajectory_id": trajectory.id})
             await self._in_background(self.sink.add_scores((score,)))
 
-    async def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background().loop))
+    async def _in_background[T](self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background().loop))
 
     def sampling_for(self, asked: SamplingParams | None, number: int) -> SamplingParams:
         """The sampling parameters of a completion: the strategy's, else the request's, else the settings'.

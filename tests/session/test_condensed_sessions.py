@@ -86,14 +86,16 @@ async def test_a_request_without_tools_beside_a_session_with_tools_is_no_turn(tm
     assert not any(node.metadata.get("history_rewritten") for node in episode.nodes)
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-async def test_a_title_that_was_asked_for_before_the_first_tools_is_no_turn(tmp_path: Path, forgotten: bool) -> None:
+@pytest.mark.parametrize("kind", ["held", "forgotten", "searched"])
+async def test_a_title_that_was_asked_for_before_the_first_tools_is_no_turn(tmp_path: Path, kind: str) -> None:
     async with world(tmp_path, max_sessions=1) as gateway:
+        if kind == "searched":
+            await gateway.http.post("/session", json={"session": "s", "task": "mend it"})
         title = await gateway.say(user("A title for `mend it`?"), model="small")
         topic = await gateway.say(SYSTEM, user("A topic for `mend it`?"), model="small")
         mine = {"role": "system", "content": "You mend code."}
         first = await gateway.say(mine, user("mend it"), tools=[TOOL])
-        if forgotten:
+        if kind == "forgotten":
             await gateway.say(user("something else"), session="other")
             assert (await gateway.end("other")).status_code == 200
         result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "1"}

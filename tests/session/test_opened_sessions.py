@@ -85,11 +85,7 @@ async def test_limits_end_the_session_and_the_client_is_told(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("body", "told"),
-    [
-        ({"strategy": {"name": "Best"}}, "Best"),
-        ({"limits": {"max_turns": 0}}, "max_turns"),
-        ({"limit": {}}, "limit"),
-    ],
+    [({"strategy": {"name": "Best"}}, "Best"), ({"limits": {"max_turns": 0}}, "max_turns"), ({"limit": {}}, "limit")],
 )
 async def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, body: Body, told: str) -> None:
     async with world(tmp_path) as gateway:

@@ -13,8 +13,8 @@ import secrets
 import sys
 import tarfile
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -233,11 +233,9 @@ class _RemotePolicy:
         """Of ids 1 .. T-1."""
         return self._trainer.model.forward(forward_rows([token_ids]))[0]
 
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
+    def without_adapter(self) -> AbstractContextManager[None]:
         """There is none: ``kl`` is refused with the settings."""
         raise TrainingError('engine = "tinker" has no reference model: set kl = "none"')
-        yield
 
 
 def gradient_rows(
