@@ -147,12 +147,12 @@ async def test_under_a_runner_it_is_stored_where_the_parent_is(
 ) -> None:
     delegating("runner", server, call(TERMINAL, {"command": "echo more > found.txt; pwd"}, "call-s"))
     # Runners offer the terminal and the editor only.
-    offered = ConversationSession._tools
-    monkeypatch.setattr(ConversationSession, "_tools", lambda session: [*offered(session), Tool(name=TASK_TOOLS)])
+    made = ConversationSession._make_agent
+    more = {"tools": [Tool(name=TERMINAL), Tool(name=EDITOR), Tool(name=TASK_TOOLS)]}
+    monkeypatch.setattr(ConversationSession, "_make_agent", lambda session: made(session).model_copy(update=more))
     repository = tmp_path / "repository"
     repository.mkdir()
-    serving = ServingSettings(base_url=server.url, model="runner", request_timeout=20.0)
-    storage = FileTrajectoryStorage(tmp_path / "store")
+    serving, storage = ServingSettings(base_url=server.url, model="runner"), FileTrajectoryStorage(tmp_path / "store")
     task = Task(id="t", environment="suite", instruction="Give it away.", split="heldout", limits=Limits(max_turns=4))
     request = EpisodeRequest(task=task, run_id="r", group_id="r/t")
     options = HostOptions(environment_mode=False, agent=agent)
