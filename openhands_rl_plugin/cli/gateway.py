@@ -19,7 +19,7 @@ from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
 EPILOG = """examples:
   openhands-rl gateway --upstream http://127.0.0.1:8100/v1 --store ./trajectories
-  openhands-rl gateway --config config.toml --adapter policy --pin-sessions
+  openhands-rl gateway --config config.toml --adapter policy
   OPENHANDS_RL_API_KEY=... openhands-rl gateway --upstream http://10.0.0.5:8000/v1 --host 0.0.0.0
 
 The agent's base_url is http://127.0.0.1:8200/v1, or .../session/NAME/v1 to name its session; Claude Code's

@@ -189,8 +189,8 @@ class ClientSession(Session):
     ``strategy`` with its ``strategy_spec`` decides; without one the answers are recorded. ``base_model`` is the model
     below versioned adapter names. ``restores``: sampled calls are put back into its prompts.
 
-    ``last_used`` is a Unix time in seconds; ``pinned`` is a model name or empty. ``unrecorded``: its requests for
-    completions that could not be recorded, by path.
+    ``last_used`` is a Unix time in seconds. ``unrecorded``: its requests for completions that could not be recorded,
+    by path.
     """
 
     follows = ClientConversation
@@ -216,7 +216,6 @@ class ClientSession(Session):
         )
         self.is_searched = strategy is not None
         self.last_used = time.time()
-        self.pinned = ""
         self.pending = PendingCalls()
         self.unrecorded: Counter[str] = Counter()
         self.calls = SampledCalls() if restores else None
@@ -244,7 +243,6 @@ class ClientSession(Session):
             self._remember(node)
         self._sides = SideRequests(self.tree)
         self._sides.remember()
-        self.pinned = self._first_policy().served_name
 
     def policy_of(self, served: str) -> PolicyRef:
         """As ``Session.policy_of``. A server's model may be another than ``base_model``."""

@@ -40,6 +40,7 @@ HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 _IN_USER_ID = "_session_"
 LONGEST = 200
 OPENING = "opening"
+MOST_IN_MEMORY, MOST_OPEN = 256, 100_000
 
 
 class SessionName(NamedTuple):
@@ -104,7 +105,7 @@ def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[Wi
 class SessionPool:
     """Sessions by name; ``record`` makes one without a strategy.
 
-    ``idle`` is in seconds; ``max_sessions`` are in memory, ``max_open`` have not ended.
+    ``idle`` is in seconds; ``MOST_IN_MEMORY`` are in memory, ``MOST_OPEN`` have not ended.
     """
 
     def __init__(
@@ -113,15 +114,11 @@ class SessionPool:
         record: Callable[[EpisodeRequest], ClientSession],
         *,
         run_id: str,
-        max_sessions: int,
         idle: float,
-        max_open: int = 100_000,
     ) -> None:
         self._storage = storage
         self._run_id = run_id
         self._record = record
-        self._max_sessions = max_sessions
-        self._max_open = max_open
         self._idle = idle
         self._active: OrderedDict[str, ClientSession] = OrderedDict()
         self._evicted: dict[str, float] = {}
@@ -200,8 +197,8 @@ class SessionPool:
                 await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     def _check_room(self) -> None:
-        if (many := len(self._active) + len(self._evicted)) >= self._max_open:
-            message = f"{many} sessions are open (--max-open-sessions): end some (/session/NAME/end) or retry later."
+        if (many := len(self._active) + len(self._evicted)) >= MOST_OPEN:
+            message = f"{many} sessions are open: end some (/session/NAME/end) or retry later."
             raise ErrorReply(error_reply(429, message, "RateLimitError", {"retry-after": "60"}))
 
     async def _load(self, name: str) -> ClientSession:
@@ -227,7 +224,7 @@ class SessionPool:
 
     def _evict(self, *, but: str) -> None:
         unused = [name for name, each in self._active.items() if name != but and not each.is_held]
-        for name in unused[: max(0, len(self._active) - self._max_sessions)]:
+        for name in unused[: max(0, len(self._active) - MOST_IN_MEMORY)]:
             self._evicted[name] = self._active.pop(name).last_used
 
     async def _close(self, session: ClientSession, stop: StopReason, evidence: JsonObject) -> str | None:

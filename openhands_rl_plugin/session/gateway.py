@@ -131,15 +131,12 @@ class Gateway:
         self._upstream = ModelServer(config)
         self.aclose = self._upstream.aclose
         self._recorder = Recorder(config, self._upstream, clock)
-        self._in_flight = 0
         self.sessions = SessionPool(
             storage,
             lambda request: ClientSession(
                 storage, request, self._settings, config.base_model, restores=config.restore_calls
             ),
             run_id=config.run_id,
-            max_sessions=config.max_sessions,
-            max_open=config.max_open_sessions,
             idle=60 * config.idle_minutes,
         )
 
@@ -174,19 +171,11 @@ class Gateway:
             case _:
                 path = "/".join(request.path)[:_LONGEST_PATH]
                 return error_reply(404, f"{request.method} /{path}: Not Found", "NotFoundError")
-        if self._in_flight >= self._config.max_in_flight:
-            answer.close()
-            message = f"The gateway has {self._in_flight} requests in flight; retry later or raise --max-in-flight."
-            return error_reply(503, message, "ServiceUnavailableError", {"retry-after": "1"})
-        self._in_flight += 1
-        try:
-            return await answer
-        finally:
-            self._in_flight -= 1
+        return await answer
 
     def _health(self) -> Reply:
         """Counters since the start, and the fields that models refuse."""
-        now = {"status": "ok", "sessions": len(self.sessions), "in_flight": self._in_flight}
+        now = {"status": "ok", "sessions": len(self.sessions)}
         told = {**now, **vars(self._recorder.counts), "refused": self._recorder.refused()}
         return Reply(200, dump_object(told))
 

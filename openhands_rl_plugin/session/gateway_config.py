@@ -51,22 +51,8 @@ class GatewayConfig(BaseModel):
     adapters_path: Path = Field(
         default=Path("~/.openhands/rl_adapters"), description="directory of the adapters, as in [rl.serving]"
     )
-    alias: tuple[str, ...] = Field(
-        default=(), description="another model name for the adapter's current version; may be repeated"
-    )
-    pin_sessions: bool = Field(default=False, description="a session stays on the adapter version it started with")
     idle_minutes: float = Field(default=60.0, gt=0, description="minutes without requests after which a session ends")
-    max_sessions: int = Field(
-        default=256, ge=1, description="sessions held in memory; others are reloaded from the storage"
-    )
-    max_open_sessions: int = Field(
-        default=100_000, ge=1, description="sessions that have not ended; a new one more gets status 429"
-    )
-    max_in_flight: int = Field(default=256, ge=1, description="concurrent requests; one more gets status 503")
     max_body_bytes: int = Field(default=64 * MIB, ge=1024, description="maximum size of a request in bytes")
-    max_answer_bytes: int = Field(
-        default=256 * MIB, ge=1024, description="maximum size of a response of the model server in bytes"
-    )
     timeout: float = Field(
         default=600.0, gt=0, description="seconds for one answer of the model server, to its last byte"
     )
@@ -88,8 +74,6 @@ class GatewayConfig(BaseModel):
     def _complete(self) -> Self:
         if self.reward_min > self.reward_max:
             raise ValueError("--reward-min is above --reward-max")
-        if self.alias and self.adapter is None:
-            raise ValueError("--alias needs --adapter")
         if self.adapter is not None and not self.base_model:
             raise ValueError("--adapter needs --base-model, the name of the model without an adapter")
         return self

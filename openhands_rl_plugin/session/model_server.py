@@ -22,6 +22,7 @@ _OWN = frozenset(
 )
 _NOT_PASSED_BACK = {name.decode() for name in _OWN} | {"content-type", "date", "server"}
 _KEY_HEADERS = (b"api-key", b"authorization", b"x-api-key", b"x-goog-api-key")
+MAX_ANSWER = 256 * 1024**2
 _WAITS = {"timeout": {"connect": 10.0}}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -38,7 +39,6 @@ class ModelServer:
         self._key = config.upstream_key().encode()
         self._anthropic = (urlsplit(config.upstream).hostname or "").endswith("anthropic.com")
         self._keeps_client_key = not config.access().key
-        self._longest = config.max_answer_bytes
         self._timeout = config.timeout
         if self._base.startswith("https:"):
             client = http_client(secure=True)
@@ -62,8 +62,8 @@ class ModelServer:
         size = 0
         async for part in response.aiter_bytes():
             size += len(part)
-            if size > self._longest:
-                message = f"The response of the model server exceeds {self._longest} bytes; raise --max-answer-bytes."
+            if size > MAX_ANSWER:
+                message = f"The response of the model server exceeds {MAX_ANSWER} bytes."
                 raise ErrorReply(error_reply(502, message, "BadGatewayError"))
             yield part
 

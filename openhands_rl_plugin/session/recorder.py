@@ -75,7 +75,7 @@ class Recorder:
         self.sessions_of: OrderedDict[str, str] = OrderedDict()
         self._config = config
         self._adapters = AdapterStore(config.adapters_path)
-        self._routed = frozenset((LATEST, check_name(config.adapter), *config.alias) if config.adapter else ())
+        self._routed = frozenset((LATEST, check_name(config.adapter)) if config.adapter else ())
         self.counts = Counts()
 
     def refused(self) -> list[JsonObject]:
@@ -102,7 +102,7 @@ class Recorder:
         """
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
-                model = self._model(session, call.model)
+                model = self._model(call.model)
                 if session.is_searched:
                     if protocol is not CHAT:
                         return error_reply(400, "The strategy of this session answers chat completions.", _BAD)
@@ -231,16 +231,13 @@ class Recorder:
                 self.sessions_of.popitem(last=False)
         return True
 
-    def _model(self, session: ClientSession, asked: str) -> str:
+    def _model(self, asked: str) -> str:
         """The model for a request. Some names stand for the current version of the adapter, which a training loop
         updates; before the first, for the base model. Raises ``StorageError`` for a damaged pointer."""
         if asked not in self._routed:
             return asked
-        if session.pinned and self._config.pin_sessions:
-            return session.pinned
         current = self._adapters.current(self._config.adapter or "")
-        session.pinned = current.name if current is not None else self._config.base_model
-        return session.pinned
+        return current.name if current is not None else self._config.base_model
 
 
 def refusal(error: Exception) -> Reply:

@@ -47,7 +47,7 @@ async def summing_up(request: web.Request, body: dict) -> web.StreamResponse | N
 async def test_every_turn_of_a_condensed_session_is_trained_and_no_summary(
     tmp_path: Path, tools: list | None, sessions: int
 ) -> None:
-    async with world(tmp_path, Model(behave=summing_up), max_sessions=sessions) as gateway:
+    async with world(tmp_path, Model(behave=summing_up), held=sessions) as gateway:
         asked = {"tools": tools} if tools else {}
         history, turns = [SYSTEM, user("mend it")], []
         for number in range(6):
@@ -88,7 +88,7 @@ async def test_a_request_without_tools_beside_a_session_with_tools_is_no_turn(tm
 
 @pytest.mark.parametrize("kind", ["held", "forgotten", "searched"])
 async def test_a_title_that_was_asked_for_before_the_first_tools_is_no_turn(tmp_path: Path, kind: str) -> None:
-    async with world(tmp_path, max_sessions=1) as gateway:
+    async with world(tmp_path, held=1) as gateway:
         if kind == "searched":
             await gateway.http.post("/session", json={"session": "s", "task": "mend it"})
         title = await gateway.say(user("A title for `mend it`?"), model="small")

@@ -50,7 +50,7 @@ async def test_a_session_ends_when_its_calls_have(tmp_path: Path):
 
 
 async def test_forgotten_sessions_are_read_back(tmp_path: Path):
-    async with world(tmp_path, max_sessions=2) as gateway:
+    async with world(tmp_path, held=2) as gateway:
         histories: dict[str, list[Body]] = {name: [SYSTEM, user(name)] for name in "abcd"}
         for text in ("two", "three"):
             for name, history in histories.items():
@@ -214,27 +214,23 @@ async def test_real_server_with_adapters(policy: tuple[Path, AdapterStore], tmp_
         async with httpx.AsyncClient(base_url=server, trust_env=False, timeout=60) as admin:
             for each in (first, second):
                 await admin.post("/v1/load_lora_adapter", json={"lora_name": each.name, "lora_path": each.path})
-        options = {"adapter": "shop", "base_model": "tiny", "adapters_path": store.root, "alias": ("tiny",)}
+        options = {"adapter": "shop", "base_model": "tiny", "adapters_path": store.root}
         limits = {"max_tokens": 6}
-        for pins in (False, True):
-            store.root.joinpath("shop.current.json").unlink(missing_ok=True)
-            path = tmp_path / str(pins)
-            async with world(path, upstream=f"{server}/v1", pin_sessions=pins, **options) as gateway:
-                await gateway.say(user("one two"), model="latest", session="base", **limits)
-                store.point(first)
-                answer = await gateway.say(user("one two"), model="shop", **limits)
-                store.point(second)
-                history = [user("one two"), {**answer, "content": answer["content"] or ""}, user("three")]
-                await gateway.say(*history, model="tiny", **limits)
-                streamed = await gateway.ask(user("one"), session="new", model="latest", stream=True, **limits)
-                assert streamed.text.endswith("data: [DONE]\n\n")
-            found = {trajectory.task.id: trajectory for trajectory in await gateway.stored()}
-            versions = [node.policy.version for node in found["s"].sampled() if node.policy]
-            assert versions == ([1, 1] if pins else [1, 2])
-            assert found["new"].policy.served_name == second.name and found["new"].policy.base_model == "tiny"
-            assert found["base"].policy.served_name == "tiny"
-            for node in (node for trajectory in found.values() for node in trajectory.nodes if node.sampled):
-                assert node.tokens is not None and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) > 0
+        async with world(tmp_path, upstream=f"{server}/v1", **options) as gateway:
+            await gateway.say(user("one two"), model="latest", session="base", **limits)
+            store.point(first)
+            answer = await gateway.say(user("one two"), model="shop", **limits)
+            store.point(second)
+            history = [user("one two"), {**answer, "content": answer["content"] or ""}, user("three")]
+            await gateway.say(*history, model="latest", **limits)
+            streamed = await gateway.ask(user("one"), session="new", model="latest", stream=True, **limits)
+            assert streamed.text.endswith("data: [DONE]\n\n")
+        found = {trajectory.task.id: trajectory for trajectory in await gateway.stored()}
+        assert [node.policy.version for node in found["s"].sampled() if node.policy] == [1, 2]
+        assert found["new"].policy.served_name == second.name and found["new"].policy.base_model == "tiny"
+        assert found["base"].policy.served_name == "tiny"
+        for node in (node for trajectory in found.values() for node in trajectory.nodes if node.sampled):
+            assert node.tokens is not None and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) > 0
 
 
 async def test_a_store_that_cannot_be_written_is_said_at_the_start(tmp_path: Path):

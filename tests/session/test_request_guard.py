@@ -33,12 +33,13 @@ async def test_a_client_writes_no_evidence_that_rewards_read(tmp_path: Path) -> 
         assert (await gateway.end(evidence={"note": "mine"})).json()["ended"]
 
 
-async def test_sessions_that_have_not_ended_are_bounded(tmp_path: Path) -> None:
-    async with world(tmp_path, max_open_sessions=3, max_sessions=1) as gateway:
+async def test_sessions_that_have_not_ended_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openhands_rl_plugin.session.client_sessions.MOST_OPEN", 3)
+    async with world(tmp_path, held=1) as gateway:
         for name in ("a", "b", "c"):
             await gateway.say(user("one"), session=name)
         refused = await gateway.ask(user("one"), session="d")
-        assert refused.status_code == 429 and "--max-open-sessions" in refused.text and refused.headers["retry-after"]
+        assert refused.status_code == 429 and "3 sessions are open" in refused.text and refused.headers["retry-after"]
         assert (await gateway.ask(user("one"), session="a")).status_code == 200
         assert (await gateway.end("b")).status_code == 200
         assert (await gateway.ask(user("one"), session="d")).status_code == 200
