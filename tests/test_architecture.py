@@ -282,7 +282,7 @@ TORCH_ROOMS = (
         ({"verl"}, ("contrib/trainers/verl.py",)),
         ({"verifiers"}, ("contrib/environments/verifiers_bridge.py", "contrib/trainers/verifiers.py")),
         # Between a pool and the workers that it started, as with ``multiprocessing`` and Ray; never a file.
-        ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ("hosts/pool/connection.py",)),
+        ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ("hosts/pool/runner.py", "hosts/pool/worker.py")),
         # Code that this process compiled, for its own child, which would execute the text as well.
         ({"marshal"}, ("environments/workspace/inside.py",)),
     ],

@@ -35,11 +35,12 @@ class MissingExtraError(RLError):
     """Optional dependencies are not installed: ``package`` may be several, ``extra`` too, with commas."""
 
     def __init__(self, package: str, extra: str) -> None:
-        several = "," in package
-        super().__init__(
-            f"{package} {'are' if several else 'is'} not installed; install {'them' if several else 'it'} with: "
-            f"pip install 'openhands_rl_plugin[{extra}]'"
-        )
+        super().__init__(package, extra)
+
+    def __str__(self) -> str:
+        package, extra = self.args
+        are, them = ("are", "them") if "," in package else ("is", "it")
+        return f"{package} {are} not installed; install {them} with: pip install 'openhands_rl_plugin[{extra}]'"
 
 
 @contextmanager

@@ -27,10 +27,10 @@ def make_runner(
     if not workers:
         return local_runner(settings, options, storage=storage)
     if settings.executor == "ray":
-        from openhands_rl_plugin.hosts.pool.ray_workers import RayPoolRunner, join_cluster
+        from openhands_rl_plugin.hosts.pool.ray_workers import RayWorker, join_cluster
 
         join_cluster()
-        return RayPoolRunner(settings, options, workers=workers, storage=storage)
+        return WorkerPoolRunner(settings, options, workers=workers, storage=storage, kind=RayWorker)
     return WorkerPoolRunner(settings, options, workers=workers, storage=storage)
 
 

@@ -145,7 +145,8 @@ def test_ctrl_c_in_the_terminal_is_for_the_parent_only(tmp_path: Path) -> None:
 
 def test_a_worker_leaves_signals_to_its_pool_and_ends_with_it() -> None:
     words = ["-m", "openhands_rl_plugin.hosts.pool.worker"]
-    with started(*words, stdin=subprocess.PIPE) as worker:
+    calls, theirs = socket.socketpair()
+    with theirs, started(*words, stdin=theirs) as worker:
         status = Path(f"/proc/{worker.pid}/status")
         deadline = time.monotonic() + 30
         caught = 0
@@ -158,8 +159,9 @@ def test_a_worker_leaves_signals_to_its_pool_and_ends_with_it() -> None:
             worker.send_signal(number)
         time.sleep(0.3)
         assert worker.poll() is None
-        worker.communicate(timeout=20)
-        assert worker.returncode == 0
+        theirs.close()
+        calls.close()
+        assert worker.wait(20) == 0
 
 
 @pytest.mark.parametrize("command", ["loop", "evaluate", "demo", "grade", "train"])

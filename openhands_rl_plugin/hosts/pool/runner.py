@@ -7,35 +7,192 @@ from the environment variables that the settings name.
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
+import socket
+import subprocess
 import sys
+import tempfile
 import time
-from collections import deque
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import InfrastructureError, describe
+from openhands_rl_plugin.core.concurrency import shielded
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    InfrastructureError,
+    RLError,
+    StorageError,
+    boundary,
+    describe,
+)
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.pool.connection import WorkerChannel, WorkerConnection, framed, read_message
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import failed_episode
 
 # Seconds beyond an episode's time limit, which the worker enforces: to open, close and store the session.
 _TIME_BEYOND_LIMIT = 60.0
-# A worker holds half a gigabyte, and starts anew in ten seconds: it does not wait through a training step, or beside
-# the pool of an evaluation.
-IDLE_TIMEOUT = 60.0
-"""Seconds without an episode after which the workers are ended."""
+# Seconds. Importing OpenHands takes ten on an idle machine, and a cluster may have to start a machine first.
+_START_TIMEOUT = 600.0
+# Seconds for a worker to close its sessions; one takes up to five (``_CLOSE_PATIENCE`` of a host's runner).
+_CLOSE_TIMEOUT = 10.0
+# Seconds without an episode after which the workers are ended. A worker holds half a gigabyte, and starts anew in ten
+# seconds: it does not wait through a training step, or beside the pool of an evaluation.
+_IDLE_TIMEOUT = 60.0
+
+LENGTH_BYTES = 8
+"""An answer is sent after its length."""
+
+_MODULE = "openhands_rl_plugin.hosts.pool.worker"
+_LONGEST_LINE = 10_000
+"""Bytes of the output that are read: a traceback ends with its cause."""
+
+
+type Outcome = tuple[Any, RLError | None]
+
+
+async def outcome(work: Awaitable[Any]) -> Outcome:
+    """What ``work`` returns, or the error that it raises, of a class that pickle can carry."""
+    try:
+        with boundary(FailureKind.INFRASTRUCTURE, "worker"):
+            return await work, None
+    except CaughtFailure as caught:
+        return None, InfrastructureError(str(caught))
+    except RLError as error:
+        return None, error
+
+
+class Worker(ABC):
+    """One worker, and the storage of its records. ``load`` is the number of its running episodes.
+
+    It is sent the settings, with names of environment variables, but no secrets.
+    """
+
+    def __init__(self, settings: RLSettings, options: HostOptions, storage: TrajectoryStorage | None) -> None:
+        self.load = 0
+        self._storage = storage
+        self._cancelled: set[str] = set()
+        self._started = asyncio.create_task(self._call("start", settings, options, storage is not None))
+        self._storing = asyncio.create_task(self._store_records())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be called."""
+        return not self._storing.done()
+
+    async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None, timeout: float | None) -> Trajectory:
+        """Run an episode. Raises ``InfrastructureError`` when the worker dies or does not answer within ``timeout``
+        seconds (it is killed then), and errors that must stop the run."""
+        self.load += 1
+        self._cancelled.discard(trajectory_id(request))
+        limit = timeout if timeout is None or self._started.done() else timeout + _START_TIMEOUT
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.shield(self._started)
+                return await self._call("run", request, workspace)
+        except TimeoutError as error:
+            self.kill()
+            await asyncio.wait({self._storing})
+            raise InfrastructureError(f"a worker did not answer within {limit:g} s and was ended") from error
+        except asyncio.CancelledError:
+            # The worker goes on while the caller takes the workspace away: what becomes of it is nobody's episode.
+            self._cancelled.add(trajectory_id(request))
+            raise
+        finally:
+            self.load -= 1
+
+    async def close(self) -> None:
+        """Let the worker close its sessions, then end it."""
+        with suppress(TimeoutError, InfrastructureError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
+                await self._call("close")
+        self.kill()
+        await asyncio.wait({self._storing})
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker at once."""
+
+    @abstractmethod
+    async def _answer(self, call: bytes) -> bytes:
+        """As ``EpisodeWorker.answer``. Raises ``InfrastructureError`` when the worker is gone."""
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        value, error = pickle.loads(await self._answer(pickle.dumps((method, arguments))))
+        if error is not None:
+            raise error
+        return value
+
+    async def _store_records(self) -> None:
+        """Store what the worker's episodes record, until it is gone."""
+        stored = []
+        with suppress(InfrastructureError):
+            while True:
+                records = await self._call("records", stored)
+                stored = await asyncio.gather(*(outcome(self._store(*each)) for each in records))
+
+    async def _store(self, method: str, record: Any) -> Any:
+        if {getattr(record, "id", ""), getattr(record, "trajectory_id", "")} & self._cancelled:
+            raise StorageError("the episode was cancelled")
+        return await getattr(self._storage, method)(record)
+
+
+class ProcessWorker(Worker):
+    """A process of this machine. Each call has a socket of its own, which is sent to the process."""
+
+    def __init__(self, *given: Any) -> None:
+        self._calls, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker
+        command = [sys.executable, "-P", "-m", _MODULE]
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=self._output, stderr=self._output, start_new_session=True
+                )
+        except OSError as error:
+            raise InfrastructureError(f"no worker process could be started: {error}") from error
+        super().__init__(*given)
+
+    def kill(self) -> None:
+        """As in ``Worker``."""
+        self._calls.close()
+        self.process.kill()
+
+    async def _answer(self, call: bytes) -> bytes:
+        own, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=own)
+        try:
+            with theirs:
+                socket.send_fds(self._calls, [b"c"], [theirs.fileno()])
+            writer.write(call)
+            writer.write_eof()
+            return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES)))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            status = await asyncio.to_thread(self.process.wait)
+            raise InfrastructureError(f"a worker process {self._end(status)}") from error
+        finally:
+            writer.close()
+
+    def _end(self, status: int) -> str:
+        """The signal, or the status and the last line that the process printed."""
+        if status < 0:
+            return f"was ended by signal {-status}"
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _LONGEST_LINE))
+        lines = self._output.read().decode("utf-8", "replace").strip().splitlines()
+        return f"ended with status {status}" + (f": {lines[-1][:300]!r}" if lines else "")
 
 
 class WorkerPoolRunner:
-    """An ``EpisodeRunner`` over ``workers`` processes of this machine.
+    """An ``EpisodeRunner`` over ``workers`` workers of a kind, by default processes of this machine.
 
-    ``options.sessions`` limits the sessions of each process (default: ``[rl] max_workers`` divided by ``workers``).
+    ``options.sessions`` limits the sessions of each worker (default: ``[rl] max_workers`` divided by ``workers``).
     When a worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. After
     ``idle_timeout`` seconds without an episode the workers end; the next episode starts them again. With a
     ``storage`` this process stores the episodes of all workers while they run.
@@ -48,83 +205,67 @@ class WorkerPoolRunner:
         *,
         workers: int = 2,
         storage: TrajectoryStorage | None = None,
-        idle_timeout: float = IDLE_TIMEOUT,
+        idle_timeout: float = _IDLE_TIMEOUT,
+        kind: type[Worker] = ProcessWorker,
     ) -> None:
         options = options or HostOptions()
         sessions = options.sessions or max(1, settings.max_workers // workers)
         self._settings = settings
         self._options = options.model_copy(update={"sessions": sessions})
         self._storage = storage
+        self._kind = kind
         self._free_sessions = asyncio.Semaphore(workers * sessions)
-        self._workers: list[WorkerConnection | None] = [None] * workers
+        self._workers: list[Worker | None] = [None] * workers
         self._starting = asyncio.Lock()
         self._idle_timeout = idle_timeout
         self._episodes = 0
-        self._idle_since = time.monotonic()
         self._idle: asyncio.Task[None] | None = None
-        self._closed = asyncio.Event()
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._free_sessions:
             started = time.time()
             self._episodes += 1
+            self._end_idle()
             try:
                 worker = await self._least_busy()
-                return await worker.run(request, workspace, timeout=self._timeout(request))
+                limit = (request.task.limits or self._settings.limits()).timeout
+                return await worker.run(request, workspace, timeout=limit and limit + _TIME_BEYOND_LIMIT)
             except InfrastructureError as error:
                 return await self._failed(request, error, started)
             finally:
                 self._episodes -= 1
-                self._idle_since = time.monotonic()
-                if self._idle is None or self._idle.done():
-                    self._idle = asyncio.create_task(self._end_when_idle())
+                if not self._episodes:
+                    self._end_idle()
+                    self._idle = asyncio.create_task(self._end_workers(after=self._idle_timeout))
 
     async def close(self) -> None:
         """End the workers and the episodes that they run."""
-        self._closed.set()
-        if self._idle is not None:
-            await self._idle
+        self._end_idle()
         await self._end_workers()
 
-    async def _end_workers(self) -> None:
-        workers = [worker for worker in self._workers if worker is not None]
-        await asyncio.gather(*(worker.close() for worker in workers))
-        self._workers = [None] * len(self._workers)
+    def _end_idle(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
 
-    async def _end_when_idle(self) -> None:
-        """Returns while an episode runs: its end starts this again."""
-        while not (self._episodes or self._closed.is_set()):
-            left = self._idle_since + self._idle_timeout - time.monotonic()
-            if left > 0:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closed.wait(), left)
-                continue
-            # An episode that comes meanwhile waits for this, and starts workers anew.
-            async with self._starting:
-                if not self._episodes:
-                    await self._end_workers()
-                return
+    async def _end_workers(self, after: float = 0.0) -> None:
+        await asyncio.sleep(after)
+        # An episode that comes meanwhile waits for this, and starts workers anew.
+        async with self._starting:
+            workers = [worker for worker in self._workers if worker is not None]
+            self._workers = [None] * len(self._workers)
+            await shielded(asyncio.gather(*(worker.close() for worker in workers)))
 
-    async def _connect(self) -> WorkerChannel:
-        """Start a worker; returns before it is ready. Raises ``InfrastructureError``."""
-        return await ProcessChannel.start()
-
-    async def _least_busy(self) -> WorkerConnection:
+    async def _least_busy(self) -> Worker:
         async with self._starting:
             for index, worker in enumerate(self._workers):
                 if worker is not None and worker.alive:
                     continue
                 if worker is not None:
                     await worker.close()
-                channel = await self._connect()
-                self._workers[index] = WorkerConnection(channel, self._settings, self._options, self._storage)
+                self._workers[index] = self._kind(self._settings, self._options, self._storage)
         # If the worker has died since, it returns an error for the episode.
         return min((worker for worker in self._workers if worker is not None), key=lambda worker: worker.load)
-
-    def _timeout(self, request: EpisodeRequest) -> float | None:
-        limits = request.task.limits or self._settings.limits()
-        return None if limits.timeout is None else limits.timeout + _TIME_BEYOND_LIMIT
 
     async def _failed(self, request: EpisodeRequest, error: InfrastructureError, started: float) -> Trajectory:
         """The episode of a dead worker, with its stored part, which may even be complete."""
@@ -142,73 +283,3 @@ class WorkerPoolRunner:
         if self._storage is not None:
             await self._storage.add(trajectory)
         return trajectory
-
-
-_MODULE = "openhands_rl_plugin.hosts.pool.worker"
-CLOSE_TIMEOUT = 10.0
-"""Seconds for a worker to close its sessions; one takes up to five (``_CLOSE_TIMEOUT`` of a host's runner)."""
-
-# Lines of stderr. A traceback ends with its cause, so a few are enough.
-_KEPT_LINES = 20
-
-
-class ProcessChannel:
-    """A ``WorkerChannel`` to a child process. Create it with ``start``."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._process = process
-        self._stdin, self._stdout = process.stdin, process.stdout
-        self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._error_reader = asyncio.create_task(self._read_errors())
-
-    @classmethod
-    async def start(cls) -> ProcessChannel:
-        """Start a process. Raises ``InfrastructureError``."""
-        pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", _MODULE), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-            )
-        except OSError as error:
-            raise InfrastructureError(f"no worker process could be started: {error}") from error
-        return cls(process)
-
-    async def send(self, message: bytes) -> None:
-        """As in ``WorkerChannel``."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self._stdin.write(framed(message))
-            await self._stdin.drain()
-
-    async def receive(self) -> Sequence[bytes]:
-        """As in ``WorkerChannel``, one message at a time."""
-        message = await read_message(self._stdout)
-        return (message,) if message else ()
-
-    async def exit_message(self) -> str:
-        """As in ``WorkerChannel``: the signal, or the status and the last line of stderr."""
-        status = await self._process.wait()
-        await self._error_reader
-        if status < 0 or not self._last_lines:
-            return f"a worker process was ended by signal {-status}" if status else "a worker process ended"
-        return f"a worker process ended with status {status}: {self._last_lines[-1][:300]!r}"
-
-    def kill(self) -> None:
-        """As in ``WorkerChannel``."""
-        if self._process.returncode is None:
-            self._process.kill()
-
-    async def close(self) -> None:
-        """Close its stdin, which ends it; kill it if it does not end."""
-        self._stdin.close()
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT):
-                await self._process.wait()
-        except TimeoutError:
-            self.kill()
-            await self._process.wait()
-
-    async def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        while chunk := await self._process.stderr.read(65536):
-            self._last_lines.extend(line for line in chunk.decode("utf-8", "replace").splitlines() if line.strip())

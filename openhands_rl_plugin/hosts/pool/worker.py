@@ -1,28 +1,29 @@
-"""The worker's side of a pool: runs episodes with a host's runner, and sends their records to the pool's storage.
+"""The worker's side of a pool: runs episodes with a host's runner, and hands their records to the pool's storage.
 
-python -m openhands_rl_plugin.hosts.pool.worker       # messages on stdin and stdout; ends with its stdin
+python -m openhands_rl_plugin.hosts.pool.worker       # calls on the socket that is its stdin; ends with that
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import select
+import pickle
 import signal
+import socket
 import sys
-import threading
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import BinaryIO
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partialmethod
+from typing import Any, cast
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
-from openhands_rl_plugin.hosts.pool.connection import Peer, framed, read_message
+from openhands_rl_plugin.hosts.pool.runner import LENGTH_BYTES, Outcome, outcome
 from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 _CLOSE_SECONDS = 2.0
 """What open sessions have to close in, when the pool is gone."""
@@ -31,113 +32,107 @@ _SWITCH_SECONDS = 0.1
 
 
 class EpisodeWorker:
-    """What a pool asks of its worker. ``send`` sends a message to the pool, ``receive`` handles one of it."""
+    """Runs episodes in this process. A pool calls its methods by ``answer``.
 
-    def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+    To its runner it is an ``EpisodeSink`` whose calls return when the pool has stored the record. One process writes
+    for all workers: their episodes share a flush, and workers need no secrets of the storage.
+    """
+
+    def __init__(self) -> None:
         os.environ.setdefault("LOG_LEVEL", "ERROR")
         os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-        self._pool = Peer(self, send)
-        self.receive = self._pool.receive
         self._runner: HostRunner | None = None
+        self._episodes: set[asyncio.Task[Trajectory]] = set()
+        self._records = asyncio.Queue[tuple[str, Any, asyncio.Future[Outcome]]]()
+        self._sent: list[asyncio.Future[Outcome]] = []
+        self._closed = False
+
+    async def answer(self, call: bytes) -> bytes:
+        """Call a method by its name and arguments; returns its ``outcome``. Both are pickled."""
+        method, arguments = pickle.loads(call)
+        return pickle.dumps(await outcome(getattr(self, method)(*arguments)))
 
     async def start(self, settings: RLSettings, options: HostOptions, stores: bool) -> None:
         """Get ready to run episodes; ``stores``: whether the pool has a storage. Raises ``ConfigError``."""
-        self._runner = local_runner(settings, options, storage=PoolStorage(self._pool) if stores else None)
+        self._runner = local_runner(settings, options, storage=cast(EpisodeSink, self) if stores else None)
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
         """As a host's runner."""
         assert self._runner is not None
-        return await self._runner.run(request, workspace)
+        episode = asyncio.create_task(self._runner.run(request, workspace))
+        self._episodes.add(episode)
+        episode.add_done_callback(self._episodes.discard)
+        return await episode
+
+    async def records(self, stored: Sequence[Outcome]) -> list[tuple[str, Any]]:
+        """The next records for the pool's storage, each with its method; ``stored``: what became of the last ones."""
+        for done, result in zip(self._sent, stored, strict=True):
+            if not done.done():
+                done.set_result(result)
+        waiting = [await self._records.get()]
+        while not self._records.empty():
+            waiting.append(self._records.get_nowait())
+        self._sent = [done for *_, done in waiting]
+        return [(method, record) for method, record, _ in waiting]
 
     async def close(self) -> None:
         """Cancel the episodes; returns when their sessions are closed."""
-        self._pool.disconnect(StorageError("the worker pool is gone"))
-        episodes = tuple(self._pool.answering)
-        for task in episodes:
-            task.cancel()
+        self._closed = True
+        episodes = tuple(self._episodes)
+        for episode in episodes:
+            episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
 
+    async def _store(self, method: str, record: Any) -> Any:
+        if self._closed:
+            raise StorageError("the worker pool is gone")
+        done = asyncio.get_running_loop().create_future()
+        self._records.put_nowait((method, record, done))
+        value, error = await done
+        if error is not None:
+            raise error
+        return value
 
-async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Serve a pool until it closes the pipe."""
-    writing = asyncio.Lock()
-
-    def write(data: bytes) -> None:
-        answers.write(data)
-        answers.flush()
-
-    async def send(message: bytes) -> None:
-        async with writing:
-            await asyncio.to_thread(write, framed(message))
-
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
-    worker = EpisodeWorker(send)
-    while message := await read_message(reader):
-        worker.receive(message)
-    await worker.close()
+    add = partialmethod(_store, "add")
+    begin = partialmethod(_store, "begin")
+    grow = partialmethod(_store, "grow")
+    end = partialmethod(_store, "end")
+    drop = partialmethod(_store, "drop")
 
 
-def _end_after(requests: int) -> None:
-    """Bound the end: sessions may hang, and a pool that was killed ends nobody."""
-    gone = select.poll()
-    gone.register(requests, 0)  # only that the other end is closed
-    gone.poll()
-    time.sleep(_CLOSE_SECONDS)
-    os._exit(1)
+async def _serve(calls: socket.socket) -> None:
+    """Answer each call on the socket that comes with it, until the pool closes its end."""
+    worker, answering = EpisodeWorker(), set[asyncio.Task[None]]()
+    while sockets := (await asyncio.to_thread(socket.recv_fds, calls, 1, 1, socket.MSG_CMSG_CLOEXEC))[1]:
+        task = asyncio.create_task(_answer(worker, socket.socket(fileno=sockets[0])))
+        answering.add(task)
+        task.add_done_callback(answering.discard)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await worker.close()
+    # Sessions may hang, and OpenHands' threads may still wait for a model call.
+    os._exit(0)
+
+
+async def _answer(worker: EpisodeWorker, connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    try:
+        with suppress(ConnectionError):  # the caller is gone
+            answer = await worker.answer(await reader.read())
+            writer.write(len(answer).to_bytes(LENGTH_BYTES) + answer)
+            await writer.drain()
+    finally:
+        writer.close()
 
 
 def main() -> None:
-    """Serve a pool on stdin and stdout. Output of other libraries goes to stderr; the pool handles signals."""
+    """Serve a pool on stdin. The pool handles signals."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # what is ignored would be ignored in the agent's shells, too
     sys.setswitchinterval(_SWITCH_SECONDS)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
-    threading.Thread(target=_end_after, args=(requests.fileno(),), name="pool-watch", daemon=True).start()
+    calls = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-    status = 1
-    try:
-        asyncio.run(_serve(requests, answers))
-        status = 0
-    except BrokenPipeError:
-        pass  # the pool is gone: nothing can be reported
-    finally:
-        sys.stderr.flush()
-        # OpenHands' threads may still wait for a model call.
-        os._exit(status)
-
-
-class PoolStorage:
-    """The pool's storage, as a worker's runner uses it: a call returns when the pool has stored the record.
-
-    One process writes for all workers: their episodes share a flush, and workers need no secrets of the storage.
-    """
-
-    def __init__(self, pool: Peer) -> None:
-        self._pool = pool
-
-    async def add(self, trajectory: Trajectory) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._pool.ask("store", "add", trajectory)
-
-    async def begin(self, start: EpisodeStart) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._pool.ask("store", "begin", start)
-
-    async def grow(self, growth: EpisodeGrowth) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._pool.ask("store", "grow", growth)
-
-    async def end(self, end: EpisodeEnd) -> None:
-        """As in ``TrajectoryStorage``."""
-        await self._pool.ask("store", "end", end)
-
-    async def drop(self, trajectory_ids: Sequence[str]) -> int:
-        """As in ``TrajectoryStorage``."""
-        return await self._pool.ask("store", "drop", trajectory_ids)
+    asyncio.run(_serve(calls))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""An episode that is cancelled while its worker plays on: what becomes of it is not stored."""
+"""An episode that is cancelled while its worker goes on: what becomes of it is not stored."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,43 +12,38 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Task, Trajectory
-from openhands_rl_plugin.hosts.pool.connection import Peer, WorkerConnection
-from openhands_rl_plugin.hosts.pool.worker import PoolStorage
+from openhands_rl_plugin.hosts.pool.runner import Worker
+from openhands_rl_plugin.hosts.pool.worker import EpisodeWorker
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
-class PlayingOn:
-    """A worker in this process, whose episodes end when the test says so."""
+class Waiting(EpisodeWorker):
+    """Its episodes end when the test says so."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: asyncio.Queue[asyncio.Future[Trajectory]] = asyncio.Queue()
-        self._said: asyncio.Queue[bytes] = asyncio.Queue()
-        self.pool = Peer(self, self._said.put)
 
-    async def start(self, *given: object) -> None: ...
+    async def start(self, *given: Any, **named: Any) -> None: ...
 
-    async def run(self, *given: object) -> Trajectory:
+    async def run(self, *given: Any, **named: Any) -> Trajectory:
         end = asyncio.get_running_loop().create_future()
         await self.asked.put(end)
         return await end
 
-    async def send(self, message: bytes) -> None:
-        self.pool.receive(message)
 
-    async def receive(self) -> Sequence[bytes]:
-        said = await self._said.get()
-        return (said,) if said else ()
+class InThisProcess(Worker):
+    def __init__(self, *given: Any) -> None:
+        self.worker = Waiting()
+        super().__init__(*given)
 
-    async def exit_message(self) -> str:
-        return "closed"
+    async def _answer(self, call: bytes) -> bytes:
+        return await asyncio.shield(self.worker.answer(call))
 
     def kill(self) -> None:
-        self._said.put_nowait(b"")
-
-    async def close(self) -> None:
-        self.kill()
+        self._storing.cancel()
 
 
 @pytest.mark.timeout(30)
@@ -57,22 +52,21 @@ async def test_what_a_worker_makes_of_a_cancelled_episode_is_not_stored(tmp_path
     request = EpisodeRequest(task=Task(id="t", environment="shop"), run_id="r", group_id="g")
     made = sample_episode(trajectory_id(request), task="t")
     async with FileTrajectoryStorage(tmp_path) as storage:
-        worker = PlayingOn()
-        connection = WorkerConnection(worker, RLSettings(), HostOptions(), storage)
-        kept = PoolStorage(worker.pool)
-        running = asyncio.create_task(connection.run(request, None, None))
-        cancelled = await worker.asked.get()
+        pool = InThisProcess(RLSettings(), HostOptions(), storage)
+        kept: Any = pool.worker
+        running = asyncio.create_task(pool.run(request, None, None))
+        cancelled = await kept.asked.get()
         running.cancel()
         await asyncio.wait({running})
         cancelled.set_result(made)
         with pytest.raises(StorageError, match="the episode was cancelled"):
             await kept.add(made)
         assert [each async for each in storage.find(TrajectoryFilter(finished=None))] == []
-        running = asyncio.create_task(connection.run(request, None, None))
-        again = await worker.asked.get()
+        running = asyncio.create_task(pool.run(request, None, None))
+        again = await kept.asked.get()
         await kept.add(made)
         found = [each.id async for each, _ in storage.find(TrajectoryFilter(finished=None))]
         assert found == [made.id], "the next attempt in this process is stored"
         again.set_result(made)
         assert await running == made
-        await connection.close()
+        await pool.close()

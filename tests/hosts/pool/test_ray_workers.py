@@ -16,7 +16,6 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, Mi
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.open import make_runner
-from openhands_rl_plugin.hosts.pool.ray_workers import RayPoolRunner
 from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
@@ -102,10 +101,10 @@ class TestCluster:
             async with asyncio.timeout(200):
                 while not any(list(found.sampled()) for found in await everything(storage)):
                     await asyncio.sleep(0.05)
-            assert isinstance(pool, RayPoolRunner)
+            assert isinstance(pool, WorkerPoolRunner)
             worker = pool._workers[0]
             assert worker is not None
-            worker._channel.kill()
+            worker.kill()
             played = await playing
             await pool.close()
         assert [trajectory.failure for trajectory in played] == [None] * 4

@@ -20,7 +20,7 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.pool.runner import ProcessChannel, WorkerPoolRunner
+from openhands_rl_plugin.hosts.pool.runner import ProcessWorker, WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
@@ -334,7 +334,7 @@ class TestWorkerPool:
             await asyncio.sleep(0.5)
             worker = pool._workers[0]
             assert worker is not None
-            worker._channel.kill()
+            worker.kill()
             for trajectory in await asyncio.gather(*playing):
                 assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
                 assert "signal 9" in trajectory.failure.message
@@ -349,7 +349,7 @@ class TestWorkerPool:
             kept = await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
             worker = pool._workers[0]
             assert worker is not None
-            worker._channel.kill()
+            worker.kill()
             failed = await playing
             replaced = await pool.run(request.model_copy(update={"attempt": 1}))
             await pool.close()
@@ -392,7 +392,7 @@ class TestWorkerPool:
             worker = pool._workers[0]
             assert worker is not None
             await pool.close()
-            assert isinstance(worker._channel, ProcessChannel) and worker._channel._process.returncode is not None
+            assert isinstance(worker, ProcessWorker) and worker.process.wait(1)
             assert (await playing).failure is not None
 
     async def test_idle_workers_end_and_start_again(self, shop: str):
@@ -406,5 +406,5 @@ class TestWorkerPool:
                 async with asyncio.timeout(30):
                     while worker.alive:
                         await asyncio.sleep(0.05)
-                assert isinstance(worker._channel, ProcessChannel) and worker._channel._process.returncode == 0
+                assert isinstance(worker, ProcessWorker) and worker.process.wait(1)
             await pool.close()
