@@ -29,8 +29,7 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import EpisodeRequest, StopReason
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
-from openhands_rl_plugin.session.session import Session
-from openhands_rl_plugin.session.turns import EpisodeOver
+from openhands_rl_plugin.session.session import EpisodeOver, Session
 from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream
 
 TEMPLATES = {"system_template": "You can use bash.", "instance_template": "{{task}}"}
@@ -109,9 +108,9 @@ def main(base_url: str, model: str, folder: Path, task: str, command: str) -> No
     loop = background()
     storage = FileTrajectoryStorage("searched")
     session.keep_in(storage, loop.loop)
-    live_model = Model(model, lambda body: loop.wait_for(session.complete(body)))
+    live_model = Model(model, session.answer)
     live = MiniBranch(DefaultAgent(live_model, None, **TEMPLATES), folder, live=True)
-    session.world = lambda turn, engine: BranchWorld(live, turn, engine)
+    session.world = lambda: BranchWorld(live, session)
     live.agent.run(task)
 
     session.end_here(StopReason.TERMINATED)

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from openhands_rl_plugin.core.errors import InfrastructureError
+
 # Every completion in flight holds a thread, because OpenHands' LLM is synchronous. Threads are made on demand.
 MAX_COMPLETIONS_IN_FLIGHT = 256
 
@@ -114,6 +116,33 @@ async def shielded[T](work: Awaitable[T]) -> T:
     if cancelled is not None:
         raise cancelled
     return result
+
+
+_CHECK_INTERVAL = 1.0
+"""Seconds between checks whether a loop was closed."""
+
+
+async def on_loop[T](loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` on ``loop``, which may be that of another thread. A caller that is cancelled cancels it.
+
+    Raises what ``work`` raises, and ``InfrastructureError`` when the loop is closed before its end.
+    """
+    if loop is asyncio.get_running_loop():
+        return await work
+    if loop.is_closed():
+        work.close()
+        raise InfrastructureError("the event loop of this episode was closed")
+    answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+    try:
+        # A stopped loop drops its tasks without an error.
+        while not (await asyncio.wait([answer], timeout=_CHECK_INTERVAL))[0]:
+            if loop.is_closed():
+                work.close()
+                raise InfrastructureError("the event loop of this episode was closed")
+    except asyncio.CancelledError:
+        answer.cancel()
+        raise
+    return answer.result()
 
 
 _lock = threading.Lock()

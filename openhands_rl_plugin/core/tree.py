@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Self
 
 from openhands_rl_plugin.core.messages import WireMessage, says, to_message, whole_observation
@@ -316,19 +317,35 @@ REPLAYED_AS = "replayed_as"
 
 
 class HostConversation:
-    """The path of ``tree`` that the host's next prompt consists of."""
+    """The path of ``tree`` that the host's next prompt consists of.
 
-    def __init__(self, tree: EpisodeTree) -> None:
-        self._tree = tree
-        # How the host says a node; absent for an answer that was acted on and not replayed yet, and for one that the
-        # host will never replay.
+    An assistant message is matched with the answers to the same prompt that were acted on: first with an equal one,
+    then with one that the host repeats in another form. Other messages are matched with equal ones, so nodes of a
+    simulation become the real ones. ``strict``: a text that cannot be another form of the answer is the host's own.
+    ``unseen``: the text that is sent in the place of a host's form, which is then not noted.
+    """
+
+    def __init__(
+        self,
+        tree: EpisodeTree,
+        *,
+        strict: bool = False,
+        unseen: Callable[[WireMessage, Message], str | None] = lambda form, answer: None,
+    ) -> None:
+        self._tree, self._strict, self._unseen = tree, strict, unseen
+        # The host's form of a node; absent for an answer that was not replayed yet, or that the host never replays.
         self._forms: dict[int, Message] = {}
-        self._acted: set[int] = set()
+        self._acted = {at for at, node in enumerate(tree.nodes) if node.sampled}
 
     def acted(self, node: int) -> None:
         """Commit ``node``: the host executes it, and will replay it in its own form from now on."""
         self._tree.commit(node)
         self._acted.add(node)
+
+    def unread(self, node: int) -> None:
+        """The host could not read the answer ``node``: its next prompt goes on without it."""
+        self._acted.discard(node)
+        self._tree.head = self._tree.nodes[node].parent
 
     def follow(self, prompt: Sequence[WireMessage]) -> bool:
         """Make the path to the head equal to ``prompt``; true when the host rewrote what was said before."""
@@ -347,7 +364,24 @@ class HostConversation:
         return rewritten
 
     def _settle(self, at: int | None, new: Sequence[Message]) -> None:
-        """Called before the last action counts as executed: the prompt has the path to ``at``, and ``new`` after it."""
+        """Note what was executed before the prompt, which has the path to ``at`` and then ``new``.
+
+        An answer was not executed when another one to its prompt was sent back, nor when the host goes on from that
+        prompt without it: what it says instead is why.
+        """
+        tree, nodes, last = self._tree, self._tree.nodes, self._tree.head
+        path = tree.path(at) if at is not None else []
+        if last is not None and last not in path and nodes[last].sampled:
+            asked = nodes[last].parent
+            left_out = at == asked and not (new and new[0].role == "assistant")
+            if left_out and new:
+                nodes[last].metadata.setdefault("malformed", new[0].content)
+            if left_out or any(nodes[index].sampled and nodes[index].parent == asked for index in path):
+                tree.head = asked
+        for node in (nodes[index] for index in path if index != tree.head):
+            if node.sampled and node.reward is None:
+                node.reward = 0.0
+                tree.usage += Usage(steps=1)
 
     def _match(self, prompt: Sequence[WireMessage]) -> tuple[int | None, int]:
         """The last node that the prompt has in common with the tree, and the number of messages up to it."""
@@ -365,28 +399,46 @@ class HostConversation:
         return at, len(prompt)
 
     def _child(self, parent: int | None, message: WireMessage) -> int | None:
-        children = reversed(self._tree.children(parent))
-        return next((index for index in children if self._is(index, message)), None)
+        children = self._tree.children(parent)[::-1]
+        equal = (index for index in children if self._equals(index, message))
+        return next(chain(equal, (index for index in children if self._replays(index, message))), None)
 
-    def _is(self, index: int, message: WireMessage) -> bool:
-        if (form := self._forms.get(index)) is not None:
-            return says(message, form)
-        return index in self._acted and self._first_replay(index, message)
+    def _equals(self, index: int, message: WireMessage) -> bool:
+        node, form = self._tree.nodes[index], self._forms.get(index)
+        if form is not None and says(message, form):
+            return True
+        found = (index in self._acted or not node.sampled) and says(message, node.message)
+        if found:
+            self._forms.setdefault(index, node.message)
+        return found
 
-    def _first_replay(self, index: int, message: WireMessage) -> bool:
+    def _replays(self, index: int, message: WireMessage) -> bool:
         """Take the host's form of an answer it just executed; it may differ in white space and closing tags."""
         node = self._tree.nodes[index]
-        replay = to_message(message)
-        if replay.role != "assistant" or (node.message.tool_calls and not _same_calls(replay, node.message)):
+        if index not in self._acted or index in self._forms or message["role"] != "assistant":
+            return False
+        replay, answer = to_message(message), node.message
+        if not _same_calls(replay, answer) if answer.tool_calls else self._strict and not _same_text(replay, answer):
             return False
         self._forms[index] = replay
-        if not says(message, node.message):
+        if self._unseen(message, answer) is None:
             node.metadata[REPLAYED_AS] = replay.model_dump(mode="json", exclude_defaults=True)
         return True
 
 
 def _same_calls(one: Message, other: Message) -> bool:
     return [(call.id, call.name) for call in one.tool_calls] == [(call.id, call.name) for call in other.tool_calls]
+
+
+def _same_text(message: Message, answer: Message) -> bool:
+    """Whether ``message`` can be ``answer`` truncated, without its reasoning, or with other white space."""
+    one, other = squeezed(message.content), squeezed(answer.content)
+    return one in other or other in one if one and other else one == other
+
+
+def squeezed(text: str | None) -> str:
+    """The text without white space."""
+    return "".join((text or "").split())
 
 
 def clip(observation: Observation, limits: Limits) -> Observation:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import compress
 from operator import ne
 from typing import Any, Protocol, Self
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.concurrency import shielded
+from openhands_rl_plugin.core.concurrency import on_loop, shielded
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
@@ -42,6 +42,28 @@ class EpisodeSink(Protocol):
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """As in ``TrajectoryStorage``."""
         ...
+
+
+def on_its_loop(storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> Any:
+    """An ``EpisodeSink`` that calls ``storage`` on its own event loop ``loop``, whatever loop it is used on.
+
+    A method that ``storage`` has not, such as a pipe to another process, does nothing. Raises what the storage raises,
+    and ``InfrastructureError`` when that loop is closed before the call ends.
+    """
+    return _StorageOnLoop(storage, loop)
+
+
+class _StorageOnLoop:
+    def __init__(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
+        self._storage = storage
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*given: Any) -> Any:
+            if (method := getattr(self._storage, name, None)) is not None:
+                return await on_loop(self._loop, method(*given))
+
+        return call
 
 
 class EpisodeJournal:

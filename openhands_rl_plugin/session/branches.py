@@ -22,10 +22,8 @@ from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
 from openhands_rl_plugin.rollout.forks import OpenForks
-from openhands_rl_plugin.session.engine import SessionEngine
-from openhands_rl_plugin.session.sampled_texts import SampledCalls
+from openhands_rl_plugin.session.session import EpisodeOver, Session, Turn
 from openhands_rl_plugin.session.token_id_text import Json
-from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 
 Complete = Callable[[Json], Json]
 """A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""
@@ -119,14 +117,12 @@ class HeldBranch:
 
 
 class BranchWorld(OpenForks):
-    """A ``World``: the live session of a host at one decision, which is only forked. ``turn``: its request;
-    ``calls``: the session's, if they are put back into its prompts."""
+    """A ``World``: the ``live`` host of a session at one decision, which is only forked."""
 
-    def __init__(self, live: Branch, turn: Turn, engine: SessionEngine, calls: SampledCalls | None = None) -> None:
+    def __init__(self, live: Branch, session: Session) -> None:
         super().__init__()
-        self.engine = engine
-        self.turn = turn
-        self.calls = calls
+        self.session = session
+        self.turn = session.turn
         self._live = live
 
     @property
@@ -135,7 +131,7 @@ class BranchWorld(OpenForks):
         return EnvInfo(emits_rewards=False, step_timeout=self._seconds)
 
     def _seconds(self, action: Message) -> float:
-        return self._live.seconds(self.engine.answers.of(action))
+        return self._live.seconds(self.session.document_of(action))
 
     async def fork(self) -> BranchEnvironment:
         """A copy of the live session. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
@@ -172,13 +168,13 @@ class BranchEnvironment:
 
         Raises ``BadEnvironmentError`` for an action that a fork cannot execute.
         """
-        held, before, answers = self._held, self._turn, self._world.engine.answers
+        held, before, session = self._held, self._turn, self._world.session
         if not self._began:
             wire = await self._prompt(before.path)
             if wire is None or not _same(wire, before.wire):
                 raise BadEnvironmentError("the branch does not begin with the live session's prompt")
             self._began = True
-        held.answer(answers.of(action))
+        held.answer(session.document_of(action))
         wire, known = await self._prompt((*before.path, action)), len(before.wire)
         if wire is None:
             return Observation(terminated=True)
@@ -189,7 +185,7 @@ class BranchEnvironment:
         new = tuple(to_message(message) for message in wire[known + replayed :])
         # The earlier messages are shared, because a search holds very many turns.
         self._turn = Turn(before.body, [*before.wire, *wire[known:]], (*before.path, action, *new))
-        answers.expect(self._turn)
+        session.expect(self._turn)
         return Observation(messages=new)
 
     async def fork(self) -> BranchEnvironment:
@@ -214,8 +210,8 @@ class BranchEnvironment:
         if (body := await self._held.request()) is None:
             return None
         wire: Sequence[WireMessage] = body["messages"]
-        world = self._world
-        return wire if world.calls is None else world.calls.put_back(wire, path[len(world.turn.path) :])
+        calls = self._world.session.calls
+        return wire if calls is None else calls.put_back(wire, path[len(self._world.turn.path) :])
 
 
 def _same(one: Sequence[WireMessage], other: Sequence[WireMessage]) -> bool:

@@ -1,7 +1,13 @@
-"""The sessions of a gateway: named, opened, stored request by request, and ended when they are idle.
+"""The sessions of clients over HTTP: named, followed, stored request by request, and ended when they are idle.
 
-A bounded number is held in memory. The least recently used one is evicted, and reloaded from the storage when it is
-needed. The sessions of an earlier gateway that was killed are reloaded in the same way.
+The tree of a session follows the client's conversation. Without a strategy the model server's answer is passed on as it
+is, and recorded. A strategy compares what the model proposes: nothing is forked. What the client executed, condensed or
+left out shows in its next prompt.
+
+What a client asks for beside its episode (a summary of the history, a title) is told from the turns of the episode. A
+client does not say which is which. A request is aside when it opens a conversation of its own without any tools while
+the session has some, or got some later. It is a condensation when a rewritten history quotes its answer, and nothing
+went on from it.
 
 The first of these that is present is the name of a request's session:
 
@@ -23,24 +29,61 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from openhands_rl_plugin.core.messages import WireMessage, text_of
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary, trajectory_id
-from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, StopReason
-from openhands_rl_plugin.rollout.journal import stored_episode
-from openhands_rl_plugin.session.client_episode import ENVIRONMENT, RECORDED, ClientSession, request_of
-from openhands_rl_plugin.session.replies import ErrorReply, error_reply
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import background, on_loop
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
+from openhands_rl_plugin.core.protocols import Strategy, TrajectoryStorage
+from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectorySummary, trajectory_id
+from openhands_rl_plugin.core.tree import squeezed
+from openhands_rl_plugin.core.types import (
+    CONDENSATION,
+    KIND,
+    SIDE,
+    TURN,
+    EpisodeRequest,
+    JsonObject,
+    Message,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Trajectory,
+    Usage,
+    kind_of,
+    path_to,
+)
+from openhands_rl_plugin.models.engines.extensions import SAMPLING, TOKEN_IDS, ExtensionAttempt, missing_parts
+from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
+from openhands_rl_plugin.session.protocol import WireProtocol
+from openhands_rl_plugin.session.replies import ErrorReply, PendingCalls, error_reply
+from openhands_rl_plugin.session.requests import ClientRequest
+from openhands_rl_plugin.session.responses import UpstreamResponse
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
+from openhands_rl_plugin.session.session import EpisodeOver, Session
 from openhands_rl_plugin.session.token_id_text import Json, parse_object
+from openhands_rl_plugin.session.upstream import Upstream
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 _IN_USER_ID = "_session_"
 LONGEST = 200
 OPENING = "opening"
-MOST_IN_MEMORY, MOST_OPEN = 256, 100_000
+MOST_OPEN = 10_000
+"""Sessions that have not ended; all are in memory."""
+TOOLS = "tools"
+"""The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
+_SHORTEST_QUOTE = 8
+"""Characters without white space; a shorter answer is in many texts by chance."""
 
 
 class SessionName(NamedTuple):
@@ -102,11 +145,301 @@ def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[Wi
     return f"opening-{digest.hexdigest()[:24]}"
 
 
-class SessionPool:
-    """Sessions by name; ``record`` makes one without a strategy.
+ENVIRONMENT = "gateway"
+RECORDED = StrategySpec(name="gateway")
+"""That of a session without a strategy."""
 
-    ``idle`` is in seconds; ``MOST_IN_MEMORY`` are in memory, ``MOST_OPEN`` have not ended.
+
+def request_of(run_id: str, name: str, part: int = 0) -> EpisodeRequest:
+    """The request of a session's episode. A name that is used again after its end starts the next ``part``."""
+    return EpisodeRequest(task=Task(id=name, environment=ENVIRONMENT), run_id=run_id, group_id=name, sample=part)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A client's request on its way to the model server. ``started`` is a time of ``perf_counter``."""
+
+    protocol: WireProtocol
+    session: ClientSession
+    call: ClientRequest
+    attempt: ExtensionAttempt
+    started: float
+
+    @property
+    def filled(self) -> JsonObject:
+        """The sampling parameters that the client left open, as they were sent."""
+        added = added_fields(self.call, self.attempt.fields) if SAMPLING in self.attempt.fields else {}
+        return {name: value for name, value in added.items() if name in SamplingParams.model_fields}
+
+    def why(self, name: str, *, lost_ids: bool) -> str:
+        """Why the answer came without what the field ``name`` asks for."""
+        if not self.protocol.reports_ids:
+            return f"POST /v1/{self.protocol.path} reports none"
+        if self.call.document.get(name) is not None and not self.call.wants(name):
+            return f"the client turned {name} off"
+        if lost_ids and name == TOKEN_IDS:
+            return "the stream left some token ids out"
+        return self.attempt.why_missing(name)
+
+
+class ClientSession(Session):
+    """A session, and the requests that are in flight for it.
+
+    ``strategy`` with its ``strategy_spec`` decides; without one the answers are recorded. ``base_model`` is the model
+    below versioned adapter names. ``restores``: sampled calls are put back into its prompts.
+
+    ``last_used`` is a Unix time in seconds. ``unrecorded``: its requests for completions that could not be recorded,
+    by path.
     """
+
+    def __init__(
+        self,
+        storage: TrajectoryStorage,
+        request: EpisodeRequest,
+        settings: RLSettings,
+        base_model: str,
+        *,
+        restores: bool,
+        strategy: Strategy | None = None,
+        strategy_spec: StrategySpec = RECORDED,
+    ) -> None:
+        super().__init__(
+            request,
+            settings,
+            strategy=strategy or StandardReActStrategy(),
+            strategy_spec=strategy_spec,
+            base_model=base_model,
+            environment_mode=True,
+            strict=True,
+        )
+        self.is_searched = strategy is not None
+        self.last_used = time.time()
+        self.pending = PendingCalls()
+        self.unrecorded: Counter[str] = Counter()
+        self.calls = SampledCalls() if restores else None
+        self._storage = storage
+
+    @property
+    def name(self) -> str:
+        return self.request.task.id
+
+    def continue_after(self, stored: Trajectory) -> None:
+        """Go on after what an earlier gateway stored. Raises ``StorageError``."""
+        self.request = self.request.model_copy(update={"task": stored.task})
+        self.policy, self.strategy_spec = stored.policy, stored.strategy
+        if not self.resume(stored, on_its_loop(self._storage, asyncio.get_running_loop())):
+            raise StorageError(f"the stored episode {stored.id} is none of a gateway")
+        self.follow_tree()
+        self.last_used = stored.times.finished
+        self.ids.forget(range(len(self.tree.nodes)))
+        nodes = self.tree.nodes
+        if self.calls is not None:
+            for node in (node for node in nodes if node.sampled):
+                self.calls.add(node.message)
+        first = next((at for at, node in enumerate(nodes) if node.metadata.get(TOOLS)), None)
+        if first is not None and not self.tree.tools:
+            tools: Any = nodes[first].metadata[TOOLS]
+            self._offer(tools, first, nodes[path_to(nodes, first)[0]].message)
+
+    def policy_of(self, served: str) -> PolicyRef:
+        """As ``Session.policy_of``. A server's model may be another than ``base_model``."""
+        policy = super().policy_of(served)
+        return policy if policy.adapter is not None else PolicyRef(base_model=served)
+
+    async def record(self, exchange: Exchange, answer: UpstreamResponse, *, lost_ids: bool) -> list[str]:
+        """Store a response with the new messages of its prompt. After a ``StorageError``, the next call stores it, too.
+
+        Returns the cause for each answer without token ids or logprobs. ``lost_ids`` as in ``AnswerStream``.
+        """
+        call, latency = exchange.call, round(time.perf_counter() - exchange.started, 4)
+        served = answer.model or call.model
+        self._begin(call, served)
+        tree, first, tools = self.tree, len(self.tree.nodes), self.tree.tools
+        messages, unknown = self._messages(call)
+        if aside := self._is_aside(call, messages):
+            rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
+        else:
+            rewritten, parent = self.conversation.follow(messages), tree.head
+        notes: JsonObject = {"request": call.parameters, "response": answer.about, "latency": latency}
+        noted: JsonObject = {
+            "streamed": call.streams,
+            "history_rewritten": rewritten,
+            TOOLS: list(call.tools) if call.tools != tools else None,
+            "protocol": exchange.protocol.path if exchange.protocol is not CHAT else None,
+            "instructions": call.instructions,
+            "unknown_before": unknown,
+        }
+        notes |= {name: value for name, value in noted.items() if value or value == []}
+        causes, nodes = [], []
+        for at, choice in enumerate(answer.choices):
+            made = self.completion(
+                choice,
+                after=parent,
+                served=served,
+                usage=answer.usage() if at == 0 else Usage(),
+                sampling=call.sampling(exchange.filled),
+                metadata={**notes, **({"message": choice.extra} if choice.extra else {})},
+            )
+            if missing := missing_parts(partial(exchange.why, lost_ids=lost_ids), made.tokens):
+                made.metadata[MISSING] = missing
+                causes += [f"{what}: {why}" for what, why in missing.items()]
+            nodes.append(tree.propose(made, parent=parent))
+            if aside:
+                tree.nodes[nodes[-1]].metadata[KIND] = SIDE
+            if self.calls is not None:
+                self.calls.add(choice.message)
+        for node in reversed(nodes if not aside else ()):
+            # Until the next request shows which choice the client uses, it is the first.
+            self.conversation.acted(node)
+        own = range(first, len(tree.nodes))  # another request may add nodes meanwhile, which are not stored yet
+        await self.keep_up()
+        self.ids.forget(own)
+        return causes
+
+    async def decided(self, call: ClientRequest, model: str, upstream: Upstream) -> Json:
+        """The answer of the strategy, which is stored. Raises as ``Session.respond``."""
+        self._begin(call, model)
+        self.connect(upstream)
+        body = {**call.document, "messages": list(call.messages), "model": model}
+        body.pop("n", None)
+        try:
+            return await on_loop(background().loop, self._answered(call, body, upstream))
+        except EpisodeOver as over:
+            self.stop = over.stop
+            raise
+
+    async def _answered(self, call: ClientRequest, body: Json, upstream: Upstream) -> Json:
+        if self._is_aside(call, call.messages):
+            return await self.aside(body, SIDE, upstream)
+        return await self.respond(body)
+
+    async def close(self, stop: StopReason, evidence: JsonObject) -> str | None:
+        """Close the episode and return its id, or ``None`` when nothing was recorded. Raises ``StorageError``."""
+        nodes, journal = self.tree.nodes, self._journal
+        if journal is None or not nodes:
+            return None
+        await self.keep_up()
+        if self.unrecorded:
+            evidence = {**evidence, "unrecorded": dict(self.unrecorded)}
+        self._mark_condensations()
+        turns = [node for node in nodes if kind_of(node) == TURN]
+        for node in turns:
+            if node.metadata.get(TOOLS) == list(self.tree.tools):
+                del node.metadata[TOOLS]  # noted when they were not known to be those of the session
+        if self.strategy_spec == RECORDED:
+            self._ask(next((node.message.content for node in turns if node.message.role == "user"), None))
+        times = Times(started=self.started, finished=self.last_used)
+        frozen = self.freeze(stop=self.stop or stop, evidence=evidence)
+        trajectory = frozen.model_copy(update={"policy": self._first_policy(), "times": times})
+        if not self.is_searched and not journal.is_continued_by(trajectory):
+            # It is stored anew, and the ids are in the store only.
+            stored = await stored_episode(self._storage, trajectory.id)
+            if stored is None or len(stored.nodes) != len(nodes):
+                self._journal = None  # said once; nothing can end it any more
+                raise StorageError(f"the stored episode {trajectory.id} was removed or changed by another process")
+            pairs = zip(trajectory.nodes, stored.nodes, strict=True)
+            kept = tuple(node.model_copy(update={"tokens": own.tokens}) for node, own in pairs)
+            trajectory = trajectory.model_copy(update={"nodes": kept})
+        await self.end(trajectory)
+        return trajectory.id
+
+    def _begin(self, call: ClientRequest, served: str) -> None:
+        if self._journal is not None:
+            return
+        if not self.request.task.instruction:
+            self._ask(next((text_of(each.get("content")) for each in call.messages if each["role"] == "user"), None))
+        self.tree.tools = call.tools
+        self.policy = self.policy_of(served)
+        self.started = time.time()
+        self.keep_in(self._storage, asyncio.get_running_loop())
+
+    def _ask(self, instruction: str | None) -> None:
+        task = self.request.task.model_copy(update={"instruction": instruction or self.request.task.instruction})
+        self.request = self.request.model_copy(update={"task": task})
+
+    def _first_policy(self) -> PolicyRef:
+        """The weights that gave the first answer; what was asked beside the episode may be of others."""
+        known = sorted((node for node in self.tree.nodes if node.policy), key=lambda node: kind_of(node) != TURN)
+        return (known[0].policy if known else None) or self.policy
+
+    def _is_aside(self, call: ClientRequest, messages: Sequence[WireMessage]) -> bool:
+        """Whether the request is no turn of the episode, before it is part of the tree."""
+        tree = self.tree
+        if call.tools and not tree.tools:
+            self._offer(call.tools, len(tree.nodes), messages[0])
+        if call.tools or not tree.tools or not any(node.sampled for node in tree.nodes):
+            return False
+        if any(message["role"] == "assistant" for message in call.messages):
+            return False
+        roots = [tree.nodes[at] for at in tree.children(None) if kind_of(tree.nodes[at]) == TURN]
+        return not any(says(call.messages[0], root.message) for root in roots)
+
+    def _offer(self, tools: Sequence[JsonObject], stop: int, opening: WireMessage | Message) -> None:
+        """The session's tools came with a conversation that begins with ``opening``, after the nodes before ``stop``.
+
+        What was asked before is aside when it is no beginning of that conversation and nothing went on from it.
+        """
+        tree = self.tree
+        tree.tools = tuple(tools)
+        begins = opening if isinstance(opening, dict) else to_wire(opening)
+        for at, node in enumerate(tree.nodes[:stop]):
+            if node.sampled:
+                node.metadata[TOOLS] = []
+            if node.parent is None and kind_of(node) == TURN and not says(begins, node.message) and self._is_alone(at):
+                self._mark(at, SIDE)
+        if tree.head is not None and kind_of(tree.nodes[tree.head]) == SIDE:
+            tree.head = None
+
+    def _mark_condensations(self) -> None:
+        """Those whose answer is quoted by what a rewritten history has after all earlier answers."""
+        nodes = self.tree.nodes
+        for leaf in (at for at, node in enumerate(nodes) if node.metadata.get("history_rewritten")):
+            path = path_to(nodes, leaf)
+            first = next((at for at in range(leaf, 0, -1) if nodes[at - 1].sampled), 0)
+            new = [at for at in path if at >= first and not nodes[at].sampled]
+            if not new or nodes[new[0]].parent is None:
+                continue
+            quoted = squeezed(
+                " ".join(nodes[at].message.content or "" for at in new if nodes[at].message.role != "assistant")
+            )
+            for at, node in enumerate(nodes[:first]):
+                if not node.sampled or node.message.tool_calls:
+                    continue
+                root, answer = path_to(nodes, at)[0], squeezed(node.message.content)
+                if root != path[0] and len(answer) >= _SHORTEST_QUOTE and answer in quoted and self._is_alone(root):
+                    self._mark(root, CONDENSATION)
+
+    def _is_alone(self, root: int) -> bool:
+        """Whether nothing went on from the answers of the conversation that begins at ``root``."""
+        return not any(self.tree.children(at) for at in self._below(root) if self.tree.nodes[at].sampled)
+
+    def _mark(self, root: int, kind: str) -> None:
+        for at in self._below(root):
+            self.tree.nodes[at].metadata[KIND] = kind
+
+    def _below(self, root: int) -> list[int]:
+        found = [root]
+        for at in found:
+            found += self.tree.children(at)
+        return found
+
+    def _messages(self, call: ClientRequest) -> tuple[Sequence[WireMessage], str]:
+        """All messages of a prompt, also those that the server holds, and why some are not known."""
+        if not call.continues:
+            return call.messages, call.unknown_before
+        said: Any = [node.metadata.get("response") or {} for node in self.tree.nodes]
+        before = next((at for at, response in enumerate(said) if response.get("id") == call.continues), None)
+        if before is None:
+            return call.messages, f"the earlier response {call.continues:.100} was not recorded in this session"
+        path = [to_wire(message) for message in self.tree.messages(before)]
+        # Instructions hold for one request; each brings its own.
+        past = path[1:] if self.tree.nodes[before].metadata.get("instructions") else path
+        own = 1 if call.instructions else 0
+        return [*call.messages[:own], *past, *call.messages[own:]], call.unknown_before
+
+
+class SessionPool:
+    """Sessions by name; ``record`` makes one without a strategy. ``idle`` is in seconds."""
 
     def __init__(
         self,
@@ -120,96 +453,79 @@ class SessionPool:
         self._run_id = run_id
         self._record = record
         self._idle = idle
-        self._active: OrderedDict[str, ClientSession] = OrderedDict()
-        self._evicted: dict[str, float] = {}
-        # Serialises loading, evicting and ending, so that no two objects write to one episode.
+        self._open: dict[str, ClientSession] = {}
+        # Serialises beginning and ending, so that no two objects write to one episode.
         self._lock = asyncio.Lock()
 
     def __len__(self) -> int:
-        return len(self._active)
+        return len(self._open)
 
     async def start(self) -> None:
-        """Find the sessions that an earlier gateway of this run left open. Raises ``StorageError``."""
+        """Go on with the sessions that an earlier gateway of this run left open; those of a strategy end.
+
+        Raises ``StorageError``.
+        """
         # Drops no real episode; it fails at the start when the storage cannot be written.
         await self._storage.drop((trajectory_id(request_of(self._run_id, "")),))
         where = TrajectoryFilter(run_id=self._run_id, environment=ENVIRONMENT, finished=False)
-        async for left in self._storage.summaries(where):
-            self._evicted[left.task_id] = left.times.finished
-            if left.strategy != RECORDED.name:  # it ended with the gateway that searched
-                await self.end(left.task_id, StopReason.NO_ACTION, {"ended_by": "shutdown"})
+        for left in [each async for each in self._storage.summaries(where)]:
+            part, _ = await self._parts(left.task_id)
+            session = self._record(request_of(self._run_id, left.task_id, part - 1))
+            if (stored := await stored_episode(self._storage, left.id)) is not None:
+                session.continue_after(stored)
+                self._open[session.name] = session
+                if left.strategy != RECORDED.name:
+                    await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     async def open(self, name: str) -> ClientSession:
-        """The session of that name, loaded or created. Raises ``StorageError`` and ``ErrorReply``."""
-        session = self._active.get(name)
-        if session is None:
-            if name not in self._evicted:
-                self._check_room()
+        """The session of that name, or a new one. Raises ``StorageError`` and ``ErrorReply``."""
+        if (session := self._open.get(name)) is None:
             async with self._lock:
-                session = self._active.get(name) or await self._load(name)
-                self._evict(but=name)
-        self._active.move_to_end(name)
+                session = self._open.get(name) or await self._begin(name, self._record)
         session.last_used = time.time()
         return session
 
     async def create(self, name: str, make: Callable[[EpisodeRequest], ClientSession]) -> None:
         """Open a session that a strategy decides. Raises what ``make`` raises, ``StorageError`` and ``ErrorReply``."""
         async with self._lock:
-            part, last = await self._parts(name)
-            if name in self._active or (last is not None and last.stop is StopReason.UNFINISHED):
+            if name in self._open:
                 message = f"The session {name!r} is open: end it, or name another."
                 raise ErrorReply(error_reply(409, message, "ConflictError"))
-            self._check_room()
-            self._active[name] = make(request_of(self._run_id, name, part))
+            await self._begin(name, make)
 
     async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str | None, bool]:
         """End a session after its requests in flight. Returns the id of its episode, ``None`` if it has none, and
         whether it was open: else the episode is the last of that name."""
         # Outside the lock: a request may take minutes and must not block other sessions.
-        if (session := self._active.get(name)) is not None:
+        if (session := self._open.get(name)) is not None:
             await session.pending.settle()
         async with self._lock:
-            if name not in self._active:
-                _, last = await self._parts(name)
-                if last is None or last.stop is not StopReason.UNFINISHED:
-                    return last and last.id, False
-            session = self._active.get(name) or await self._load(name)
-            return await self._close(session, stop, evidence), True
+            if (session := self._open.get(name)) is not None:
+                return await self._close(session, stop, evidence), True
+            _, last = await self._parts(name)
+            return last and last.id, False
 
     async def end_idle(self) -> None:
         """End all sessions without a request for ``idle`` seconds. Raises ``StorageError``."""
-        for name in (*self._active, *self._evicted):
+        for name in [*self._open]:
             async with self._lock:
-                session = self._active.get(name)
-                last_used = session.last_used if session is not None else self._evicted.get(name, time.time())
-                if time.time() - last_used < self._idle or (session is not None and session.pending.busy):
-                    continue
-                session = session or await self._load(name)
-                # Another gateway may have continued it.
-                if time.time() - session.last_used >= self._idle:
+                session = self._open.get(name)
+                if session and not session.pending.busy and time.time() - session.last_used >= self._idle:
                     await self._close(session, StopReason.NO_ACTION, {"ended_by": "idle"})
 
     async def close(self, timeout: float) -> None:
         """End every session; requests in flight get ``timeout`` seconds. Raises ``StorageError``."""
-        await asyncio.gather(*(session.pending.settle(timeout) for session in self._active.values()))
-        for name in (*self._active, *self._evicted):
-            async with self._lock:
-                session = self._active.get(name) or await self._load(name)
+        await asyncio.gather(*(session.pending.settle(timeout) for session in self._open.values()))
+        async with self._lock:
+            for session in [*self._open.values()]:
                 await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
-    def _check_room(self) -> None:
-        if (many := len(self._active) + len(self._evicted)) >= MOST_OPEN:
+    async def _begin(self, name: str, make: Callable[[EpisodeRequest], ClientSession]) -> ClientSession:
+        if (many := len(self._open)) >= MOST_OPEN:
             message = f"{many} sessions are open: end some (/session/NAME/end) or retry later."
             raise ErrorReply(error_reply(429, message, "RateLimitError", {"retry-after": "60"}))
-
-    async def _load(self, name: str) -> ClientSession:
-        part, last = await self._parts(name)
-        goes_on = last is not None and last.stop is StopReason.UNFINISHED
-        request = request_of(self._run_id, name, part - goes_on)
-        session = self._record(request)
-        if goes_on and (stored := await stored_episode(self._storage, trajectory_id(request))) is not None:
-            session.continue_after(stored)
-        self._active[name] = session
-        self._evicted.pop(name, None)
+        part, _ = await self._parts(name)
+        session = self._open[name] = make(request_of(self._run_id, name, part))
         return session
 
     async def _parts(self, name: str) -> tuple[int, TrajectorySummary | None]:
@@ -222,15 +538,12 @@ class SessionPool:
                 return part, last
             part, last = part + 1, found[0]
 
-    def _evict(self, *, but: str) -> None:
-        unused = [name for name, each in self._active.items() if name != but and not each.is_held]
-        for name in unused[: max(0, len(self._active) - MOST_IN_MEMORY)]:
-            self._evicted[name] = self._active.pop(name).last_used
-
     async def _close(self, session: ClientSession, stop: StopReason, evidence: JsonObject) -> str | None:
-        # It is forgotten, so that an end that fails is tried again.
-        self._evicted[session.name] = self._active.pop(session.name).last_used
-        await session.pending.settle()
-        ended = await session.close(stop, evidence)
-        self._evicted.pop(session.name)
-        return ended
+        # Requests from here on wait for the lock. An end that fails is tried again.
+        del self._open[session.name]
+        try:
+            await session.pending.settle()
+            return await session.close(stop, evidence)
+        except BaseException:
+            self._open[session.name] = session
+            raise

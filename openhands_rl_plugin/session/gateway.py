@@ -23,8 +23,13 @@ from openhands_rl_plugin.core.servers import HEALTH, Receive, Scope, Send, liste
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
 from openhands_rl_plugin.session.chat_completions import CHAT
-from openhands_rl_plugin.session.client_episode import ClientSession
-from openhands_rl_plugin.session.client_sessions import SessionName, SessionPool, named_session, session_name
+from openhands_rl_plugin.session.client_sessions import (
+    ClientSession,
+    SessionName,
+    SessionPool,
+    named_session,
+    session_name,
+)
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.messages_api import MESSAGES
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, forwarded_headers

@@ -21,8 +21,7 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import SAMPLING, Clock, ExtensionTable
 from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
-from openhands_rl_plugin.session.client_episode import ClientSession, Exchange
-from openhands_rl_plugin.session.client_sessions import OPENING, SessionName
+from openhands_rl_plugin.session.client_sessions import OPENING, ClientSession, Exchange, SessionName
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, forwarded_headers
 from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol

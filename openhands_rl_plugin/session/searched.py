@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Limits, SamplingParams, StrategySpec
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
-from openhands_rl_plugin.session.client_episode import ClientSession
+from openhands_rl_plugin.session.client_sessions import ClientSession
 from openhands_rl_plugin.session.token_id_text import Json, dump_object
 
 

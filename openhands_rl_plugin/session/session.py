@@ -7,25 +7,40 @@ OpenHands.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.concurrency import Job, background, bound
-from openhands_rl_plugin.core.errors import boundary
-from openhands_rl_plugin.core.messages import to_message
+from openhands_rl_plugin.core.concurrency import Backoff, Job, background, bound, on_loop
+from openhands_rl_plugin.core.errors import EpisodeError, RLError, boundary
+from openhands_rl_plugin.core.messages import (
+    NEUTRAL_PARAMETERS,
+    WireMessage,
+    altering_parameters,
+    recorded_parameters,
+    sampling_in,
+    to_message,
+    to_wire,
+    usage_to_wire,
+    wire_calls,
+)
 from openhands_rl_plugin.core.protocols import Strategy
-from openhands_rl_plugin.core.records import PROMPT
+from openhands_rl_plugin.core.records import MISSING, PROMPT
+from openhands_rl_plugin.core.tree import HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
     FailureKind,
     JsonObject,
     Limits,
+    Message,
     PolicyRef,
     SamplingParams,
     Score,
@@ -35,39 +50,63 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.models.engines.seeded import merge_sampling
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
+from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.rollout.forks import World
-from openhands_rl_plugin.rollout.journal import EpisodeSink
+from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import Episode
-from openhands_rl_plugin.session.conversation import WorkspaceConversation
-from openhands_rl_plugin.session.engine import SessionEngine
-from openhands_rl_plugin.session.responses import RecordedChoice
+from openhands_rl_plugin.session.requests import Unrecordable
+from openhands_rl_plugin.session.responses import RecordedChoice, UpstreamResponse
 from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
-from openhands_rl_plugin.session.storage import bound_to
-from openhands_rl_plugin.session.token_id_text import Json, NodeTokens, canonical
-from openhands_rl_plugin.session.turns import EpisodeOver, Turn
-from openhands_rl_plugin.session.upstream import Upstream
+from openhands_rl_plugin.session.token_id_text import Json, NodeTokens, canonical, parse_object
+from openhands_rl_plugin.session.upstream import ServerError, Upstream
 
 _SEEDS = 2**31
+# Of a request that is not the host's conversation, such as a judgement, only these stay.
+_KEPT = frozenset({"model", "max_tokens", "max_completion_tokens"})
+_OF_TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+_OF_STREAMS = frozenset({"stream", "stream_options"})
+_TRIES, _PAUSES = 3, Backoff(0.5, 8.0)
+_LONGEST_PAUSE = 60.0
+"""Seconds that a server may ask to wait (``Retry-After``)."""
+
+
+class EpisodeOver(RLError):
+    """The session gives no more completions; ``stop`` is the limit that was reached."""
+
+    def __init__(self, stop: StopReason) -> None:
+        super().__init__(f"the episode is over: {stop.value}")
+        self.stop = stop
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request of the host: its ``body``, its messages as ``wire``, and the same conversation in the tree (``path``).
+
+    ``rewritten``: it does not extend the conversation before.
+    """
+
+    body: Json
+    wire: Sequence[WireMessage]
+    path: tuple[Message, ...] = ()
+    rewritten: bool = False
 
 
 class Session(Episode):
     """One episode. A host asks it for each completion; its runner freezes it at the end.
 
-    ``environment_mode``: the model sees only the environment's observations; else it works in a workspace with the
-    tools of OpenHands' CodeAct agent, in ``workspace`` if given. ``base_model`` is the served name of the model without
-    an adapter, ``token_ids`` whether token ids are requested from the server. ``error`` must stop the whole run; it is
-    kept here because OpenHands' controller handles any exception by ending only the session. ``opinion``: what a critic
-    said of it last, stored at its end.
+    It is the ``LLMEngine`` of its own strategy. ``environment_mode``: the model sees only the environment's
+    observations; else it works in a workspace with the tools of OpenHands' CodeAct agent, in ``workspace`` if given.
+    ``base_model`` is the served name of the model without an adapter, ``token_ids`` whether the server is asked for
+    token ids. ``strict`` as in ``HostConversation``. ``error`` must stop the whole run; it is kept here because
+    OpenHands' controller handles any exception by ending only the session. ``opinion``: what a critic said of it last,
+    stored at its end.
 
-    A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on a
-    request; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or ``None``);
-    ``samples`` to false where the host's sampling and limits hold, not the session's; ``calls``, those that were
-    sampled, to put them back into its prompts; ``exact`` to false where calls in the text stay in its own form.
+    A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on the
+    request ``turn``; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or
+    ``None``); ``samples`` to false where the host's sampling and limits hold, not the session's; ``calls``, those that
+    were sampled, to put them back into its prompts; ``exact`` to false where calls in the text stay in its own form.
     """
-
-    follows: type[WorkspaceConversation] = WorkspaceConversation
-    """How the host's prompts follow the tree."""
 
     def __init__(
         self,
@@ -80,6 +119,7 @@ class Session(Episode):
         environment_mode: bool,
         workspace: TaskWorkspace | None = None,
         token_ids: bool = True,
+        strict: bool = False,
     ) -> None:
         super().__init__(
             request,
@@ -99,35 +139,39 @@ class Session(Episode):
         )
         self.opinion: Score | None = None
         self.note: JsonObject = {}
-        self.world: Callable[[Turn, SessionEngine], World | None] | None = None
+        self.world: Callable[[], World | None] | None = None
         self.reads: Callable[[Json], str | None] | None = None
         self.samples = True
         self.exact = True
         self.calls: SampledCalls | None = None
-        self.said = SampledTexts()
-        self._engine: SessionEngine | None = None
-        self._follow()
-        self._turn = asyncio.Lock()
-        self._deciding: tuple[Job[Json] | None, float] = None, 0.0
+        self.turn = Turn({}, ())
+        self.texts = SampledTexts()
+        self._strict = strict
+        self.follow_tree()
+        self._upstream: Upstream | None = None
+        # The live turn and those that forks have reached, by path; the document of each answer; failed requests.
+        self._turns: dict[tuple[Message, ...], Turn] = {}
+        self._documents: dict[Message, Json] = {}
+        self._failed: dict[object, list[JsonObject]] = {}
+        self._numbers, self._seeds, self._spent = itertools.count(), ConversationSeeds(), Usage()
+        self._deciding = asyncio.Lock()
+        self._job: tuple[Job[Json] | None, float] = None, 0.0
         self._stopped = -math.inf
         self._stopping = threading.Lock()
 
     def connect(self, upstream: Upstream) -> None:
         """Sample from ``upstream``, in the middle of the episode, too."""
-        if self._engine is not None:
-            self._engine.upstream = upstream
-        else:
-            self._engine = SessionEngine(self, upstream)
+        self._upstream = upstream
 
-    def resume(self, unfinished: Trajectory, storage: EpisodeSink | None) -> bool:
-        """As ``Episode.resume``."""
-        goes_on = super().resume(unfinished, storage)
-        self._follow()
-        return goes_on
-
-    def _follow(self) -> None:
+    def follow_tree(self) -> None:
+        """Follow the host's prompts in ``tree``, which is a new one."""
         self.ids = NodeTokens(self.tree)
-        self._conversation = self.follows(self.tree, self.said)
+        self.conversation = HostConversation(self.tree, strict=self._strict, unseen=self.texts.text)
+
+    @property
+    def episode_seed(self) -> int | None:
+        """The request's seed, which a search combines with its own."""
+        return self.request.seed
 
     def policy_of(self, served: str) -> PolicyRef:
         """The weights that a server knows by the name ``served``."""
@@ -158,15 +202,15 @@ class Session(Episode):
         )
 
     def answer(self, body: Json, at: float = 0.0) -> Json:
-        """As ``complete``, for a host that blocks. ``at``: when, in the host's own count, such as the id of an event.
+        """As ``respond``, for a host that blocks. ``at``: when, in the host's own count, such as the id of an event.
 
         Also raises ``asyncio.CancelledError`` after ``cancel``.
         """
         with self._stopping:
             if at <= self._stopped:
                 raise asyncio.CancelledError
-            job = background().start(self.complete(body))
-            self._deciding = job, at
+            job = background().start(self.respond(body))
+            self._job = job, at
         return job.result()
 
     def cancel(self, until: float | None = None) -> None:
@@ -174,48 +218,198 @@ class Session(Episode):
         before, and those that still come. Blocks."""
         with self._stopping:
             self._stopped = max(self._stopped, -math.inf if until is None else until)
-            job, at = self._deciding
+            job, at = self._job
         if job is not None and (until is None or at <= until):
             job.cancel()
 
-    async def complete(self, body: Json) -> Json:
+    async def respond(self, body: Json) -> Json:
         """The strategy's answer to a host's chat request, as a chat completion, which is stored before it is returned.
 
         What the host executed, condensed or rewrote shows in its prompt, which the tree follows. On the loop of
         ``background``. Raises ``EpisodeOver`` at a limit, ``CaughtFailure`` when no answer can be had (its last cause
         is the ``ServerError``, if there is one; the same request may come again), ``ConfigError``, ``StorageError``.
         """
-        engine, conversation, tree = self._engine, self._conversation, self.tree
-        assert engine is not None
-        async with self._turn:
+        tree = self.tree
+        async with self._deciding:
             wire = body["messages"] if self.calls is None else self.calls.put_back(body["messages"])
-            rewritten = conversation.follow(wire)
+            rewritten = self.conversation.follow(wire)
             if not self.environment_mode and self.settings.workspace.is_compact:
                 tree.nodes[0].metadata[PROMPT] = self.settings.workspace.prompt
             tree.tools = tree.tools or tuple(body.get("tools") or ())
             if self.samples and (stop := self.stop or self.limit_reached()) is not None:
                 raise EpisodeOver(stop)
-            turn = Turn(body, wire, tree.messages(), rewritten)
-            engine.open(turn)
-            turns = self.turns
-            try:
-                chosen = await self.decide(engine, self.world(turn, engine) if self.world is not None else None)
-            finally:
-                engine.close(decided=self.turns > turns)
-            conversation.acted(chosen)
+            chosen = await self._decided(Turn(body, wire, tree.messages(), rewritten))
+            self.conversation.acted(chosen)
             if self.calls is not None:
                 self.calls.add(tree.nodes[chosen].message)
             await self.keep_up()
-            return engine.document(chosen)
+            document = self.document_of(tree.nodes[chosen].message)
+            return document if self._spent.calls < 2 else {**document, "usage": usage_to_wire(self._spent)}
+
+    async def _decided(self, turn: Turn) -> int:
+        """The node that the strategy chooses. Failed requests are noted at the prompt."""
+        if turn.path != self.turn.path:
+            self._failed.clear()
+        self.turn, self._spent = turn, Usage()
+        # Earlier turns are dropped, unless search can still reach them.
+        start = len(turn.path)
+        self._turns = {path: known for path, known in self._turns.items() if path[:start] == turn.path}
+        self.expect(turn)
+        seeds, turns = self._seeds.copy(), self.turns
+        try:
+            return await self.decide(self, self.world() if self.world is not None else None)
+        finally:
+            if self.turns == turns:  # the host may ask again, with the same seeds
+                self._seeds = seeds
+            if self.tree.head is not None:
+                metadata = self.tree.nodes[self.tree.head].metadata
+                metadata.pop("failed_attempts", None)
+                if self._failed:
+                    metadata["failed_attempts"] = [*itertools.chain.from_iterable(self._failed.values())]
+
+    def expect(self, turn: Turn) -> None:
+        """Until the next request of the host, conversations that begin with ``turn.path`` go on from ``turn``."""
+        self._turns[turn.path] = turn
+
+    def document_of(self, answer: Message) -> Json:
+        """A sampled answer as the server sent it."""
+        return self._documents[answer]
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers concurrently. A conversation that extends the host's is sent in the host's form.
+
+        Returns fewer when some calls fail. Raises ``InfrastructureError`` or ``ModelError``, with the ``ServerError``
+        as the cause, when all fail. Meanwhile the episode so far is stored; raises ``StorageError``.
+        """
+        path = tuple(messages)
+        lengths = sorted({len(known) for known in self._turns if len(known) <= len(path)}, reverse=True)
+        turn = next((self._turns[path[:length]] for length in lengths if path[:length] in self._turns), None)
+        if turn is None:
+            turn = Turn({name: value for name, value in self.turn.body.items() if name in _KEPT}, ())
+        body = turn.body if tools else {name: each for name, each in turn.body.items() if name not in _OF_TOOLS}
+        wire = [*turn.wire, *(to_wire(message) for message in path[len(turn.path) :])]
+        if not turn.body.get("tools"):
+            wire = self.texts.put_back(wire, path)
+        after = self.tree.head if path == self.tree.messages() else None
+        asked = (self._sampled(body, self.sampling_for(sampling, self._seeds.next(messages))) for _ in range(n))
+        calls = [self.ask(each, wire, after=after, path=path, rewritten=turn.rewritten) for each in asked]
+        kept, *answers = await asyncio.gather(self.keep_up(), *calls, return_exceptions=True)
+        completions = [answer for answer in answers if isinstance(answer, Completion)]
+        for error in (kept, *answers):
+            if isinstance(error, BaseException) and not (completions and isinstance(error, EpisodeError)):
+                raise error
+        return completions
+
+    def sampling_for(self, asked: SamplingParams | None, number: int) -> SamplingParams:
+        """The sampling parameters of a completion: the strategy's, else the request's, else the settings'.
+
+        Every call has its own seed: the strategy's or the episode's plus ``number``.
+        """
+        wanted, limit = merge_sampling(asked, self.sampling), self.limits.max_response_length
+        seed = self.request.seed if wanted.seed is None else wanted.seed
+        longest = min(wanted.max_tokens or limit, limit)
+        return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
+
+    def _sampled(self, given: Json, wanted: SamplingParams) -> Json:
+        """The host's request with the session's sampling in the place of the host's."""
+        if not self.samples:
+            return given
+        body = {**given, "temperature": wanted.temperature, "top_p": wanted.top_p, "seed": wanted.seed}
+        body |= altering_parameters({name: getattr(wanted, name) for name in NEUTRAL_PARAMETERS})
+        longest = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
+        body[longest] = min(filter(None, (wanted.max_tokens, given.get(longest))))
+        if wanted.stop:
+            stop = given.get("stop") or ()
+            body["stop"] = list(dict.fromkeys([*([stop] if isinstance(stop, str) else stop), *wanted.stop]))
+        if self.request.served_model is not None:
+            body["model"] = self.request.served_model
+        return body
+
+    async def ask(
+        self,
+        given: Json,
+        wire: Sequence[WireMessage],
+        *,
+        after: int | None = None,
+        path: tuple[Message, ...] = (),
+        rewritten: bool = False,
+        upstream: Upstream | None = None,
+    ) -> Completion:
+        """One completion of the request ``given`` with the messages ``wire``. Its tokens extend those of the path to
+        ``after``. Raises as ``complete``.
+
+        A request is sent three times while the server is overloaded or away, as OpenAI's client does; then the host may
+        ask again.
+        """
+        number, upstream = next(self._numbers), upstream or self._upstream
+        assert upstream is not None
+        asked = {"messages": [*wire]} | {
+            name: value for name, value in given.items() if name not in _OF_STREAMS and name != "messages"
+        }
+        key = path, asked.get("seed")
+        fields = [name for name in upstream.fields if name not in asked] if self.token_ids else []
+        asking = upstream.extensions.attempt(str(asked["model"]), fields)
+        attempts = self._failed.pop(key, [])
+        failures = 0
+        while True:
+            sent: Json = {**asked, **extension_values(asking.fields, asked)}
+            attempt: JsonObject = {"model": sent["model"], "parameters": recorded_parameters(sent), "error": None}
+            started = time.perf_counter()
+            try:
+                answer = _read(await upstream.send(sent))
+                break
+            except ServerError as error:
+                attempts.append({**attempt, "latency": time.perf_counter() - started, "error": str(error)})
+                if asking.is_refused(error.status, error.body):
+                    continue
+                failures += 1
+                if error.is_temporary and error.status != 200 and failures < _TRIES:
+                    await asyncio.sleep(max(_PAUSES.pause(failures), min(error.retry_after, _LONGEST_PAUSE)))
+                    continue
+                self._failed[key] = attempts
+                raise error.as_failure() from error
+        attempts.append({**attempt, "latency": time.perf_counter() - started})
+        asking.succeeded()
+        document = answer.plain()
+        choice = replace(answer.choices[0], message=_fitting(answer.choices[0].message, document, number))
+        metadata: JsonObject = {**self.note, "call": number, "attempts": [*attempts], "response": document}
+        if rewritten:
+            metadata["history_rewritten"] = True
+        if self.reads is not None and path and (why := self.reads(document)) is not None:
+            metadata["malformed"] = why
+        completion = self.completion(
+            choice,
+            after=after,
+            served=answer.model or str(sent["model"]),
+            usage=answer.usage(),
+            sampling=sampling_in(sent),
+            metadata=metadata,
+        )
+        wanted = self.token_ids and TOKEN_IDS in upstream.fields
+        wanted = wanted and all(asked.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
+        if wanted and (missing := missing_parts(asking.why_missing, completion.tokens)):
+            metadata[MISSING] = missing
+        self._spent += completion.usage
+        if path:
+            self._documents[choice.message] = document
+            if self.exact and not given.get("tools"):
+                self.texts.add(completion)
+        return completion
 
     async def aside(self, body: Json, kind: str, upstream: Upstream) -> Json:
         """A completion of ``upstream`` beside the episode, such as a summary, sampled as the host asks.
 
-        Raises as ``complete``.
+        Raises as ``respond``.
         """
-        assert self._engine is not None
         with boundary(FailureKind.MODEL, "session.aside"):
-            completion = await self._engine.ask(body, body["messages"], None, upstream=upstream)
+            completion = await self.ask(body, body["messages"], upstream=upstream)
         self.tree.aside([to_message(message) for message in body["messages"]], completion, kind)
         await self.keep_up()
         document: Any = completion.metadata["response"]
@@ -226,7 +420,7 @@ class Session(Episode):
         tree = self.tree
         assert tree.head is not None
         tree.nodes[tree.head].metadata["malformed"] = why
-        self._conversation.unread(tree.head)
+        self.conversation.unread(tree.head)
 
     def end_here(self, stop: StopReason) -> None:
         """Set why the episode ended. A last answer that search simulated is marked as a real one."""
@@ -237,7 +431,7 @@ class Session(Episode):
 
     def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
         """Store the episode while it runs. ``storage`` is used on ``loop`` only."""
-        self.store_in(bound_to(storage, loop))
+        self.store_in(on_its_loop(storage, loop))
 
     @property
     def sink(self) -> Any:
@@ -246,23 +440,10 @@ class Session(Episode):
 
     async def end(self, trajectory: Trajectory) -> None:
         """Close the episode in the storage, if it is stored while it runs. Raises ``StorageError``."""
-        await self._in_background(super().end(trajectory))
+        await on_loop(background().loop, super().end(trajectory))
         if self.sink is not None and self.opinion is not None:
             score = self.opinion.model_copy(update={"trajectory_id": trajectory.id})
-            await self._in_background(self.sink.add_scores((score,)))
-
-    async def _in_background[T](self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background().loop))
-
-    def sampling_for(self, asked: SamplingParams | None, number: int) -> SamplingParams:
-        """The sampling parameters of a completion: the strategy's, else the request's, else the settings'.
-
-        Every call has its own seed: the strategy's or the episode's plus ``number``.
-        """
-        wanted = merge_sampling(asked, self.sampling)
-        seed = self.request.seed if wanted.seed is None else wanted.seed
-        longest = min(wanted.max_tokens or self.limits.max_response_length, self.limits.max_response_length)
-        return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
+            await on_loop(background().loop, self.sink.add_scores((score,)))
 
 
 _BOUND: ContextVar[Session | None] = ContextVar("rl_session", default=None)
@@ -285,3 +466,32 @@ def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
     # The default is made for short conversations, and the CodeAct agent's own instructions are longer. So it is no
     # limit in a workspace, even where it is written out: in a copied example, or in the settings of a worker process.
     return limits.model_copy(update={"max_prompt_length": None})
+
+
+def _read(body: bytes) -> UpstreamResponse:
+    try:
+        return UpstreamResponse(body)
+    except Unrecordable as problem:
+        document = parse_object(body)
+        if document is not None and not document.get("choices"):
+            raise ServerError(200, "the server answered without a choice", body) from problem
+        shown = " ".join(body[:200].decode("utf-8", "replace").split())
+        raise ServerError(500, f"{problem} (check base_url): {shown}", body) from problem
+
+
+def _fitting(message: Message, document: Json, number: int) -> Message:
+    """The message, and in ``document`` the same, as a host can read it and send it again: text, and calls with ids."""
+    said = document["choices"][0]["message"]
+    if any(not call.id for call in message.tool_calls):
+        named = (
+            call.model_copy(update={"id": call.id or f"call_{number}_{at}"})
+            for at, call in enumerate(message.tool_calls)
+        )
+        message = message.model_copy(update={"tool_calls": tuple(named)})
+    calls = wire_calls(message.tool_calls)
+    if calls and said.get("tool_calls") != calls:
+        said = {**said, "tool_calls": calls}
+    if message.content is None or not isinstance(said.get("content"), str | None):
+        said = {**said, "content": message.content}
+    document["choices"] = [{**document["choices"][0], "message": said}]
+    return message

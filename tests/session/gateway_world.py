@@ -16,7 +16,6 @@ from aiohttp import web
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
-from openhands_rl_plugin.session import client_sessions
 from openhands_rl_plugin.session.gateway import running_gateway
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -209,10 +208,9 @@ async def stored(path: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
 
 @asynccontextmanager
 async def world(
-    path: Path, model: Model | None = None, clock: Callable[[], float] = time.monotonic, held: int = 256, **options: Any
+    path: Path, model: Model | None = None, clock: Callable[[], float] = time.monotonic, **options: Any
 ) -> AsyncIterator[World]:
     model = model or Model()
-    vars(client_sessions)["MOST_IN_MEMORY"] = held
     async with serving(model) as url, FileTrajectoryStorage(path) as storage:
         config = GatewayConfig.model_validate({"upstream": url, "port": 0, **options})
         async with (

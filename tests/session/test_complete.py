@@ -54,7 +54,7 @@ def session_of(server: ScriptedModel, strategy: Any = None, **request: Any) -> S
 
 
 def ask(session: Session, model: str, messages: Any = ASK, **more: Any) -> Any:
-    return background().wait_for(session.complete({"model": model, "messages": messages, **more}))
+    return background().wait_for(session.respond({"model": model, "messages": messages, **more}))
 
 
 @pytest.mark.shows("every completion with token ids and logprobs")
@@ -242,7 +242,7 @@ def test_branches_show_what_comes_and_each_has_a_thread_of_its_own(server: Scrip
     server.policies["fork"] = lambda body: says("stop" if len(body["messages"]) > 2 else "go")
     strategy, threads = Forking(), threading.active_count()
     session, live = session_of(server, strategy), Counting(ASK)
-    session.world = lambda turn, engine: BranchWorld(live, turn, engine)
+    session.world = lambda: BranchWorld(live, session)
     ask(session, "fork")
     assert {told.messages[0].content for told in strategy.told[:-1]} == {"2"} and strategy.told[-1].terminated
     assert live.stop.is_set() and not live.closed
@@ -253,7 +253,7 @@ def test_a_branch_with_another_first_prompt_is_refused(server: ScriptedModel) ->
     server.policies["odd-fork"] = lambda body: says("go")
     session = session_of(server, strategy := Forking())
     strategy.many = 1
-    session.world = lambda turn, engine: BranchWorld(Counting(ASK, odd=True), turn, engine)
+    session.world = lambda: BranchWorld(Counting(ASK, odd=True), session)
     with pytest.raises(CaughtFailure, match="does not begin with the live session's prompt") as caught:
         ask(session, "odd-fork")
     assert isinstance(caught.value.__cause__, BadEnvironmentError)

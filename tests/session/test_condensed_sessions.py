@@ -42,18 +42,14 @@ async def summing_up(request: web.Request, body: dict) -> web.StreamResponse | N
     return web.json_response(answer)
 
 
-@pytest.mark.parametrize("sessions", [9, 1], ids=["held", "forgotten"])
 @pytest.mark.parametrize("tools", [[TOOL], None], ids=["tools", "text"])
-async def test_every_turn_of_a_condensed_session_is_trained_and_no_summary(
-    tmp_path: Path, tools: list | None, sessions: int
-) -> None:
-    async with world(tmp_path, Model(behave=summing_up), held=sessions) as gateway:
+async def test_every_turn_of_a_condensed_session_is_trained_and_no_summary(tmp_path: Path, tools: list | None) -> None:
+    async with world(tmp_path, Model(behave=summing_up)) as gateway:
         asked = {"tools": tools} if tools else {}
         history, turns = [SYSTEM, user("mend it")], []
         for number in range(6):
             answer = await gateway.say(*history, **asked)
             turns.append(answer["content"])
-            await gateway.say(user("something else"), session="other")
             calls = answer.get("tool_calls")
             result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": f"done {number}"} if calls else None
             history += [answer, result or user(f"done {number}")]
@@ -86,18 +82,15 @@ async def test_a_request_without_tools_beside_a_session_with_tools_is_no_turn(tm
     assert not any(node.metadata.get("history_rewritten") for node in episode.nodes)
 
 
-@pytest.mark.parametrize("kind", ["held", "forgotten", "searched"])
+@pytest.mark.parametrize("kind", ["recorded", "searched"])
 async def test_a_title_that_was_asked_for_before_the_first_tools_is_no_turn(tmp_path: Path, kind: str) -> None:
-    async with world(tmp_path, held=1) as gateway:
+    async with world(tmp_path) as gateway:
         if kind == "searched":
             await gateway.http.post("/session", json={"session": "s", "task": "mend it"})
         title = await gateway.say(user("A title for `mend it`?"), model="small")
         topic = await gateway.say(SYSTEM, user("A topic for `mend it`?"), model="small")
         mine = {"role": "system", "content": "You mend code."}
         first = await gateway.say(mine, user("mend it"), tools=[TOOL])
-        if kind == "forgotten":
-            await gateway.say(user("something else"), session="other")
-            assert (await gateway.end("other")).status_code == 200
         result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "1"}
         last = await gateway.say(mine, user("mend it"), first, result, tools=[TOOL])
         assert (await gateway.end()).status_code == 200

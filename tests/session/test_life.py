@@ -1,4 +1,4 @@
-"""How sessions begin, are forgotten, come back and end; keys, adapters, bounds, and a gateway that is killed."""
+"""How sessions begin, come back and end; keys, adapters, bounds, and a gateway that is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gateway_world import SYSTEM, TOOL, Body, Model, prompt_ids, sampled_ids, se
 from tiny_model import write_adapter, write_model
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.types import StopReason, Trajectory
+from openhands_rl_plugin.core.types import SIDE, TURN, StopReason, Trajectory, kind_of
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -47,28 +47,6 @@ async def test_a_session_ends_when_its_calls_have(tmp_path: Path):
         assert {(await call).status_code for call in calls} == {200} and (await ending).json()["ended"]
     trajectory = await gateway.only()
     assert trajectory.stop is StopReason.TERMINATED and sum(node.sampled for node in trajectory.nodes) == 3
-
-
-async def test_forgotten_sessions_are_read_back(tmp_path: Path):
-    async with world(tmp_path, held=2) as gateway:
-        histories: dict[str, list[Body]] = {name: [SYSTEM, user(name)] for name in "abcd"}
-        for text in ("two", "three"):
-            for name, history in histories.items():
-                history += [await gateway.say(*history, session=name), user(text)]
-        assert (await gateway.http.get("/health")).json()["sessions"] == 2
-        lasts = {name: await gateway.say(*history, session=name) for name, history in histories.items()}
-    trajectories = {trajectory.task.id: trajectory for trajectory in await gateway.stored()}
-    assert set(trajectories) == set("abcd")
-    for name, trajectory in trajectories.items():
-        assert contents(trajectory) == [each["content"] for each in [*histories[name], lasts[name]]]
-        assert len(trajectory.nodes) == 7 and trajectory.stop is StopReason.NO_ACTION
-        assert trajectory.evidence == {"ended_by": "shutdown"}
-        ids: list[int] = []
-        for node in trajectory.sampled():
-            assert node.tokens is not None
-            ids += [*node.tokens.prompt_ids, *node.tokens.sampled_ids]
-        assert ids == prompt_ids(histories[name]) + sampled_ids(lasts[name])
-        assert trajectory.usage.calls == 3
 
 
 @asynccontextmanager
@@ -117,19 +95,28 @@ async def test_a_killed_gateway_loses_no_answer_and_a_new_one_goes_on(tmp_path: 
                 assert (await http.post(f"{url}/session", json={"session": "p7"})).status_code == 201
             await post(url, user("one"), session="p7", tools=[TOOL])
             await post(url, user("A title?"), session="p7")
+            title = await post(url, user("A title?"), session="late")
+            first = await post(url, SYSTEM, user("one"), session="late", tools=[TOOL])
             process.kill()
             await process.wait()
         found = {trajectory.task.id: trajectory for trajectory, _ in await stored(tmp_path)}
-        assert set(found) == {"s", *(f"p{number}" for number in range(8))}
+        assert set(found) == {"s", "late", *(f"p{number}" for number in range(8))}
         assert all(trajectory.stop is StopReason.UNFINISHED for trajectory in found.values())
         assert contents(found["s"]) == [each["content"] for each in history[:-1]]
         assert sum(node.sampled for node in found["p7"].nodes) == 2
         async with gateway_process(*options) as (process, url):
             last = await post(url, *history)
+            result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "1"}
+            await post(url, SYSTEM, user("one"), first, result, session="late", tools=[TOOL])
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
     after = {trajectory.task.id: trajectory for trajectory, _ in await stored(tmp_path)}
-    assert after["s"].id == found["s"].id and len(after) == 9
+    assert after["s"].id == found["s"].id and len(after) == 10
+    late = {node.message.content: kind_of(node) for node in after["late"].nodes if node.sampled}
+    assert late.pop(title["content"]) == SIDE and set(late.values()) == {TURN} and len(late) == 2
+    tokens = [node.tokens for node in after["s"].sampled() if node.tokens]
+    ids = [id for each in tokens for id in (*each.prompt_ids, *each.sampled_ids)]
+    assert ids == prompt_ids(history) + sampled_ids(last)
     assert contents(after["s"]) == [each["content"] for each in [*history, last]]
     assert [node.tokens.extends for node in after["s"].sampled() if node.tokens] == [False, True, True]
     assert all(trajectory.stop is StopReason.NO_ACTION for trajectory in after.values())

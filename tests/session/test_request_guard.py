@@ -35,7 +35,7 @@ async def test_a_client_writes_no_evidence_that_rewards_read(tmp_path: Path) -> 
 
 async def test_sessions_that_have_not_ended_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openhands_rl_plugin.session.client_sessions.MOST_OPEN", 3)
-    async with world(tmp_path, held=1) as gateway:
+    async with world(tmp_path) as gateway:
         for name in ("a", "b", "c"):
             await gateway.say(user("one"), session=name)
         refused = await gateway.ask(user("one"), session="d")

@@ -33,7 +33,6 @@ from rich.table import Table
 
 from evaluation.performance.hosts.scripted_session import FIRST_PROMPT, LAST_PROMPT, Session, session_server
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
 from openhands_rl_plugin.hosts.v0.completion import ask, connect
 
@@ -67,7 +66,7 @@ class Ways:
             RLSettings(), session="s", instruction="", base_model="policy", environment_mode=False
         )
         connect(self._episode, self._recorded)
-        ask(self._recorded, lambda body: background().wait_for(self._episode.complete(body)))
+        ask(self._recorded, self._episode.answer)
         self.all: dict[str, Ask] = {"stock": self.stock, "with ids": self.with_ids, "session": self.session}
 
     def _arguments(self, turn: int) -> dict[str, Any]:

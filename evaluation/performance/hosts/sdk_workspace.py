@@ -37,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(LITELLM_LOCAL_MODEL_COST_MAP="True", OPENHANDS_SUPPRESS_BANNER="1", LOG_LEVEL="ERROR")
@@ -59,7 +60,7 @@ from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import BranchWorld
-from openhands_rl_plugin.session.turns import Turn
+from openhands_rl_plugin.session.session import Turn
 
 RECORDING_MS, FORK_MS = 3.0, 200.0
 WARM = 5
@@ -227,14 +228,14 @@ def fork_ms(url: str, folder: Path, forks: int) -> list[float]:
     workspace = runtime_of(str(conversation.state.id))
     assert isinstance(workspace, ConversationWorkspace)
     given: Any = (conversation.agent, log_of(conversation.state), workspace, Prompts(compact=False))
-    engine: Any = None
+    session: Any = SimpleNamespace(turn=Turn({}, ()))
 
     async def measure() -> list[float]:
         times = []
         for _ in range(forks):
             os.sync()
             live = ConversationBranch(*given, stop=threading.Event())
-            world = BranchWorld(live, Turn({}, ()), engine)
+            world = BranchWorld(live, session)
             began = time.perf_counter()
             await world.fork()
             times.append(1000 * (time.perf_counter() - began))

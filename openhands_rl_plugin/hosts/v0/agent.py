@@ -66,10 +66,8 @@ from openhands_rl_plugin.hosts.v0.settings import (
 from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
-from openhands_rl_plugin.session.engine import SessionEngine
-from openhands_rl_plugin.session.session import Session, current_episode
+from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
 from openhands_rl_plugin.session.token_id_text import Json
-from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 
 _register_new = Agent.register
 
@@ -226,13 +224,13 @@ class RLAgent(CodeActAgent):
         return session
 
     def _ask_session(self, body: Json) -> Json:
-        """The session's answer. Raises as ``Session.complete``, and ``CancelledError`` when the user stops it."""
+        """The session's answer. Raises as ``Session.respond``, and ``CancelledError`` when the user stops it."""
         assert self._session is not None and self._state is not None
         if isinstance(runtime := runtime_of(self._state.session_id), SessionRuntime):
             runtime.decides(self._session)
         return self._session.answer(body, _last_event(self._state))
 
-    def _world(self, turn: Turn, engine: SessionEngine) -> World | None:
+    def _world(self) -> World | None:
         """The live session, for the strategy to fork."""
         assert self._session is not None and self._state is not None
         runtime = runtime_of(self._state.session_id)
@@ -241,7 +239,7 @@ class RLAgent(CodeActAgent):
         if not (isinstance(runtime, WorkspaceRuntime) and runtime.forkable):
             return None
         live = SessionBranch(self, self._state, runtime, runtime, *self._seen, threading.Event())
-        return BranchWorld(live, turn, engine)
+        return BranchWorld(live, self._session)
 
     def model_of(self, complete: Complete) -> LLM:
         """A copy of the agent's LLM whose requests ``complete`` answers."""

@@ -31,8 +31,7 @@ from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisod
 from openhands_rl_plugin.hosts.v1.conversations import adopting
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.session_llm import SessionLLM
-from openhands_rl_plugin.session.session import Session, current_episode
-from openhands_rl_plugin.session.turns import EpisodeOver
+from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
 
 log = logging.getLogger("openhands")
 

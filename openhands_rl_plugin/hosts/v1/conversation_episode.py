@@ -33,11 +33,9 @@ from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, NoEvid
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.session.branches import BranchWorld
-from openhands_rl_plugin.session.engine import SessionEngine
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
-from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.session import EpisodeOver, Session
 from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json
-from openhands_rl_plugin.session.turns import EpisodeOver, Turn
 from openhands_rl_plugin.session.upstream import Upstream
 
 BOUNDARY = "openhands.conversation"
@@ -304,13 +302,13 @@ class ConversationEpisode:
         choice = {**document["choices"][0], SAMPLED_IDS: list(tokens.sampled_ids)}
         return {**document, PROMPT_IDS: list(tokens.prompt_ids), "choices": [choice]}
 
-    def _world(self, turn: Turn, engine: SessionEngine) -> World | None:
+    def _world(self) -> World | None:
         workspace, conversation = self.forkable, self.conversation
         if workspace is None or conversation is None:
             return None
         agent: Any = conversation.agent
         live = ConversationBranch(agent, log_of(conversation.state), workspace, self.prompts, threading.Event())
-        return BranchWorld(live, turn, engine, self.episode.calls)
+        return BranchWorld(live, self.episode)
 
 
 KEY = "openhands_rl"

@@ -35,6 +35,12 @@ class ConversationSeeds:
         self._first: int | None = None
         self._asked: Counter[int] = Counter()
 
+    def copy(self) -> ConversationSeeds:
+        """The numbers as they are now."""
+        copied = ConversationSeeds()
+        copied._first, copied._asked = self._first, self._asked.copy()
+        return copied
+
     def next(self, messages: Sequence[Message]) -> int:
         """The number of the next call about ``messages``."""
         said = 0

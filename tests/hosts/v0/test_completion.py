@@ -16,7 +16,6 @@ from scripted_model import EMPTY, ScriptedModel, prompt_ids, refusal, says, serv
 from wire_shapes import MESSAGES as SHAPES
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
@@ -37,7 +36,7 @@ def llm_for(url: str, model: str, provider: str = "openai", **config) -> tuple[L
     llm = LLM(LLMConfig(model=f"{provider}/{model}", base_url=url, api_key=SecretStr("k"), **settings), service_id="a")
     session = standalone_episode(RLSettings(), session="s", instruction="Hi", base_model=model, environment_mode=False)
     connect(session, llm)
-    ask(llm, lambda body: background().wait_for(session.complete(body)))
+    ask(llm, session.answer)
     return llm, session
 
 

@@ -27,7 +27,7 @@ from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import BranchWorld
-from openhands_rl_plugin.session.turns import Turn
+from openhands_rl_plugin.session.session import Turn
 
 pytestmark = [pytest.mark.contract, needs_bubblewrap]
 
@@ -166,16 +166,17 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
 
 
 def world_of(conversation: LocalConversation) -> BranchWorld:
-    """The world at the conversation's end, with an engine that answers what it is asked to execute."""
+    """The world at the conversation's end, with a session that answers what it is asked to execute."""
     workspace = runtime_of(str(conversation.state.id))
     assert isinstance(workspace, ConversationWorkspace)
 
     class Told:
-        @property
-        def answers(self) -> Told:
-            return self
+        calls = None
 
-        def of(self, answer: Message) -> Any:
+        def __init__(self, turn: Turn) -> None:
+            self.turn = turn
+
+        def document_of(self, answer: Message) -> Any:
             choice = {"index": 0, "finish_reason": "stop", "message": to_wire(answer)}
             return {"id": "told", "model": "told", "choices": [choice]}
 
@@ -188,7 +189,7 @@ def world_of(conversation: LocalConversation) -> BranchWorld:
     wire = prompts.write(agent.llm, LLMConvertibleEvent.events_to_messages(told))
     live = ConversationBranch(agent, log_of(conversation.state), workspace, prompts, threading.Event())
     turn = Turn({"messages": wire}, wire, tuple(to_message(each) for each in wire))
-    return BranchWorld(live, turn, Told())  # type: ignore[arg-type]
+    return BranchWorld(live, Told(turn))  # type: ignore[arg-type]
 
 
 def action(command: str, id: str) -> Message:

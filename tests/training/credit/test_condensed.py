@@ -132,6 +132,7 @@ def test_a_dropped_answer_is_not_trained() -> None:
 def test_what_search_simulated_is_not_trained() -> None:
     host = Host()
     host.turn()
+    host.turn()
     host.condense(1)
     host.turn()
     tree, state = host.tree, host.tree.nodes[host.tree.head].parent  # type: ignore[index]
@@ -144,7 +145,7 @@ def test_what_search_simulated_is_not_trained() -> None:
     host.condense(1)
     host.turn()
     episode = host.finished()
-    assert 7777 not in trained(samples_of(episode)) and len(episode.acted()) == 3
+    assert 7777 not in trained(samples_of(episode)) and len(episode.acted()) == 4
     assert episode.episode_return == 0.0
 
 
