@@ -20,7 +20,7 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSe
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.local import local_runner
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
@@ -123,7 +123,7 @@ def parts(settings: RLSettings, model: Path, directory: Path) -> LoopParts:
     storage = FileTrajectoryStorage(settings.storage.directory)
     shop = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=False)
     return LoopParts(
-        runner=ControllerRunner(settings, storage=storage),
+        runner=local_runner(settings, storage=storage),
         demonstrator=SessionRunner(
             make_environment=lambda request: WebEnvClient(shop),
             make_strategy=lambda request: StandardReActStrategy(),

@@ -23,6 +23,7 @@ from openhands_rl_plugin.config.toml import read_document, starting_config, tabl
 from openhands_rl_plugin.config.work import NO_KEY, OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.files import scratch_folder
+from openhands_rl_plugin.core.machine import without_collection
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Score, Trajectory
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
@@ -57,17 +58,19 @@ def local_runner(
 ) -> HostRunner:
     """A runner whose sessions run in this process, of the host that ``[rl] host`` says.
 
-    OpenHands V1 has no part in episodes of an environment: there are no tools in them. Raises ``ConfigError`` for
-    settings that the host cannot use.
+    OpenHands has no part in episodes of an environment. Raises ``ConfigError`` for settings that the host cannot use.
     """
     options = options or HostOptions()
     check_prompt(settings, options)
-    if host_of(settings) == "v0":
-        from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
-
-        return ControllerRunner(settings, options, storage=storage)
     if options.environment_mode:
         return EnvironmentSessions(settings, options, storage=storage)
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if host_of(settings) == "v0":
+        with without_collection():
+            from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
+
+        return ControllerRunner(settings, options, storage=storage)
     from openhands_rl_plugin.hosts.v1.driver import ConversationRunner
 
     return ConversationRunner(settings, options, storage=storage)

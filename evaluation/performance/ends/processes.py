@@ -14,8 +14,6 @@ from typing import NoReturn
 
 IMPORTED = (
     "openhands_rl_plugin.apps.loop.run",
-    "openhands_rl_plugin.hosts.v0.driver",
-    "openhands_rl_plugin.hosts.v0.controller_session",
     "openhands_rl_plugin.hosts.v0.controller_session",
     "openhands_rl_plugin.training.trainer.local_trainer",
     "openhands_rl_plugin.training.trainer.local_trainer",

@@ -34,7 +34,7 @@ from rich.table import Table
 from evaluation.performance.hosts.scripted_session import FIRST_PROMPT, LAST_PROMPT, Session, session_server
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
-from openhands_rl_plugin.hosts.v0.completion import ask, connect
+from openhands_rl_plugin.hosts.v0.agent import connect
 
 TARGET_MS = 1.0
 
@@ -65,8 +65,7 @@ class Ways:
         self._episode = standalone_episode(
             RLSettings(), session="s", instruction="", base_model="policy", environment_mode=False
         )
-        connect(self._episode, self._recorded)
-        ask(self._recorded, self._episode.answer)
+        self._episode.connect(connect(self._recorded, self._episode.answer))
         self.all: dict[str, Ask] = {"stock": self.stock, "with ids": self.with_ids, "session": self.session}
 
     def _arguments(self, turn: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
 from openhands_rl_plugin.core.types import CONDENSATION, TURN, EpisodeRequest, Limits, Node, Task, Trajectory, kind_of
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, build_dataset
 

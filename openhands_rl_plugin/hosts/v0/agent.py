@@ -1,73 +1,100 @@
-"""Makes ``Agent.register`` of OpenHands idempotent.
+"""``RLAgent`` for OpenHands' controller, its completions, and its forks for search.
 
-Autoload registers ``RLAgent``, and so does OpenHands itself when a config.toml has the documented ``classpath`` line;
-without this the second registration would be logged as an error.
+A session answers in the place of ``LLM._completion_unwrapped``: below retries, message formatting and the conversion of
+tools to a prompt, and before the answer is parsed. An error of the model server is raised as litellm's exception, so
+that OpenHands' own retries and messages work as before. What condensers and other agents ask is recorded, too.
+
+``Agent.register`` of OpenHands is made idempotent. Autoload registers ``RLAgent``, and so does OpenHands itself for the
+documented ``classpath`` line; without this the second registration would be logged as an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
 from typing import Any
 
+from litellm import Message as LiteLLMMessage
 from litellm.exceptions import ContextWindowExceededError
-from litellm.types.utils import ModelResponse
+from litellm.types.utils import Choices, ModelResponse
 from openhands.agenthub.codeact_agent.codeact_agent import CodeActAgent
 from openhands.controller.agent import Agent
 from openhands.controller.state.state import State
+from openhands.core import exceptions
 from openhands.core.config import AgentConfig
 from openhands.core.exceptions import FunctionCallConversionError, FunctionCallValidationError
 from openhands.core.logger import openhands_logger
 from openhands.core.message import Message
-from openhands.events.action import Action, AgentFinishAction, MessageAction, NullAction
+from openhands.events import EventSource
+from openhands.events.action import (
+    Action,
+    AgentFinishAction,
+    AgentRejectAction,
+    AgentThinkAction,
+    MessageAction,
+    NullAction,
+    TaskTrackingAction,
+)
 from openhands.events.action.mcp import MCPAction
 from openhands.events.action.message import SystemMessageAction
 from openhands.events.event import Event
+from openhands.events.observation import ErrorObservation, NullObservation
+from openhands.events.observation import Observation as HostObservation
+from openhands.events.observation.agent import RecallObservation
+from openhands.events.serialization.event import event_from_dict, event_to_dict
+from openhands.llm.fn_call_converter import (
+    STOP_WORDS,
+    convert_fncall_messages_to_non_fncall_messages,
+    convert_non_fncall_messages_to_fncall_messages,
+)
 from openhands.llm.llm import LLM
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.llm.llm_utils import check_tools
+from openhands.llm.model_features import get_features
 from openhands.llm.router import RouterLLM
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
+from openhands.memory.view import View
+from openhands.runtime import get_runtime_cls
 
-from openhands_rl_plugin.core.errors import ConfigError, RLError, describe
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
 from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
-from openhands_rl_plugin.core.types import Failure, StopReason
-from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, system_prompt
-from openhands_rl_plugin.hosts.shared.litellm_calls import response_of, split_provider
+from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
+from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, described, system_prompt
+from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, response_of, split_provider, upstream_of
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.shared.run_checks import ModelServer, too_long
-from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import command_seconds
+from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of, workspace_command
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
-from openhands_rl_plugin.hosts.v0.branch import SessionBranch
-from openhands_rl_plugin.hosts.v0.completion import (
-    MALFORMED,
-    CompactMemory,
-    ask,
-    connect,
-    describe_tools,
-    noted_step,
-    read_described_call,
-    record_condenser,
-    twin,
+from openhands_rl_plugin.hosts.v0.runtime import (
+    RESET_TOOL,
+    STEP_TOOL,
+    EnvironmentRuntime,
+    SessionRuntime,
+    WorkspaceRuntime,
 )
-from openhands_rl_plugin.hosts.v0.environment_runtime import RESET_TOOL, STEP_TOOL, EnvironmentRuntime
-from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
-from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime, controller_end
-from openhands_rl_plugin.hosts.v0.settings import (
-    RLAgentHostConfig,
-    check_reward,
-    host_settings,
-    refuse,
-    watch_for_rl_section,
-)
+from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, refusing
 from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
 from openhands_rl_plugin.session.token_id_text import Json
+from openhands_rl_plugin.session.upstream import Upstream
+
+MALFORMED = malformed(exceptions)
+"""What OpenHands raises for an answer of the model that it cannot parse."""
+
+ANSWERED = MALFORMED[1:]
+"""Errors of an answer that OpenHands' controller reports to the model; others end the session."""
 
 _register_new = Agent.register
 
@@ -84,10 +111,10 @@ def register(name: str, agent_cls: type[Agent]) -> None:
 Agent.register = staticmethod(register)
 
 
-ENVIRONMENT_RUNTIME = "EnvironmentRuntime"
-WORKSPACE_RUNTIME = "WorkspaceRuntime"
-
+WORKSPACE_RUNTIME = f"{WorkspaceRuntime.__module__}.{WorkspaceRuntime.__name__}"
 _NOT_ISOLATED = '. A workspace without isolation cannot be forked: [rl.workspace] isolation = "bubblewrap"'
+_ENDS = (AgentFinishAction, AgentRejectAction)
+_NOT_RUN = (AgentThinkAction, TaskTrackingAction)
 _TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
 
 
@@ -108,30 +135,29 @@ class RLAgent(CodeActAgent):
     _standalone: StandaloneRun | None = None
 
     def __init__(self, config: AgentConfig, llm_registry: LLMRegistry) -> None:
-        bound = current_episode()
-        self._runtime = (config.runtime or "").rpartition(".")[2]
-        self._environment_mode = bound.environment_mode if bound else self._runtime == ENVIRONMENT_RUNTIME
-        try:
+        with refusing():
+            bound, runtime = current_episode(), config.runtime or ""
+            self._runtime = runtime.rpartition(".")[2]
+            self._environment_mode = self._runtime == EnvironmentRuntime.__name__
             self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
-        except RLError as error:
-            refuse(error)
-        super().__init__(config, llm_registry)
-        if self._compact:
-            self.conversation_memory = CompactMemory(self.config, self.prompt_manager)
-        if isinstance(self.llm, RouterLLM):
-            raise ConfigError("RLAgent needs one model for a whole episode; remove [model_routing] from config.toml")
-        self._workspace = llm_registry.config.workspace_base or ""
-        self._opened = False
-        self._seen: tuple[list[Event], set[int]] = ([], set())
-        if self._described:
-            describe_tools(self.llm)
-        try:
-            check_reward(self._settings.reward, config.runtime)
+            super().__init__(config, llm_registry)
+            if isinstance(self.llm, RouterLLM):
+                raise ConfigError(
+                    "RLAgent needs one model for a whole episode; remove [model_routing] from config.toml"
+                )
+            self._workspace = llm_registry.config.workspace_base or ""
+            self._seen: tuple[list[Event], set[int]] = ([], set())
+            if self._described:
+                describe_tools(self.llm)
+            asked = workspace_command(self._settings.reward)
+            if asked is not None and runtime and not hasattr(get_runtime_cls(runtime), "check"):
+                raise ConfigError(
+                    f"[rl.reward]: `{asked.command}` judges a workspace, and runtime = {runtime!r} cannot run it: set "
+                    f"runtime = {WORKSPACE_RUNTIME!r} in [core], or choose another reward"
+                )
             self._served_model = self._check_server() if bound is None else None
-        except RLError as error:
-            refuse(error)
-        if bound is not None:
-            self._begin(bound)
+            if bound is not None:
+                self._begin(bound)
 
     def _check_server(self) -> str | None:
         """Raises ``RLError`` when the run cannot begin; returns the served name of the adapter that it samples from."""
@@ -143,20 +169,61 @@ class RLAgent(CodeActAgent):
         return server.adapter_in_use()
 
     def step(self, state: State) -> Action:
-        """The next action: a pending one, or the first of a new answer.
+        """The next action: a pending one, or the first of a new answer. OpenHands' controller handles its exceptions.
 
-        Raises OpenHands' own exceptions for an answer that it cannot parse and for a model server that fails.
+        Raises OpenHands' own exceptions for an answer that it cannot parse and for a model server that fails. Without
+        a condenser, a full context window ends the episode.
         """
         self._state = state
-        if self.pending_actions:
-            return self._emit(self.pending_actions.popleft())
-        session = self._session or self._begin_standalone(state)
-        if self._environment_mode:
-            return self._step_in_environment(session, state)
-        latest = state.get_last_user_message()
-        if latest is not None and latest.content.strip() == "/exit":
-            return self._finish(StopReason.NO_ACTION)
-        return self._emit(self._asking(session, state, lambda: super(RLAgent, self).step(state)))
+        session, stop = self._session or self._begin_standalone(state), None
+        try:
+            with noted_step(session, state):
+                action = self._next_action(session, state)
+        except EpisodeOver as over:
+            stop = over.stop
+        except asyncio.CancelledError:
+            return NullAction()
+        except ConfigError as error:
+            runtime = runtime_of(state.session_id)
+            bare = isinstance(runtime, WorkspaceRuntime) and not runtime.workspace.forks
+            refused = ConfigError(f"{error}{_NOT_ISOLATED if bare else ''}")
+            session.refuse(refused)
+            raise refused from error
+        except ContextWindowExceededError:
+            if session.turns and not self._environment_mode and not isinstance(self.condenser, NoOpCondenser):
+                raise
+            # No condenser can make the first prompt shorter: OpenHands would try until its limit of iterations.
+            stop = StopReason.MAX_TOKENS if session.turns else StopReason.ERROR
+            if session.turns:
+                session.failure = None
+            else:
+                openhands_logger.error(too_long(self._settings))
+        if stop is not None:
+            action = AgentFinishAction(final_thought=f"The episode is over: {stop.value}.")
+        elif isinstance(action, AgentFinishAction):
+            stop = StopReason.TERMINATED
+        if stop is not None:
+            session.end_here(stop)
+            if self._standalone is not None:
+                self._store()
+        return action
+
+    def _next_action(self, session: Session, state: State) -> Action:
+        if not self._environment_mode:
+            latest = state.get_last_user_message()
+            if not self.pending_actions and latest is not None and latest.content.strip() == "/exit":
+                raise EpisodeOver(StopReason.NO_ACTION)
+            return super().step(state)
+        runtime = runtime_of(state.session_id)
+        assert isinstance(runtime, EnvironmentRuntime)
+        if runtime.live.failure is not None:
+            raise EpisodeOver(StopReason.ERROR)
+        answer, runtime.answer = runtime.answer, None
+        if answer is None:
+            return MCPAction(name=RESET_TOOL, arguments=session.request.task.model_dump(mode="json"))
+        session.observe(answer)
+        self.llm.completion(messages=[to_wire(message) for message in session.tree.messages()])
+        return MCPAction(name=STEP_TOOL, arguments={"content": session.tree.action.content or ""})
 
     def reset(self) -> None:
         """Called by the controller when it stops or fails: cancels a running search and stores a standalone episode."""
@@ -187,7 +254,7 @@ class RLAgent(CodeActAgent):
         tools = super()._get_tools()
         if self._compact:
             tools = compact_tools(tools)
-        if self._runtime != WORKSPACE_RUNTIME:
+        if self._runtime != WorkspaceRuntime.__name__:
             return tools
         return [tool for tool in tools if tool["function"]["name"] not in _TOOLS_OF_OTHER_RUNTIMES]
 
@@ -214,13 +281,12 @@ class RLAgent(CodeActAgent):
             # OpenHands cuts observations by this key; the configuration object is this LLM's own copy.
             config = self.llm.config
             config.max_message_chars = min(config.max_message_chars, longest * CHARACTERS_PER_TOKEN)
-        connect(session, self.llm)
-        ask(self.llm, self._ask_session)
+        session.connect(connect(self.llm, self._ask_session))
         record_condenser(self.condenser, session)
         session.world = self._world
         if not self._environment_mode and type(session.strategy) is not StandardReActStrategy:
             session.reads = self._why_unread
-        self._session, self._opened = session, False
+        self._session = session
         return session
 
     def _ask_session(self, body: Json) -> Json:
@@ -236,82 +302,25 @@ class RLAgent(CodeActAgent):
         runtime = runtime_of(self._state.session_id)
         if isinstance(runtime, EnvironmentRuntime):
             return runtime.live.world(self._session.limits)
-        if not (isinstance(runtime, WorkspaceRuntime) and runtime.forkable):
+        if not (isinstance(runtime, WorkspaceRuntime) and runtime.workspace.forks):
             return None
         live = SessionBranch(self, self._state, runtime, runtime, *self._seen, threading.Event())
         return BranchWorld(live, self._session)
-
-    def model_of(self, complete: Complete) -> LLM:
-        """A copy of the agent's LLM whose requests ``complete`` answers."""
-        llm = twin(self.llm)
-        if self._described:
-            describe_tools(llm)
-        ask(llm, complete)
-        return llm
 
     def _get_messages(
         self, events: list[Event], initial_user_message: MessageAction, forgotten_event_ids: set[int]
     ) -> list[Message]:
         self._seen = events, forgotten_event_ids
+        if self._compact:
+            events = [_undated(event) for event in events]
         return super()._get_messages(events, initial_user_message, forgotten_event_ids)
 
-    def _step_in_environment(self, session: Session, state: State) -> Action:
-        if not self._opened:
-            self._opened = True
-            return MCPAction(name=RESET_TOOL, arguments={})
-        runtime = runtime_of(state.session_id)
-        assert isinstance(runtime, EnvironmentRuntime)
-        reply = runtime.take_reply()
-        session.observe(reply)
-        session.evidence = session.evidence if reply.evidence is None else reply.evidence
-        session.failure = reply.failure or session.failure
-        if session.failure is not None:
-            return self._finish(StopReason.ERROR)
-
-        def act() -> Action:
-            self.llm.completion(messages=[to_wire(message) for message in session.tree.messages()])
-            return MCPAction(name=STEP_TOOL, arguments={"content": session.tree.action.content or ""})
-
-        return self._asking(session, state, act)
-
-    def _asking(self, session: Session, state: State, step: Callable[[], Action]) -> Action:
-        """The action of ``step``, which asks for a completion. OpenHands' controller handles its own exceptions.
-
-        Without a condenser, a full context window ends the episode.
-        """
-        try:
-            with noted_step(session, state):
-                return step()
-        except EpisodeOver as over:
-            return self._finish(over.stop)
-        except asyncio.CancelledError:
-            return NullAction()
-        except ConfigError as error:
-            runtime = runtime_of(state.session_id)
-            bare = isinstance(runtime, WorkspaceRuntime) and not runtime.forkable
-            refused = ConfigError(f"{error}{_NOT_ISOLATED if bare else ''}")
-            session.refuse(refused)
-            raise refused from error
-        except ContextWindowExceededError:
-            if not session.turns:
-                # No condenser can make the first prompt shorter: OpenHands would try until its limit of iterations.
-                openhands_logger.error(too_long(self._settings))
-                return self._finish(StopReason.ERROR)
-            if self._environment_mode or isinstance(self.condenser, NoOpCondenser):
-                session.failure = None
-                return self._finish(StopReason.MAX_TOKENS)
-            raise
-
-    def read(self, document: Json) -> Sequence[Action]:
-        """The actions of an answer. Raises ``MALFORMED``."""
-        response = response_of(document)
-        if not self.llm.is_function_calling_active():
-            read_described_call(response, check_tools(self.tools, self.llm.config))
-        return self.response_to_actions(response)
-
     def _why_unread(self, document: Json) -> str | None:
+        response = response_of(document)
         try:
-            self.read(document)
+            if not self.llm.is_function_calling_active():
+                read_described_call(response, check_tools(self.tools, self.llm.config))
+            self.response_to_actions(response)
         except MALFORMED as error:
             return describe(error)
         return None
@@ -329,21 +338,6 @@ class RLAgent(CodeActAgent):
             _check_texts(action)
         return actions
 
-    def _emit(self, action: Action) -> Action:
-        if isinstance(action, AgentFinishAction) and self._session is not None and self._session.stop is None:
-            self._end(StopReason.TERMINATED)
-        return action
-
-    def _finish(self, stop: StopReason) -> Action:
-        self._end(stop)
-        return AgentFinishAction(final_thought=f"The episode is over: {stop.value}.")
-
-    def _end(self, stop: StopReason) -> None:
-        assert self._session is not None
-        self._session.end_here(stop)
-        if self._standalone is not None:
-            self._store()
-
     def _store(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
         """Store a standalone episode with its evidence, and end it."""
         session, standalone = self._session, self._standalone
@@ -352,6 +346,229 @@ class RLAgent(CodeActAgent):
         session.evidence = evidence or session.evidence
         standalone.keep(stop=stop, failure=failure)
         self._session = self._standalone = None
+
+
+@dataclass
+class SessionBranch:
+    """A ``Branch`` of the session of ``agent``; the live one itself where ``runtime`` is the live one.
+
+    It is a forked runtime and a list of events, over which the agent's own ``step`` runs, without a controller and
+    event files. That is enough, because a prompt depends on events only, which are serialized to JSON and back as in
+    the live stream. No event of a branch reaches the live stream.
+
+    Not simulated in a branch: knowledge that microagents add to the continuing message when the model calls no tool,
+    condensation of the branch's own events, and OpenHands' own limits of a session. Where the real prompt then differs
+    from the simulated one, a new branch of the tree begins.
+
+    ``events`` and ``forgotten`` (ids) are the history as the agent sees it.
+    """
+
+    agent: RLAgent
+    state: State
+    live: WorkspaceRuntime
+    runtime: WorkspaceRuntime
+    events: list[Event]
+    forgotten: set[int]
+    stop: threading.Event
+
+    def fork(self) -> SessionBranch:
+        """As ``Branch.fork``."""
+        return replace(self, runtime=self.runtime.fork(self.stop), events=[*self.events])
+
+    def run(self, complete: Complete) -> None:
+        """As ``Branch.run``. Raises ``BadEnvironmentError`` for an action that a fork cannot execute."""
+        # Not at the top: OpenHands' own main module may be importing this package right now.
+        from openhands.core.main import auto_continue_response
+
+        agent: Any = copy.copy(self.agent)
+        agent.llm, agent.pending_actions, agent.condenser = twin(agent.llm), deque(), self
+        if agent._described:
+            describe_tools(agent.llm)
+        connect(agent.llm, complete)
+        initial = agent._get_initial_user_message(self.state.history)
+        agent._get_initial_user_message = lambda history: initial
+        live = self.state
+        state = State(session_id=live.session_id, iteration_flag=live.iteration_flag, history=self.events)
+        while True:
+            try:
+                action = CodeActAgent.step(agent, state)
+            except ANSWERED as error:
+                self._record(ErrorObservation(str(error)), EventSource.AGENT)
+                continue
+            done = self._record(action, EventSource.AGENT)
+            if isinstance(done, _ENDS):
+                return
+            if isinstance(done, MessageAction):
+                self._record(MessageAction(content=auto_continue_response(state)), EventSource.USER)
+            elif not isinstance(observation := self._observe(done), NullObservation):
+                self._record(observation, EventSource.AGENT)
+
+    def condensed_history(self, state: State) -> View:
+        """The live view of the history, and what the branch adds to it: a branch is its agent's condenser, too."""
+        return View(events=state.history, forgotten_event_ids=self.forgotten)
+
+    def seconds(self, answer: Json) -> float:
+        """As ``Branch.seconds``."""
+        return command_seconds(answer, self.runtime.config.sandbox.timeout)
+
+    def evidence(self) -> JsonObject:
+        """As ``Branch.evidence``."""
+        return self.runtime.workspace.changes()
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """As ``Branch.check``."""
+        return self.runtime.check(asked)
+
+    def close(self) -> None:
+        """As ``Branch.close``."""
+        self.runtime.close()
+
+    def _record(self, event: Event, source: EventSource) -> Any:
+        """Add the event as the live stream would return it, without adding it there."""
+        # OpenHands declares these as properties without setters, and sets them like this itself.
+        holder: Any = event
+        holder._id = (self.events[-1].id if self.events else 0) + 1
+        holder._source, holder._timestamp = source, datetime.now().isoformat()
+        recorded = event_from_dict(self.live.event_stream._replace_secrets(event_to_dict(event)))
+        self.events.append(recorded)
+        return recorded
+
+    def _observe(self, action: Action) -> HostObservation:
+        """The observation of an action, as when OpenHands' runtime gets it from the event stream."""
+        if isinstance(action, MCPAction) or not (action.runnable or isinstance(action, _NOT_RUN)):
+            raise BadEnvironmentError(f"{type(action).__name__} cannot be executed in a fork of the workspace")
+        if action.timeout is None:
+            action.set_hard_timeout(self.runtime.config.sandbox.timeout, blocking=False)
+        try:
+            observation = self.runtime.run_action(action)
+        except PermissionError as error:
+            observation = ErrorObservation(str(error))
+        holder: Any = observation
+        holder._cause, holder.tool_call_metadata = action.id, action.tool_call_metadata
+        return observation
+
+
+def connect(llm: LLM, complete: Complete) -> Upstream:
+    """Let ``complete`` answer the requests of ``llm``; returns the model server that litellm would ask."""
+    holder: Any = llm
+    # litellm's ``completion`` as OpenHands bound it.
+    send = getattr(llm._completion_unwrapped, "send", llm._completion_unwrapped)
+
+    def answer(**more: Any) -> ModelResponse:
+        return answered(complete, {**send.keywords, **more})
+
+    answer.send = send  # type: ignore[attr-defined]
+    holder._completion_unwrapped = answer
+    return upstream_of(send.keywords, send)
+
+
+def twin(llm: LLM) -> LLM:
+    """An LLM with the same settings and metrics of its own, which does not try again."""
+    config = llm.config.model_copy(update={"num_retries": 1, "log_completions": False})
+    return LLM(config, service_id=llm.service_id)
+
+
+def describe_tools(llm: LLM) -> None:
+    """Let ``llm`` describe tools in the prompt by our own text, which is shorter than OpenHands'. Once for each LLM."""
+    holder: Any = llm
+    complete = llm.completion
+
+    def completed_by_text(*, messages: Any, tools: Sequence[Any], **more: Any) -> ModelResponse:
+        prompt = llm.format_messages_for_llm(messages)
+        rest: list[Any] = [message for message in prompt if message["role"] != "system"]
+        # Without tools it adds no text to the conversation.
+        converted = convert_fncall_messages_to_non_fncall_messages(rest, [], add_in_context_learning_example=False)
+        if get_features(llm.config.model).supports_stop_words and not llm.config.disable_stop_word:
+            more["stop"] = STOP_WORDS
+        response = complete(messages=described(prompt, converted, tools), **more)
+        read_described_call(response, tools)
+        return response
+
+    holder._completion = completed_by_text
+
+
+def read_described_call(response: ModelResponse, tools: Sequence[Any]) -> None:
+    """Put the call that the answer's text holds in its place. Raises OpenHands' errors of a call that is wrong."""
+    choice = response.choices[0] if response.choices else None
+    if isinstance(choice, Choices):
+        [answer] = convert_non_fncall_messages_to_fncall_messages([choice.message.model_dump()], list(tools))
+        choice.message = LiteLLMMessage(**answer)
+
+
+def record_condenser(condenser: Any, session: Session) -> None:
+    """Record what a condenser asks its model, as nodes of their own kind beside the episode."""
+    for part in getattr(condenser, "condensers", ()):
+        record_condenser(part, session)
+    if isinstance(llm := getattr(condenser, "llm", None), LLM):
+        upstream = connect(llm, lambda body: background().wait_for(session.aside(body, CONDENSATION, upstream)))
+
+
+@contextmanager
+def noted_step(session: Session, state: State) -> Iterator[None]:
+    """One step of an agent: what it asks has the step's number, and an answer that it cannot read is noted as such."""
+    session.note = {"session": state.session_id, "step": state.iteration_flag.current_value}
+    turns = session.turns
+    try:
+        yield
+    except MALFORMED as error:
+        if session.turns > turns:
+            # OpenHands reports the error to the model, without the answer.
+            session.unread(describe(error))
+        raise
+
+
+def record_agent(agent: Agent, session: Session) -> None:
+    """Record all further steps of ``agent``, whose own sampling and limits hold.
+
+    An answer that OpenHands cannot parse is kept off the executed path, and a prompt that exceeds the context window
+    ends the episode.
+    """
+    own_step = agent.step
+    session.samples = False
+    session.connect(connect(agent.llm, session.answer))
+    record_condenser(getattr(agent, "condenser", None), session)
+
+    def step(state: State) -> Action:
+        try:
+            with noted_step(session, state):
+                action = own_step(state)
+        except ContextWindowExceededError:
+            session.failure = None
+            session.end_here(StopReason.MAX_TOKENS)
+            return AgentFinishAction(final_thought="The context window is full.")
+        if isinstance(action, AgentFinishAction):
+            session.end_here(StopReason.TERMINATED)
+        return action
+
+    agent.step = step
+
+
+def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failure | None]:
+    """Why a controller stopped without the agent finishing, from its state ("error", "stopped") and last error.
+
+    Reaching one of OpenHands' own limits is a regular end of an episode; anything else is a failure.
+    """
+    error = last_error.lower()
+    if "maximum iteration" in error:
+        return StopReason.MAX_TURNS, None
+    if "maximum budget" in error or "stuckinloop" in error:
+        return StopReason.TRUNCATED, None
+    stopped = agent_state == "stopped"
+    ended = "it was stopped before the agent had finished" if stopped else f"the controller ended in {agent_state!r}"
+    message = (last_error or ended)[:500]
+    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=message, boundary="openhands.controller")
+    return StopReason.ERROR, failure
+
+
+def _undated(event: Event) -> Event:
+    """Of what OpenHands tells of a workspace, the compact prompt leaves out the folder, which tools name, and the date,
+    with which the same task reads another way each day. Then OpenHands tells what is set, and nothing where it is not.
+    """
+    if not isinstance(event, RecallObservation) or event.runtime_hosts or event.additional_agent_instructions:
+        return event
+    undated = copy.copy(event)
+    undated.date = undated.working_dir = ""
+    return undated
 
 
 def _last_event(state: State) -> int:
@@ -368,4 +585,3 @@ def _check_texts(action: Action) -> None:
 
 
 register("RLAgent", RLAgent)
-watch_for_rl_section()

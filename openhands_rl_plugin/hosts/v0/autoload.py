@@ -1,13 +1,13 @@
 """Registers ``RLAgent`` when OpenHands' agents are imported.
 
-A ``.pth`` file, which every Python process executes, adds one entry to ``sys.meta_path``. The entry imports this module
+A ``.pth`` file, which every Python process executes, adds a finder to ``sys.meta_path``. The finder imports this module
 when ``openhands.agenthub`` is imported, and nothing before. ``OPENHANDS_RL_AUTOLOAD=0`` switches it off.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+from importlib.machinery import PathFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,24 +15,15 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-AWAITED = "openhands.agenthub"
-SWITCH = "OPENHANDS_RL_AUTOLOAD"
-
 
 class AgentHubWatch:
-    """A meta-path finder that only adds the registration after the import of OpenHands' agents."""
+    """What the finder of the same name in the ``.pth`` file calls."""
 
-    @classmethod
-    def find_spec(
-        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The real spec of ``openhands.agenthub``, whose execution is followed by the registration."""
-        if name != AWAITED:
-            return None
-        sys.meta_path[:] = [each for each in sys.meta_path if getattr(each, "__name__", "") != cls.__name__]
-        from importlib.machinery import PathFinder
-
-        spec = PathFinder.find_spec(name, path, target)
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+        """The spec of ``openhands.agenthub``, whose execution is followed by the registration. Removes the finder."""
+        sys.meta_path[:] = [each for each in sys.meta_path if getattr(each, "__name__", "") != "AgentHubWatch"]
+        spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
@@ -53,18 +44,8 @@ def _register() -> None:
         import logging
 
         logging.getLogger("openhands").warning(
-            "openhands_rl_plugin could not register RLAgent (%s: %s); OpenHands continues without it. Set %s=0 to "
-            "disable the plugin.",
+            "openhands_rl_plugin could not register RLAgent (%s: %s); OpenHands continues without it. Set "
+            "OPENHANDS_RL_AUTOLOAD=0 to disable the plugin.",
             type(error).__name__,
             error,
-            SWITCH,
         )
-
-
-def install() -> None:
-    """Install the finder, unless it is disabled, already installed, or ``openhands.agenthub`` is imported."""
-    if os.environ.get(SWITCH) != "0" and AgentHubWatch not in sys.meta_path and AWAITED not in sys.modules:
-        sys.meta_path.insert(0, AgentHubWatch)
-
-
-install()

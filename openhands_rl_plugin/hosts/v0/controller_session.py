@@ -1,20 +1,25 @@
-"""One session of OpenHands' ``AgentController``, run to its end for one episode.
+"""Episodes in sessions of OpenHands' ``AgentController``: many in one process.
 
-Like ``openhands.core.main.run_controller``, but many sessions can share a process: there are no signal handlers, no
-polling and no state on disk. A failure in any of the session's threads ends it; OpenHands' own loop would wait forever.
+As ``openhands.core.main.run_controller``, but without signal handlers, polling and state on disk. A failure in any of a
+session's threads ends it; OpenHands' own loop would wait forever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import os
+import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import openhands.agenthub  # noqa: F401  # registers the stock agents
+from openhands.agenthub import Agent
 from openhands.controller import AgentController
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig, SandboxConfig
 from openhands.core.config.condenser_config import CondenserConfig, create_condenser_config
+from openhands.core.logger import openhands_logger
 from openhands.core.main import auto_continue_response
 from openhands.core.schema import AgentState
 from openhands.core.setup import create_agent
@@ -23,25 +28,43 @@ from openhands.events.action import MessageAction, NullAction
 from openhands.events.event import Event
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.memory.memory import Memory
-from openhands.runtime import get_runtime_cls
-from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands.server.services.conversation_stats import ConversationStats
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe, unknown_name
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason
 from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
-from openhands_rl_plugin.hosts.v0.agent import RLAgent
-from openhands_rl_plugin.hosts.v0.completion import record_agent
-from openhands_rl_plugin.hosts.v0.session_state import controller_end
+from openhands_rl_plugin.hosts.shared.session_runner import SessionHostRunner
+from openhands_rl_plugin.hosts.v0.agent import WORKSPACE_RUNTIME, RLAgent, controller_end, record_agent
+from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
 from openhands_rl_plugin.session.session import Session
 
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
+
+
+class ControllerRunner(SessionHostRunner):
+    """An ``EpisodeRunner`` over real OpenHands sessions in this process, which work in workspaces."""
+
+    def _prepare(self) -> None:
+        if "LOG_LEVEL" not in os.environ:
+            openhands_logger.setLevel(logging.ERROR)
+        if (agent := self._options.agent) not in Agent.list_agents():
+            raise ConfigError(unknown_name("agent", agent, Agent.list_agents()))
+
+    def _session(self, episode: Session) -> HostSession:
+        config = controller_config(
+            self._settings,
+            self._options,
+            model=episode.request.served_model,
+            limits=episode.limits,
+            sampling=episode.sampling_for(None, 0),
+        )
+        return ControllerSession(episode, self._options, f"rl-{uuid.uuid4().hex[:24]}", config)
 
 
 class ControllerSession(HostSession):
@@ -51,7 +74,7 @@ class ControllerSession(HostSession):
         super().__init__(episode, options, sid)
         self._config = config
         self._stream: SessionEventStream | None = None
-        self._runtime: Runtime | None = None
+        self._runtime: WorkspaceRuntime | None = None
         self._controller: SessionController | None = None
 
     def _start(self, instruction: str) -> None:
@@ -62,12 +85,13 @@ class ControllerSession(HostSession):
         if not isinstance(agent, RLAgent):
             record_agent(agent, self._episode)
         stream = self._stream = SessionEventStream(self._sid, self._finish)
-        runtime = self._runtime = get_runtime_cls(self._config.runtime)(
+        runtime = self._runtime = WorkspaceRuntime(
             config=self._config, event_stream=stream, llm_registry=llms, sid=self._sid, headless_mode=True
         )
-        runtime.status_callback = self._on_runtime_status
+        runtime.status_callback = self._on_status
         asyncio.run(runtime.connect())
-        memory = SessionMemory(stream, self._sid, self._finish)
+        memory: Any = SessionMemory(stream, self._sid)
+        memory.set_runtime_status = partial(self._on_status, "error")
         memory.set_conversation_instructions(None)
         memory.set_runtime_info(runtime, {}, str(runtime.workspace_root))
         memory.load_user_workspace_microagents(runtime.get_microagents_from_selected_repo(None))
@@ -106,7 +130,7 @@ class ControllerSession(HostSession):
 
     def _on_state(self, state: AgentState) -> None:
         waiting, controller = state is AgentState.AWAITING_USER_INPUT, self._controller
-        if waiting and controller is not None and not self._episode.environment_mode:
+        if waiting and controller is not None:
             history = controller.get_state().history
             said = sum(isinstance(event, MessageAction) and event.source == EventSource.USER for event in history)
             text = self._reply(said - 1, auto_continue_response(controller.get_state()))
@@ -114,7 +138,8 @@ class ControllerSession(HostSession):
         elif waiting or state in _ENDS:
             self._finish(state.value)
 
-    def _on_runtime_status(self, level: str, status: RuntimeStatus, message: str) -> None:
+    def _on_status(self, level: str, status: RuntimeStatus, message: str) -> None:
+        """An error of the runtime or of the memory, after which the controller would wait forever."""
         if level == "error":
             what = f"{status.value}: {message}" if message else status.value
             self._finish(Failure(kind=FailureKind.INFRASTRUCTURE, message=what[:500], boundary="openhands.runtime"))
@@ -161,15 +186,6 @@ class SessionEventStream(EventStream):
 class SessionMemory(Memory):
     """OpenHands' memory without the microagents in the user's home, which are not part of a task."""
 
-    def __init__(self, stream: EventStream, sid: str, on_failure: OnFailure) -> None:
-        super().__init__(event_stream=stream, sid=sid)
-        self._on_failure = on_failure
-
-    def set_runtime_status(self, status: RuntimeStatus, message: str) -> None:
-        """End the session: the controller would wait forever for an observation."""
-        what = f"{status.value}: {message}"
-        self._on_failure(Failure(kind=FailureKind.INFRASTRUCTURE, message=what, boundary="openhands.memory"))
-
     def _load_user_microagents(self) -> None:
         return None
 
@@ -199,22 +215,23 @@ def controller_config(
     limits: Limits | None = None,
     sampling: SamplingParams | None = None,
 ) -> OpenHandsConfig:
-    """A configuration for the model server of ``[rl.serving]`` and the runtime that ``options`` ask for.
+    """A configuration for the model server of ``[rl.serving]`` and a workspace.
 
     ``model`` is the served name, ``[rl.serving] model`` by default. OpenHands' iteration limit only backs up the
     episode's own turn limit; an agent other than ``RLAgent`` has no other limit. ``sampling`` is for other agents:
     ``RLAgent`` sets the parameters of each call. Raises ``ConfigError`` for a condenser that OpenHands does not know.
     """
     limits = limits or settings.limits()
-    turns = limits.max_turns
-    sampling = sampling or settings.sampling_params()
+    sampling = merge_sampling(sampling, settings.sampling_params())
+    # OpenHands sends these with every call: it drops an ``extra_body`` that a call has of its own.
+    extra = altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS})
     llm = LLMConfig(
         **llm_settings(settings, options, model or settings.serving.model, limits),
-        temperature=settings.sampling.temperature if sampling.temperature is None else sampling.temperature,
-        top_p=sampling.top_p or settings.sampling.top_p,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
         seed=sampling.seed,
         modify_params=False,
-        completion_kwargs=_completion_kwargs(settings, options, sampling),
+        completion_kwargs={"extra_body": extra} if extra else None,
     )
     config = AgentConfig(
         enable_browsing=False,
@@ -229,20 +246,12 @@ def controller_config(
         llms={"llm": llm},
         agents={"agent": config, options.agent: config.model_copy(deep=True)},
         default_agent=options.agent,
-        runtime=runtime_path(options),
+        runtime=WORKSPACE_RUNTIME,
         file_store="memory",
         enable_browser=False,
-        max_iterations=turns * ITERATIONS_A_TURN + 2 if options.agent == RL_AGENT else turns,
+        max_iterations=limits.max_turns * ITERATIONS_A_TURN + 2 if options.agent == RL_AGENT else limits.max_turns,
         sandbox=SandboxConfig(timeout=options.command_timeout),
     )
-
-
-def _completion_kwargs(settings: RLSettings, options: HostOptions, sampling: SamplingParams) -> dict[str, Any] | None:
-    """What OpenHands sends with every call: it drops an ``extra_body`` that a call has of its own. Token ids and
-    logprobs are the recorder's to ask for, which knows what a server refuses."""
-    chosen = merge_sampling(sampling, settings.sampling_params())
-    extra = altering_parameters({name: getattr(chosen, name) for name in NEUTRAL_PARAMETERS})
-    return {"extra_body": extra} if extra else None
 
 
 def _condenser(options: HostOptions, llm: LLMConfig) -> CondenserConfig:
@@ -252,9 +261,3 @@ def _condenser(options: HostOptions, llm: LLMConfig) -> CondenserConfig:
         return create_condenser_config(kind, {**options.condenser, **asks})
     except ValueError as error:
         raise ConfigError(f"condenser {options.condenser}: {describe(error)}") from error
-
-
-def runtime_path(options: HostOptions) -> str:
-    """The class path of the OpenHands runtime for these options."""
-    where = "environment_runtime.Environment" if options.environment_mode else "runtime.Workspace"
-    return f"openhands_rl_plugin.hosts.v0.{where}Runtime"

@@ -1,12 +1,14 @@
-"""The workspace runtime: an OpenHands ``Runtime`` that loses no output, for many separate sessions in one process.
+"""OpenHands runtimes: a sandboxed workspace that loses no output, and an environment.
 
-Chosen by class path, ``runtime = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"``. ``workspace_base`` is used
-as it is, without a copy; without one, a session has a temporary directory that is removed with it. A session has
-network only with ``[rl.workspace] network = true``.
+``runtime = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"`` uses ``workspace_base`` as it is, without a copy;
+without one, a session has a temporary directory that is removed with it. A session has network only with
+``[rl.workspace] network = true``. In bubblewrap a session can be forked for search: a fork has copies of the workspace,
+of ``/tmp``, of the shell's state and of the editor's history, at the same paths. Processes and network connections
+cannot be copied, so a workspace with running background processes is not forked. Times, process ids and the order of
+unsorted listings may differ in a fork.
 
-In bubblewrap a session can be forked for search: a fork has copies of the workspace, of ``/tmp``, of the shell's state
-and of the editor's history, at the same paths. Processes and network connections cannot be copied, so a workspace with
-running background processes is not forked. Times, process ids and the order of unsorted listings may differ in a fork.
+``runtime = "openhands_rl_plugin.hosts.v0.runtime.EnvironmentRuntime"`` puts the environment of ``[rl] env_name`` in the
+place of a workspace.
 """
 
 from __future__ import annotations
@@ -14,18 +16,29 @@ from __future__ import annotations
 import asyncio
 import atexit
 import copy
+import math
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from openhands.core.config import OpenHandsConfig
-from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction, FileWriteAction
+from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
+from openhands.core.exceptions import AgentRuntimeError
+from openhands.core.schema import AgentState
+from openhands.events.action import (
+    ChangeAgentStateAction,
+    CmdRunAction,
+    FileEditAction,
+    FileReadAction,
+    FileWriteAction,
+)
 from openhands.events.action.mcp import MCPAction
-from openhands.events.event import FileEditSource, FileReadSource
+from openhands.events.event import Event, FileEditSource, FileReadSource
 from openhands.events.observation import (
     CmdOutputObservation,
     ErrorObservation,
@@ -34,45 +47,121 @@ from openhands.events.observation import (
     FileWriteObservation,
     Observation,
 )
+from openhands.events.observation.mcp import MCPObservation
+from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
+from openhands.storage.locations import get_conversation_dir
+from openhands.storage.memory import InMemoryFileStore
 from openhands_aci.utils.diff import get_diff
 
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.config.build import make_environment, make_strategy
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.core.protocols import info_of
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.types import Failure, JsonObject
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, Task
+from openhands_rl_plugin.core.types import Observation as Answer
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
-from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
-from openhands_rl_plugin.hosts.shared.sessions import protected_by
-from openhands_rl_plugin.hosts.v0.session_state import SessionRuntime, SessionTaskList
+from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime
 from openhands_rl_plugin.hosts.v0.settings import host_settings
-from openhands_rl_plugin.session.session import current_episode
+from openhands_rl_plugin.rollout.session import LiveEnvironment
+from openhands_rl_plugin.session.session import Session, current_episode
+
+RESET_TOOL = "environment_reset"
+STEP_TOOL = "environment_step"
 
 # Seconds to start a sandbox, which takes a fraction of one: a machine under load is given time.
 _START_TIMEOUT = 14.0
 
+_WANTS_CALLS = "this environment wants its tools called: set react_format = true in [rl], to answer with text"
 
-def _reported(what: str) -> Callable[[Any], Any]:
+
+class SessionRuntime(Runtime):
+    """An OpenHands ``Runtime`` that the session's agent can find, and that ends a search when the user stops it.
+
+    It executes nothing by itself.
+    """
+
+    def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
+        super().__init__(config, *args, **kwargs)
+        register_runtime(self.sid, self)
+        self._session: Session | None = None
+        self._stopped = -math.inf
+
+    def decides(self, session: Session) -> None:
+        """A stop of the user ends the decisions of ``session``, also one that was not there yet."""
+        self._session = session
+        session.cancel(self._stopped)
+
+    def on_event(self, event: Event) -> None:
+        """Also cancels a running or upcoming search when the user stops the agent."""
+        if isinstance(event, ChangeAgentStateAction) and event.agent_state == AgentState.STOPPED:
+            self._stopped = event.id
+            if self._session is not None:
+                self._session.cancel(event.id)
+        super().on_event(event)
+
+    async def connect(self) -> None:
+        """Report that the runtime has started."""
+        self._runtime_initialized = True
+        self.set_runtime_status(RuntimeStatus.RUNTIME_STARTED)
+
+    def close(self) -> None:
+        """Release what the runtime holds. Idempotent."""
+        atexit.unregister(self.close)
+        super().close()
+
+    @property
+    def workspace_root(self) -> Path:
+        """The workspace's path inside the sandbox."""
+        return Path(INSIDE)
+
+    def run(self, action: Any) -> Observation:
+        """The observation that the action is not supported; the model reads it."""
+        return ErrorObservation(f"This runtime does not execute {type(action).__name__}.")
+
+    read = write = edit = run_ipython = browse = browse_interactive = run
+
+    async def call_tool_mcp(self, action: MCPAction) -> Observation:
+        """Not supported: there are no MCP servers."""
+        return self.run(action)
+
+    def get_mcp_config(self, extra_stdio_servers: list[MCPStdioServerConfig] | None = None) -> MCPConfig:
+        """No servers: a session has no tools but its agent's."""
+        return MCPConfig()
+
+    def copy_to(self, host_src: str, sandbox_dest: str, recursive: bool = False) -> None:
+        """Raises ``AgentRuntimeError``: files come with ``workspace_base``."""
+        raise AgentRuntimeError(f"{host_src}: no file is copied into a session; put it into workspace_base")
+
+    def copy_from(self, path: str) -> Path:
+        """Raises ``AgentRuntimeError``."""
+        raise AgentRuntimeError(f"{path}: there are no files")
+
+    def list_files(self, path: str | None = None) -> list[str]:
+        """Nothing: there are no files."""
+        return []
+
+
+def _reported(execute: Any) -> Any:
     """An ``OSError`` becomes an observation; OpenHands makes one of a ``PermissionError`` itself."""
 
-    def made(execute: Any) -> Any:
-        @wraps(execute)
-        def reporting(runtime: WorkspaceRuntime, action: Any) -> Observation:
-            try:
-                return execute(runtime, action)
-            except PermissionError:
-                raise
-            except OSError as error:
-                return ErrorObservation(f"{action.path} cannot be {what}: {error.strerror}")
+    @wraps(execute)
+    def reporting(runtime: WorkspaceRuntime, action: Any) -> Observation:
+        try:
+            return execute(runtime, action)
+        except PermissionError:
+            raise
+        except OSError as error:
+            return ErrorObservation(f"{action.path}: {error.strerror}")
 
-        return reporting
-
-    return made
+    return reporting
 
 
 class WorkspaceRuntime(SessionRuntime):
@@ -111,13 +200,10 @@ class WorkspaceRuntime(SessionRuntime):
             asyncio.to_thread(self.workspace.run, ":", timeout=_START_TIMEOUT),
             asyncio.to_thread(self.workspace.begin),
         )
-        self._runtime_initialized = True
-        self.set_runtime_status(RuntimeStatus.RUNTIME_STARTED)
+        await super().connect()
 
     def close(self) -> None:
         """End the sandbox and all processes in it, and remove this runtime's own files."""
-        atexit.unregister(self.close)
-        self._runtime_initialized = False
         self.workspace.close()
         super().close()
 
@@ -129,29 +215,19 @@ class WorkspaceRuntime(SessionRuntime):
         """As ``SandboxedWorkspace.check``."""
         return self.workspace.check(asked)
 
-    @property
-    def files(self) -> Workspace:
-        """Access to the files below ``/workspace``."""
-        return self.workspace.files
-
-    @property
-    def forkable(self) -> bool:
-        """Whether ``fork`` is possible: without isolation, forks would see each other's files and the original's."""
-        return self.workspace.forks
-
     def fork(self, stop: threading.Event) -> WorkspaceRuntime:
         """A runtime over ``SandboxedWorkspace.fork``, without a subscription to its event stream."""
-        fork = copy.copy(self)
+        fork: Any = copy.copy(self)
         fork.status_callback = None
-        fork.event_stream = SessionTaskList.of(self.event_stream, self.sid)
+        # All that OpenHands needs of a stream for an action is the task list.
+        live, tasks = self.event_stream, InMemoryFileStore()
+        with suppress(FileNotFoundError):
+            name = f"{get_conversation_dir(self.sid, live.user_id)}TASKS.md"
+            tasks.write(name, live.file_store.read(name))
+        fork.event_stream = SimpleNamespace(user_id=live.user_id, file_store=tasks)
         fork.workspace = self.workspace.fork(stop)
         fork.editor = self.editor.forked(fork.workspace.place, fork.workspace.private)
         return fork
-
-    @property
-    def workspace_root(self) -> Path:
-        """The workspace's path inside the sandbox."""
-        return Path(INSIDE)
 
     def run(self, action: CmdRunAction) -> Observation:
         """Run a command for at most the action's time limit; its background processes keep running."""
@@ -171,26 +247,26 @@ class WorkspaceRuntime(SessionRuntime):
         suffix = f"[The command timed out after {timeout:.1f} seconds and was ended.]" if result.timed_out else ""
         return _observation(action, result, suffix)
 
-    @_reported("read")
+    @_reported
     def read(self, action: FileReadAction) -> Observation:
         """Read a text file; for the editor's tool, view it with line numbers."""
         if action.impl_source == FileReadSource.OH_ACI:
             text = self.editor.edit("view", action.path, view_range=action.view_range).output or ""
             return FileReadObservation(content=text, path=action.path, impl_source=FileReadSource.OH_ACI)
-        data = self.files.read(action.path)
+        data = self.workspace.files.read(action.path)
         if b"\0" in data:
             return ErrorObservation("ERROR_BINARY_FILE")
         lines = data.decode("utf-8", "replace").splitlines(keepends=True)
         end = None if action.end == -1 else action.end
         return FileReadObservation(content="".join(lines[action.start : end]), path=action.path)
 
-    @_reported("written")
+    @_reported
     def write(self, action: FileWriteAction) -> Observation:
         """Replace the whole file; create it and its parent directories when needed."""
-        self.files.write(action.path, whole_text(action.content).encode())
+        self.workspace.files.write(action.path, whole_text(action.content).encode())
         return FileWriteObservation(content="", path=action.path)
 
-    @_reported("edited")
+    @_reported
     def edit(self, action: FileEditAction) -> Observation:
         """Execute a command of ``str_replace_editor``."""
         if action.impl_source != FileEditSource.OH_ACI:
@@ -207,44 +283,19 @@ class WorkspaceRuntime(SessionRuntime):
             diff="" if is_rewritten(before, after) else get_diff(before, after, action.path),
         )
 
-    async def call_tool_mcp(self, action: MCPAction) -> Observation:
-        """Not supported."""
-        return self.unsupported(f"MCP servers, so the tool {action.name!r} cannot be called")
-
-    def copy_to(self, host_src: str, sandbox_dest: str, recursive: bool = False) -> None:
-        """Copy a file, or with ``recursive`` a directory, into the directory ``sandbox_dest`` (or to that file name
-        when the destination does not end with ``/`` and is no directory)."""
-        source = Path(host_src)
-        if source.is_dir():
-            if not recursive:
-                raise IsADirectoryError(f"{host_src} is a directory: copy it with recursive=True")
-            for path in sorted(source.rglob("*")):
-                target = f"{sandbox_dest}/{source.name}/{path.relative_to(source)}"
-                if path.is_dir() and not path.is_symlink():
-                    self.files.make_directory(target)
-                elif path.is_file():
-                    self.files.write(target, path.read_bytes(), mode=path.stat().st_mode & 0o777)
-            return
-        into = sandbox_dest.endswith("/") or self.files.kind(sandbox_dest) == "directory"
-        target = f"{sandbox_dest}/{source.name}" if into else sandbox_dest
-        self.files.write(target, source.read_bytes(), mode=source.stat().st_mode & 0o777)
-
     def copy_from(self, path: str) -> Path:
-        """A zip of a file or directory, in a temporary file that belongs to the caller."""
+        """A zip of a directory's files, in a temporary file that belongs to the caller: OpenHands reads microagents."""
         with tempfile.NamedTemporaryFile(suffix=".zip", delete=False) as file, zipfile.ZipFile(file, "w") as archive:
-            if self.files.kind(path) == "directory":
-                for name in self.files.files(path):
-                    archive.writestr(name, self.files.read(f"{path}/{name}"))
-            else:
-                archive.writestr(Path(path).name, self.files.read(path))
+            for name in self.workspace.files.files(path):
+                archive.writestr(name, self.workspace.files.read(f"{path}/{name}"))
         return Path(file.name)
 
     def list_files(self, path: str | None = None) -> list[str]:
         """The paths of a directory's entries; empty when there is no such directory."""
-        directory = path or INSIDE
-        if self.files.kind(directory) != "directory":
+        files, directory = self.workspace.files, path or INSIDE
+        if files.kind(directory) != "directory":
             return []
-        return [f"{directory.rstrip('/')}/{name}" for name, _ in self.files.entries(directory)]
+        return [f"{directory.rstrip('/')}/{name}" for name, _ in files.entries(directory)]
 
 
 def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> CmdOutputObservation:
@@ -259,3 +310,49 @@ def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> Cm
             "suffix": f"\n{suffix}" if suffix and result.output else suffix,
         },
     )
+
+
+class EnvironmentRuntime(SessionRuntime):
+    """One episode of the environment of ``[rl]``. Raises ``ConfigError`` from the constructor.
+
+    The agent sends ``MCPAction``s: ``RESET_TOOL`` first with the task, then ``STEP_TOOL`` with each of the policy's
+    answers. The observation is the environment's as JSON, so that OpenHands' event log holds rewards and ends, too.
+    ``answer`` is the last one until the agent takes it, ``live.failure`` says why there is none.
+    """
+
+    def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
+        settings = host_settings(config.get_agent_config(RL_AGENT), config)
+        # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
+        forks = getattr(make_strategy(settings), "forks", 0)
+        self.live = LiveEnvironment(make_environment(settings), forks=forks)
+        self.answer: Answer | None = None
+        super().__init__(config, *args, **kwargs)
+
+    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
+        """Evidence (``None`` when the episode never began) and failure, if any; closes the environment. Blocks."""
+        background().wait_for(self.live.conclude())
+        return self.live.evidence, self.live.failure
+
+    def close(self) -> None:
+        """Close the environment, once. Blocks."""
+        self.conclude()
+        super().close()
+
+    async def call_tool_mcp(self, action: MCPAction) -> Observation:
+        """Reset or step the environment. After an exception here the controller would wait forever."""
+        # Connections belong to one event loop, and OpenHands closes the current one before it closes the runtime.
+        # Blocking is fine: this thread serves only this session.
+        try:
+            answer = self.answer = background().wait_for(self._answer(action.name, action.arguments))
+        except CaughtFailure as caught:
+            return ErrorObservation(caught.failure.message)
+        return MCPObservation(content=answer.model_dump_json(), name=action.name, arguments=action.arguments)
+
+    async def _answer(self, name: str, arguments: JsonObject) -> Answer:
+        live = self.live
+        if name == STEP_TOOL:
+            return await live.step(Message(role="assistant", content=str(arguments["content"])))
+        answer = await live.reset(Task.model_validate(arguments))
+        if info_of(live.environment).tools:
+            live.failure = Failure(kind=FailureKind.ENVIRONMENT, message=_WANTS_CALLS, boundary="openhands.runtime")
+        return answer

@@ -17,11 +17,3 @@ def own_temporary_files() -> Iterator[None]:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
-
-
-@pytest.fixture(autouse=True)
-def no_configuration_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another test made OpenHands read in this process is not this one's [rl]."""
-    from openhands_rl_plugin.hosts.v0 import settings
-
-    monkeypatch.setattr(settings._seen, "file", None)

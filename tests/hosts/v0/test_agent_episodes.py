@@ -25,8 +25,8 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.controller_session import runtime_path
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.agent import WORKSPACE_RUNTIME
+from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 
 pytestmark = pytest.mark.contract
@@ -165,7 +165,7 @@ async def test_a_copied_example_plays_in_the_runtime_that_it_names(finished, tmp
     serving = ServingSettings(base_url=finished.url, model="copied", request_timeout=20.0)
     settings = load_settings(tmp_path / "config.toml").model_copy(update={"serving": serving})
     options = HostOptions(environment_mode=False)
-    assert tomllib.loads(example())["core"]["runtime"] == runtime_path(options)
+    assert tomllib.loads(example())["core"]["runtime"] == WORKSPACE_RUNTIME
     runner = ControllerRunner(settings, options)
     try:
         trajectory = await runner.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))

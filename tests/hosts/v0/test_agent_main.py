@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(PATIENCE + 60)]
 
 TASK = "Write hello into greeting.txt"
 WORKSPACE = "openhands_rl_plugin.hosts.v0.runtime.WorkspaceRuntime"
-ENVIRONMENT = "openhands_rl_plugin.hosts.v0.environment_runtime.EnvironmentRuntime"
+ENVIRONMENT = "openhands_rl_plugin.hosts.v0.runtime.EnvironmentRuntime"
 
 COMMON = """
 [core]

@@ -27,7 +27,7 @@ from openhands_rl_plugin.hosts.shared.standalone_run import (
     StandaloneRun,
     standalone_episode,
 )
-from openhands_rl_plugin.hosts.v0.session_state import controller_end
+from openhands_rl_plugin.hosts.v0.agent import controller_end
 from openhands_rl_plugin.session.session import Session, bind_episode, current_episode
 
 pytestmark = pytest.mark.contract

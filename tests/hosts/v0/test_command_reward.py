@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openhands.core.config import OpenHandsConfig
+from openhands.core.config.extended_config import ExtendedConfig
+from openhands.core.setup import create_agent
+from openhands.llm.llm_registry import LLMRegistry
 from scripted_model import ScriptedModel, call, says, serve
 
 from openhands_rl_plugin.apps.rl_agent import RLAgent
@@ -18,7 +22,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Failure, JsonObject, 
 from openhands_rl_plugin.environments.workspace.check import MOST_OUTPUT, check_workspace
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits, SubprocessSandbox
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
 from openhands_rl_plugin.rollout.scoring import judge
 
 FINISH = says(None, call("finish", {"message": "done"}))
@@ -84,19 +88,17 @@ def test_it_is_bounded_in_time_and_output(checked: Any) -> None:
     assert checked("exit 3")["exit_code"] == 3
 
 
-async def test_where_there_is_no_workspace_the_run_does_not_begin(server: ScriptedModel, model: Path) -> None:
+def test_where_there_is_no_workspace_the_run_does_not_begin(model: Path) -> None:
     reward = options("pytest -q")
     with pytest.raises(ConfigError, match=r"`pytest -q` judges a workspace .* RLAgent plays environments"):
         RLAgent(str(model), config=RLSettings.model_validate({"reward": reward}))
-    serving = ServingSettings(base_url=server.url, model="shop", request_timeout=20.0)
-    settings = RLSettings.model_validate({"serving": serving.model_dump(), "reward": reward})
-    runner = ControllerRunner(settings, HostOptions(environment_mode=True))
-    request = EpisodeRequest(task=Task(id="t", environment="webshop"), run_id="r", group_id="g")
-    try:
-        with pytest.raises(ConfigError, match="EnvironmentRuntime' cannot run it there: set runtime = "):
-            await runner.run(request)
-    finally:
-        await runner.close()
+    config = OpenHandsConfig(
+        default_agent="RLAgent",
+        runtime="openhands_rl_plugin.hosts.v0.runtime.EnvironmentRuntime",
+        extended=ExtendedConfig({"rl": {"reward": reward}}),
+    )
+    with pytest.raises(ConfigError, match="EnvironmentRuntime' cannot run it: set runtime = "):
+        create_agent(config, LLMRegistry(config))
 
 
 def test_its_options_are_checked_when_the_settings_are_read() -> None:

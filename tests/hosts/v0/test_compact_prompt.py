@@ -77,35 +77,20 @@ def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, 
         asked._source = EventSource.USER  # type: ignore[attr-defined]
         usual = {"recall_type": RecallType.WORKSPACE_CONTEXT, "date": "2026-11-27", "content": "added"}
         seen = RecallObservation(**{**usual, **fields})
-        messages = agent.conversation_memory.process_events([asked, seen], asked, set())
+        messages = agent._get_messages([asked, seen], asked, set())
         texts = ["".join(part.text for part in each.content if isinstance(part, TextContent)) for each in messages]
         return [text.strip() for text in texts[1:]]
 
     assert told(working_dir="/workspace") == ["Fix it."]
-    assert told(task=" ", working_dir="/workspace") == [""]  # what a user has said stays as it is
-    assert told(working_dir="/tmp/elsewhere") == ["Fix it.", "The folder is /tmp/elsewhere."]
     skill = MicroagentKnowledge(name="go", trigger="fix", content="Use gofmt.")
     [_, known] = told(working_dir="/workspace", microagent_knowledge=[skill])
     assert known.startswith("<EXTRA_INFO>") and "Use gofmt." in known
-    [_, everything] = told(
-        repo_name="me/shop",
-        repo_directory="/workspace/shop",
-        repo_branch="next",
-        repo_instructions="Run make test.",
-        runtime_hosts={"work-1": 8011},
-        additional_agent_instructions="Answer in French.",
-        custom_secrets_descriptions={"TOKEN": "for the registry", "KEY": ""},
-        conversation_instructions="Open a pull request.",
-    )
-    assert everything.split("\n") == [
-        "The repository me/shop is in /workspace/shop, on branch next.",
-        "Run make test.",
-        "A web server may use port 8011, which the user reaches as work-1.",
-        "Answer in French.",
-        "The environment variable TOKEN is set: for the registry",
-        "The environment variable KEY is set.",
-        "Open a pull request.",
-    ]
+    [_, told_of] = told(repo_name="me/shop", repo_directory="/workspace/shop", repo_instructions="Run make test.")
+    assert "repository me/shop" in told_of and "Run make test." in told_of and "2026-11-27" not in told_of
+    [_, told_of] = told(custom_secrets_descriptions={"TOKEN": "for it"}, conversation_instructions="Open a request.")
+    assert "**$TOKEN**: for it" in told_of and "Open a request." in told_of and "2026-11-27" not in told_of
+    [_, told_of] = told(runtime_hosts={"work-1": 8011}, additional_agent_instructions="Answer in French.")
+    assert "work-1 (port 8011)" in told_of and "Answer in French." in told_of
 
 
 def test_other_agents_have_their_own_prompt() -> None:

@@ -19,7 +19,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
-from openhands_rl_plugin.hosts.v0.completion import ask, connect
+from openhands_rl_plugin.hosts.v0.agent import connect
 from openhands_rl_plugin.session.session import Session
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
@@ -35,8 +35,7 @@ def llm_for(url: str, model: str, provider: str = "openai", **config) -> tuple[L
     settings = {"num_retries": 2, "retry_min_wait": 0, "retry_max_wait": 0, "native_tool_calling": True, **config}
     llm = LLM(LLMConfig(model=f"{provider}/{model}", base_url=url, api_key=SecretStr("k"), **settings), service_id="a")
     session = standalone_episode(RLSettings(), session="s", instruction="Hi", base_model=model, environment_mode=False)
-    connect(session, llm)
-    ask(llm, session.answer)
+    session.connect(connect(llm, session.answer))
     return llm, session
 
 

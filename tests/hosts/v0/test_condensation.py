@@ -29,8 +29,7 @@ from openhands_rl_plugin.core.types import (
     kind_of,
 )
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.controller_session import controller_config
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner, controller_config
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import off_policy_sampling, pack, samples_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

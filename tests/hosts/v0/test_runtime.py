@@ -159,10 +159,10 @@ def test_a_directory_is_listed_without_a_host_shell(make: Make):
     runtime = make("none")
     marker = Path(f"/tmp/rl-injected-{os.getpid()}")
     name = f"x;touch ${{HOME%%root*}}tmp;touch {marker.name}"
-    runtime.files.write(f"/workspace/{name}/file", b"")
-    runtime.files.write("/workspace/.hidden", b"")
-    runtime.files.write("/workspace/a/b/c", b"")
-    (runtime.files.root / "out").symlink_to("/etc")
+    runtime.workspace.files.write(f"/workspace/{name}/file", b"")
+    runtime.workspace.files.write("/workspace/.hidden", b"")
+    runtime.workspace.files.write("/workspace/a/b/c", b"")
+    (runtime.workspace.files.root / "out").symlink_to("/etc")
     listing = view(runtime, "/workspace").content
     assert listing.splitlines()[1:] == [
         "/workspace/",
@@ -194,7 +194,7 @@ def test_without_bubblewrap_nothing_runs_unless_that_is_asked_for(make: Make):
         make()
     runtime = make("none")
     assert command(runtime, "pwd").content == "/workspace"
-    assert runtime.files.root.is_dir()
+    assert runtime.workspace.files.root.is_dir()
 
 
 def test_the_network_of_openhands_own_sandbox_is_refused(make: Make):

@@ -22,24 +22,18 @@ from starlette.types import Receive, Scope, Send
 
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers import listening, serving
 from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
     JsonObject,
-    Message,
-    Observation,
     StopReason,
-    Task,
     Trajectory,
 )
-from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE
 from openhands_rl_plugin.hosts.v0.controller_session import controller_config
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
 
 LONGEST = 60
+ENVIRONMENT_RUNTIME = "openhands_rl_plugin.hosts.v0.runtime.EnvironmentRuntime"
 
 
 @dataclass
@@ -117,46 +111,6 @@ def settings_for(server: ScriptedModel, shop: CountedShop, model: str, **more: A
     return RLSettings(serving=serving, **{**own, "strategy": strategy, **more})
 
 
-REQUEST = EpisodeRequest(
-    task=Task(id="shop-3", environment="webshop", data={"idx": 3}), run_id="run", group_id="group", seed=5
-)
-
-
-async def play(settings: RLSettings) -> Trajectory:
-    runner = ControllerRunner(settings)
-    try:
-        return await runner.run(REQUEST)
-    finally:
-        await runner.close()
-
-
-async def test_the_live_episode_is_stepped_by_nobody_but_the_session(server: ScriptedModel, shop: CountedShop):
-    trajectory = await play(settings_for(server, shop, "counted"))
-    assert trajectory.failure is None and trajectory.stop is StopReason.MAX_TURNS
-    (live,) = shop.opened
-    assert shop.steps()[live] == trajectory.usage.steps == trajectory.evidence["steps"] == 3
-    simulated = sum(count for session, count in shop.steps().items() if session != live)
-    notes = [node.metadata.get("search", {}) for node in trajectory.nodes]
-    reports = [note["report"] for note in notes if "report" in note]
-    assert simulated == reports[-1]["episode"]["steps"] > 3
-    assert shop.closed() == shop.forks() + 1, "every fork is closed, and the live episode"
-
-
-async def test_what_was_simulated_becomes_what_is_real(server: ScriptedModel, shop: CountedShop):
-    trajectory = await play(settings_for(server, shop, "same"))
-    nodes = trajectory.nodes
-    acted = [at for at in trajectory.path() if nodes[at].sampled]
-    assert [nodes[at].simulated for at in acted] == [False] * 3 and [nodes[at].reward for at in acted] == [0.0] * 3
-    for at in acted:
-        answers = [node for node in nodes if node.parent == at]
-        assert len(answers) == 1, "the live answer is the simulated one, cut to the same length"
-        assert len(answers[0].message.content or "") <= 4 * LONGEST + 40
-    again = nodes[acted[1]].metadata["search"]["report"]
-    assert nodes[acted[1]].visits > 0 and again["turn"]["calls"] < again["episode"]["calls"]
-    known = [node for node in nodes if node.sampled and node.parent == nodes[acted[1]].parent]
-    assert sum(node.visits for node in known) > 10, "visits of the search before count on"
-
-
 def test_openhands_main_searches_in_forks_of_an_environment(
     server: ScriptedModel, shop: CountedShop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -166,6 +120,7 @@ def test_openhands_main_searches_in_forks_of_an_environment(
     settings = settings_for(server, shop, "main", rollout_strategy="ToT", strategy=tree_of_thoughts)
     given = settings.model_dump(exclude={"serving"}, exclude_unset=True)
     config = controller_config(settings, HostOptions())
+    config.runtime = ENVIRONMENT_RUNTIME
     config.extended = ExtendedConfig({"rl": {**given, "storage": {"path": str(tmp_path)}}})
 
     async def read() -> list[Trajectory]:
@@ -183,42 +138,3 @@ def test_openhands_main_searches_in_forks_of_an_environment(
     siblings = Counter(node.parent for node in trajectory.nodes if node.sampled)
     assert max(siblings.values()) == 2 and any(node.simulated for node in trajectory.nodes)
     assert {body["temperature"] for body in server.requests["main"]} == {0.6}
-
-
-@pytest.mark.slow
-async def test_the_same_in_worker_processes_is_the_same(server: ScriptedModel, shop: CountedShop):
-    alone = await play(settings_for(server, shop, "pooled"))
-    pool = WorkerPoolRunner(settings_for(server, shop, "pooled"), workers=1)
-    try:
-        pooled = await pool.run(REQUEST)
-    finally:
-        await pool.close()
-    told = [[(node.parent, node.message, node.visits) for node in one.nodes] for one in (alone, pooled)]
-    assert told[0] == told[1] and pooled.strategy.options["num_simulations"] == 10
-
-
-class OneWay:
-    """An environment without ``fork``."""
-
-    async def reset(self, task: Task) -> Observation:
-        return Observation(messages=(Message(role="user", content="Go."),))
-
-    async def step(self, action: Message) -> Observation:
-        return Observation(messages=(Message(role="user", content="Gone."),), terminated=True)
-
-    async def evidence(self) -> JsonObject:
-        return {}
-
-    async def close(self) -> None:
-        return None
-
-
-async def test_an_environment_that_cannot_fork_refuses_mcts_and_nothing_is_asked(
-    server: ScriptedModel, shop: CountedShop
-):
-    settings = settings_for(server, shop, "one-way", env_name="test_search_environment:OneWay")
-    with pytest.raises(ConfigError, match=r"^MCTS needs an environment that can fork"):
-        await play(settings)
-    assert not server.requests["one-way"]
-    best = settings.model_copy(update={"rollout_strategy": "BestOfN", "strategy": {"n": 2}})
-    assert (await play(best)).stop is StopReason.TERMINATED

@@ -29,8 +29,7 @@ from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.controller_session import controller_config
-from openhands_rl_plugin.hosts.v0.driver import ControllerRunner
+from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner, controller_config
 
 pytestmark = needs_bubblewrap
 

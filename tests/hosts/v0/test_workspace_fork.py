@@ -220,7 +220,7 @@ def test_closing_ends_everything_in_a_fork_and_nothing_else(runtime: WorkspaceRu
 
 def test_without_isolation_there_are_no_forks(make: Make):
     without = {"rl": {"workspace": {"isolation": "none"}}}
-    assert not make(extended=without).forkable and make().forkable
+    assert not make(extended=without).workspace.forks and make().workspace.forks
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
