@@ -176,13 +176,14 @@ class RLAgent(CodeActAgent):
         """
         self._state = state
         session, stop = self._session or self._begin_standalone(state), None
+        action: Action = NullAction()
         try:
             with noted_step(session, state):
                 action = self._next_action(session, state)
         except EpisodeOver as over:
             stop = over.stop
         except asyncio.CancelledError:
-            return NullAction()
+            return action
         except ConfigError as error:
             runtime = runtime_of(state.session_id)
             bare = isinstance(runtime, WorkspaceRuntime) and not runtime.workspace.forks
@@ -452,7 +453,7 @@ def connect(llm: LLM, complete: Complete) -> Upstream:
     """Let ``complete`` answer the requests of ``llm``; returns the model server that litellm would ask."""
     holder: Any = llm
     # litellm's ``completion`` as OpenHands bound it.
-    send = getattr(llm._completion_unwrapped, "send", llm._completion_unwrapped)
+    send = getattr(holder._completion_unwrapped, "send", holder._completion_unwrapped)
 
     def answer(**more: Any) -> ModelResponse:
         return answered(complete, {**send.keywords, **more})

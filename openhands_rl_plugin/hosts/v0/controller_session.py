@@ -227,8 +227,8 @@ def controller_config(
     extra = altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS})
     llm = LLMConfig(
         **llm_settings(settings, options, model or settings.serving.model, limits),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
+        temperature=settings.sampling.temperature if sampling.temperature is None else sampling.temperature,
+        top_p=sampling.top_p or settings.sampling.top_p,
         seed=sampling.seed,
         modify_params=False,
         completion_kwargs={"extra_body": extra} if extra else None,

@@ -252,13 +252,9 @@ class WorkspaceRuntime(SessionRuntime):
         """Read a text file; for the editor's tool, view it with line numbers."""
         if action.impl_source == FileReadSource.OH_ACI:
             text = self.editor.edit("view", action.path, view_range=action.view_range).output or ""
-            return FileReadObservation(content=text, path=action.path, impl_source=FileReadSource.OH_ACI)
-        data = self.workspace.files.read(action.path)
-        if b"\0" in data:
-            return ErrorObservation("ERROR_BINARY_FILE")
-        lines = data.decode("utf-8", "replace").splitlines(keepends=True)
-        end = None if action.end == -1 else action.end
-        return FileReadObservation(content="".join(lines[action.start : end]), path=action.path)
+        else:
+            text = self.workspace.files.read(action.path).decode("utf-8", "replace")
+        return FileReadObservation(content=text, path=action.path, impl_source=action.impl_source)
 
     @_reported
     def write(self, action: FileWriteAction) -> Observation:
@@ -269,8 +265,6 @@ class WorkspaceRuntime(SessionRuntime):
     @_reported
     def edit(self, action: FileEditAction) -> Observation:
         """Execute a command of ``str_replace_editor``."""
-        if action.impl_source != FileEditSource.OH_ACI:
-            return ErrorObservation("This runtime edits files by str_replace_editor only; disable enable_llm_editor.")
         given = {name: getattr(action, name) for name in ("file_text", "old_str", "new_str", "insert_line")}
         result = self.editor.edit(action.command, action.path, **given)
         before, after = result.old_content or "", result.new_content or ""
