@@ -554,9 +554,8 @@ def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failu
         return StopReason.MAX_TURNS, None
     if "maximum budget" in error or "stuckinloop" in error:
         return StopReason.TRUNCATED, None
-    stopped = agent_state == "stopped"
-    ended = "it was stopped before the agent had finished" if stopped else f"the controller ended in {agent_state!r}"
-    message = (last_error or ended)[:500]
+    ended = "it was stopped before the agent had finished"
+    message = (last_error or (ended if agent_state == "stopped" else f"the controller ended in {agent_state!r}"))[:500]
     failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=message, boundary="openhands.controller")
     return StopReason.ERROR, failure
 

@@ -18,7 +18,7 @@ from typing import Any
 from openhands.agenthub import Agent
 from openhands.controller import AgentController
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig, SandboxConfig
-from openhands.core.config.condenser_config import CondenserConfig, create_condenser_config
+from openhands.core.config.condenser_config import create_condenser_config
 from openhands.core.logger import openhands_logger
 from openhands.core.main import auto_continue_response
 from openhands.core.schema import AgentState
@@ -33,7 +33,7 @@ from openhands.server.services.conversation_stats import ConversationStats
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe, unknown_name
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, unknown_name
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason
 from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, HostSession, llm_settings
@@ -219,7 +219,7 @@ def controller_config(
 
     ``model`` is the served name, ``[rl.serving] model`` by default. OpenHands' iteration limit only backs up the
     episode's own turn limit; an agent other than ``RLAgent`` has no other limit. ``sampling`` is for other agents:
-    ``RLAgent`` sets the parameters of each call. Raises ``ConfigError`` for a condenser that OpenHands does not know.
+    ``RLAgent`` sets the parameters of each call. Raises ``ValueError`` for a condenser that OpenHands does not know.
     """
     limits = limits or settings.limits()
     sampling = merge_sampling(sampling, settings.sampling_params())
@@ -233,6 +233,8 @@ def controller_config(
         modify_params=False,
         completion_kwargs={"extra_body": extra} if extra else None,
     )
+    kind = str(options.condenser.get("type", "noop"))
+    asks = {"llm_config": llm} if kind in _ASKING else {}
     config = AgentConfig(
         enable_browsing=False,
         enable_jupyter=False,
@@ -240,7 +242,7 @@ def controller_config(
         enable_plan_mode=False,
         enable_stuck_detection=options.stuck_detection,
         enable_history_truncation=False,
-        condenser=_condenser(options, llm),
+        condenser=create_condenser_config(kind, {**options.condenser, **asks}),
     )
     return OpenHandsConfig(
         llms={"llm": llm},
@@ -252,12 +254,3 @@ def controller_config(
         max_iterations=limits.max_turns * ITERATIONS_A_TURN + 2 if options.agent == RL_AGENT else limits.max_turns,
         sandbox=SandboxConfig(timeout=options.command_timeout),
     )
-
-
-def _condenser(options: HostOptions, llm: LLMConfig) -> CondenserConfig:
-    kind = str(options.condenser.get("type", "noop"))
-    asks = {"llm_config": llm} if kind in _ASKING else {}
-    try:
-        return create_condenser_config(kind, {**options.condenser, **asks})
-    except ValueError as error:
-        raise ConfigError(f"condenser {options.condenser}: {describe(error)}") from error
