@@ -11,9 +11,10 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from openhands.agenthub import Agent
 from openhands.controller import AgentController
@@ -26,6 +27,8 @@ from openhands.core.setup import create_agent
 from openhands.events import EventSource, EventStream, EventStreamSubscriber
 from openhands.events.action import MessageAction, NullAction
 from openhands.events.event import Event
+from openhands.events.observation import AgentStateChangedObservation
+from openhands.events.serialization.event import event_from_dict, event_to_dict
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.memory.memory import Memory
 from openhands.runtime.runtime_status import RuntimeStatus
@@ -75,7 +78,7 @@ class ControllerSession(HostSession):
         self._config = config
         self._stream: SessionEventStream | None = None
         self._runtime: WorkspaceRuntime | None = None
-        self._controller: SessionController | None = None
+        self._controller: AgentController | None = None
 
     def _start(self, instruction: str) -> None:
         llms = LLMRegistry(self._config)
@@ -84,7 +87,7 @@ class ControllerSession(HostSession):
         agent = create_agent(self._config, llms)
         if not isinstance(agent, RLAgent):
             record_agent(agent, self._episode)
-        stream = self._stream = SessionEventStream(self._sid, self._finish)
+        stream = self._stream = SessionEventStream(self._sid, self._finish, self._on_state)
         runtime = self._runtime = WorkspaceRuntime(
             config=self._config, event_stream=stream, llm_registry=llms, sid=self._sid, headless_mode=True
         )
@@ -95,12 +98,8 @@ class ControllerSession(HostSession):
         memory.set_conversation_instructions(None)
         memory.set_runtime_info(runtime, {}, str(runtime.workspace_root))
         memory.load_user_workspace_microagents(runtime.get_microagents_from_selected_repo(None))
-        self._controller = SessionController(
-            agent=agent,
-            conversation_stats=stats,
-            iteration_delta=self._config.max_iterations,
-            event_stream=stream,
-            on_state=self._on_state,
+        self._controller = AgentController(
+            agent=agent, conversation_stats=stats, iteration_delta=self._config.max_iterations, event_stream=stream
         )
         stream.add_event(MessageAction(content=instruction), EventSource.USER)
 
@@ -128,15 +127,15 @@ class ControllerSession(HostSession):
     def _last_error(self) -> str:
         return self._controller.state.last_error if self._controller is not None else ""
 
-    def _on_state(self, state: AgentState) -> None:
-        waiting, controller = state is AgentState.AWAITING_USER_INPUT, self._controller
-        if waiting and controller is not None:
-            history = controller.get_state().history
-            said = sum(isinstance(event, MessageAction) and event.source == EventSource.USER for event in history)
-            text = self._reply(said - 1, auto_continue_response(controller.get_state()))
-            controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
-        elif waiting or state in _ENDS:
-            self._finish(state.value)
+    def _on_state(self) -> None:
+        assert self._controller is not None
+        state = self._controller.get_state()
+        if state.agent_state is AgentState.AWAITING_USER_INPUT:
+            said = sum(isinstance(event, MessageAction) and event.source == EventSource.USER for event in state.history)
+            text = self._reply(said - 1, auto_continue_response(state))
+            self._controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
+        elif state.agent_state in _ENDS:
+            self._finish(state.agent_state.value)
 
     def _on_status(self, level: str, status: RuntimeStatus, message: str) -> None:
         """An error of the runtime or of the memory, after which the controller would wait forever."""
@@ -149,11 +148,33 @@ OnFailure = Callable[[Failure | RLError], None]
 
 
 class SessionEventStream(EventStream):
-    """An event stream in memory that reports its subscribers' exceptions and can be closed while they run."""
+    """An event stream in memory that reports its subscribers' exceptions and can be closed while they run.
 
-    def __init__(self, sid: str, on_failure: OnFailure) -> None:
+    ``on_state`` is called after each change of the agent's state, in the controller's thread.
+    """
+
+    def __init__(self, sid: str, on_failure: OnFailure, on_state: Callable[[], None]) -> None:
         super().__init__(sid, InMemoryFileStore())
-        self._on_failure = on_failure
+        self._on_failure, self._on_state = on_failure, on_state
+        self._events: list[Event] = []
+
+    def add_event(self, event: Event, source: EventSource) -> None:
+        """As in OpenHands, but there are no files, and all events of a model's answer share it."""
+        given, answer = cast(Any, event), event.tool_call_metadata
+        with self._lock:
+            given._id, given._source, given._timestamp = self.cur_id, source, datetime.now().isoformat()
+            given._tool_call_metadata = None
+            added: Any = event_from_dict(event_to_dict(event))
+            given._tool_call_metadata = added._tool_call_metadata = answer
+            self.cur_id += 1
+            self._events.append(added)
+            self._queue.put(added)
+        if isinstance(event, AgentStateChangedObservation):
+            self._on_state()
+
+    def search_events(self, *args: Any, reverse: bool = False, **more: Any) -> Iterator[Event]:
+        """All events, in order or from the last."""
+        return iter(self._events[::-1] if reverse else self._events[:])
 
     def subscribe(
         self, subscriber_id: EventStreamSubscriber, callback: Callable[[Event], None], callback_id: str
@@ -188,19 +209,6 @@ class SessionMemory(Memory):
 
     def _load_user_microagents(self) -> None:
         return None
-
-
-class SessionController(AgentController):
-    """OpenHands' controller, which calls ``on_state`` with every new state, in the controller's thread."""
-
-    def __init__(self, *, on_state: Callable[[AgentState], None], **kwargs) -> None:
-        self._on_state = on_state
-        super().__init__(**kwargs)
-
-    async def set_agent_state_to(self, new_state: AgentState) -> None:
-        """Enter the state, then call ``on_state``."""
-        await super().set_agent_state_to(new_state)
-        self._on_state(self.get_agent_state())
 
 
 # Condensers that ask a model.
