@@ -6,14 +6,11 @@ when ``openhands.agenthub`` is imported, and nothing before. ``OPENHANDS_RL_AUTO
 
 from __future__ import annotations
 
+import logging
 import sys
-from importlib.machinery import PathFinder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 
 class AgentHubWatch:
@@ -41,8 +38,6 @@ def _register() -> None:
         import openhands_rl_plugin.hosts.v0.agent  # noqa: F401 - the module registers its class, as OpenHands' own do
     # This runs inside other programs' processes: an error here must not break them.
     except Exception as error:
-        import logging
-
         logging.getLogger("openhands").warning(
             "openhands_rl_plugin could not register RLAgent (%s: %s); OpenHands continues without it. Set "
             "OPENHANDS_RL_AUTOLOAD=0 to disable the plugin.",

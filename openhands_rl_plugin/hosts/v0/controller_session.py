@@ -144,16 +144,13 @@ class ControllerSession(HostSession):
             self._finish(Failure(kind=FailureKind.INFRASTRUCTURE, message=what[:500], boundary="openhands.runtime"))
 
 
-OnFailure = Callable[[Failure | RLError], None]
-
-
 class SessionEventStream(EventStream):
     """An event stream in memory that reports its subscribers' exceptions and can be closed while they run.
 
     ``on_state`` is called after each change of the agent's state, in the controller's thread.
     """
 
-    def __init__(self, sid: str, on_failure: OnFailure, on_state: Callable[[], None]) -> None:
+    def __init__(self, sid: str, on_failure: Callable[[Failure | RLError], None], on_state: Callable[[], None]) -> None:
         super().__init__(sid, InMemoryFileStore())
         self._on_failure, self._on_state = on_failure, on_state
         self._events: list[Event] = []
