@@ -561,8 +561,9 @@ def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failu
 
 
 def _undated(event: Event) -> Event:
-    """Of what OpenHands tells of a workspace, the compact prompt leaves out the folder, which tools name, and the date,
-    with which the same task reads another way each day. Then OpenHands tells what is set, and nothing where it is not.
+    """The event without the workspace's folder, which tools name, and the date, which differs each day.
+
+    OpenHands then adds no message where nothing else is set.
     """
     if not isinstance(event, RecallObservation) or event.runtime_hosts or event.additional_agent_instructions:
         return event

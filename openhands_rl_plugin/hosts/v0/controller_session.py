@@ -131,8 +131,10 @@ class ControllerSession(HostSession):
         assert self._controller is not None
         state = self._controller.get_state()
         if state.agent_state is AgentState.AWAITING_USER_INPUT:
-            said = sum(isinstance(event, MessageAction) and event.source == EventSource.USER for event in state.history)
-            text = self._reply(said - 1, auto_continue_response(state))
+            asked = sum(
+                isinstance(event, MessageAction) and event.source == EventSource.USER for event in state.history
+            )
+            text = self._reply(asked - 1, auto_continue_response(state))
             self._controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
         elif state.agent_state in _ENDS:
             self._finish(state.agent_state.value)

@@ -85,12 +85,12 @@ def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, 
     skill = MicroagentKnowledge(name="go", trigger="fix", content="Use gofmt.")
     [_, known] = told(working_dir="/workspace", microagent_knowledge=[skill])
     assert known.startswith("<EXTRA_INFO>") and "Use gofmt." in known
-    [_, told_of] = told(repo_name="me/shop", repo_directory="/workspace/shop", repo_instructions="Run make test.")
-    assert "repository me/shop" in told_of and "Run make test." in told_of and "2026-11-27" not in told_of
-    [_, told_of] = told(custom_secrets_descriptions={"TOKEN": "for it"}, conversation_instructions="Open a request.")
-    assert "**$TOKEN**: for it" in told_of and "Open a request." in told_of and "2026-11-27" not in told_of
-    [_, told_of] = told(runtime_hosts={"work-1": 8011}, additional_agent_instructions="Answer in French.")
-    assert "work-1 (port 8011)" in told_of and "Answer in French." in told_of
+    [_, text] = told(repo_name="me/shop", repo_directory="/workspace/shop", repo_instructions="Run make test.")
+    assert "repository me/shop" in text and "Run make test." in text and "2026-11-27" not in text
+    [_, text] = told(custom_secrets_descriptions={"TOKEN": "for it"}, conversation_instructions="Open a request.")
+    assert "**$TOKEN**: for it" in text and "Open a request." in text and "2026-11-27" not in text
+    [_, text] = told(runtime_hosts={"work-1": 8011}, additional_agent_instructions="Answer in French.")
+    assert "work-1 (port 8011)" in text and "Answer in French." in text
 
 
 def test_other_agents_have_their_own_prompt() -> None:
