@@ -131,10 +131,8 @@ class ControllerSession(HostSession):
         assert self._controller is not None
         state = self._controller.get_state()
         if state.agent_state is AgentState.AWAITING_USER_INPUT:
-            asked = sum(
-                isinstance(event, MessageAction) and event.source == EventSource.USER for event in state.history
-            )
-            text = self._reply(asked - 1, auto_continue_response(state))
+            users = [each for each in state.history if isinstance(each, MessageAction) and each.source == "user"]
+            text = self._reply(len(users) - 1, auto_continue_response(state))
             self._controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
         elif state.agent_state in _ENDS:
             self._finish(state.agent_state.value)
