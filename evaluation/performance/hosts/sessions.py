@@ -2,9 +2,10 @@
 
     python -m evaluation.performance.hosts.sessions [--sessions 16] [--commands 20] [--workers 0] [--json FILE]
 
-Every session runs real OpenHands: controller, event stream, memory, runtime. The model is a server in a process of its
-own that answers at once. In a workspace, every command's answer is compared with the one answer that is right in this
-session at this turn; in the environment, a step is an action of the embedded shop, which is a process of its own too.
+Every session in a workspace runs real OpenHands: controller, event stream, memory, runtime. The model is a server in a
+process of its own that answers at once. There, every command's answer is compared with the one answer that is right in
+this session at this turn. A session of the environment, the embedded shop in another process, has none; its
+steps are actions.
 """
 
 from __future__ import annotations
