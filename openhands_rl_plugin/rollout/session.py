@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.forks import EnvironmentWorld, World
-from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, JournalledEngine, stored_episode
+from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, stored_episode
 
 
 def failed_episode(
@@ -58,6 +58,7 @@ def failed_episode(
 class Episode:
     """One episode while it runs: its tree, its limits, what of it is stored, and its end. Every host records in one.
 
+    It is the ``LLMEngine`` of its own strategy. Without an ``engine`` the strategy samples nothing, as a script does.
     ``turns`` counts the answers that were chosen; a host may not be able to read some. ``error`` must stop the whole
     run.
     """
@@ -71,6 +72,7 @@ class Episode:
         policy: PolicyRef,
         limits: Limits,
         tools: Sequence[JsonObject] = (),
+        engine: LLMEngine | None = None,
     ) -> None:
         self.request = request
         self.strategy = strategy
@@ -84,7 +86,30 @@ class Episode:
         self.evidence: JsonObject | None = None
         self.error: StorageError | ConfigError | None = None
         self.started = self._began = time.time()
+        self._engine = engine
         self._journal: EpisodeJournal | None = None
+
+    @property
+    def episode_seed(self) -> int | None:
+        """The episode's seed, which a search combines with its own; ``None`` where the engine has none."""
+        return getattr(self._engine, "episode_seed", None)
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` answers when all before is stored.
+
+        Raises what the engine raises, ``StorageError``, and ``ConfigError`` without an engine.
+        """
+        if self._engine is None:
+            raise ConfigError("the strategy samples completions, but its runner was made without an engine")
+        await self.keep_up()
+        return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
 
     def store_in(self, storage: EpisodeSink) -> None:
         """Store the episode while it runs."""
@@ -101,7 +126,7 @@ class Episode:
             self._journal = EpisodeJournal.resumed(storage, unfinished)
         return True
 
-    async def decide(self, engine: LLMEngine, world: World | None) -> int:
+    async def decide(self, world: World | None) -> int:
         """The node that the strategy chooses to execute. All forks of ``world`` are closed, also after an error.
 
         Raises ``CaughtFailure`` when no answer can be had, and ``ConfigError``, both kept for the end of the episode.
@@ -111,7 +136,7 @@ class Episode:
         self.tree.longest_prompt = self.limits.max_prompt_length
         try:
             with boundary(FailureKind.MODEL, "strategy.decide"):
-                chosen = await self.strategy.decide(self.tree, engine, world)
+                chosen = await self.strategy.decide(self.tree, self, world)
         except CaughtFailure as caught:
             self.failure = caught.failure
             raise
@@ -123,10 +148,6 @@ class Episode:
                 await world.close()
         self.turns += 1
         return chosen
-
-    def journalled(self, engine: LLMEngine) -> LLMEngine:
-        """``engine``, which samples only after all before is stored, where this episode is stored."""
-        return engine if self._journal is None else JournalledEngine(engine, self._journal, self.tree)
 
     def refuse(self, error: ConfigError) -> None:
         """Fail the episode with an error of the settings, which also stops the run."""
@@ -151,7 +172,7 @@ class Episode:
             return StopReason.TRUNCATED
         if max(self.turns, tree.turns) >= limits.max_turns:
             return StopReason.MAX_TURNS
-        if limits.max_prompt_length is not None and context_tokens(tree) > limits.max_prompt_length:
+        if limits.max_prompt_length is not None and tree.prompt_length() > limits.max_prompt_length:
             return StopReason.MAX_TOKENS
         if limits.timeout is not None and time.time() - self._began > limits.timeout:
             return StopReason.TIMEOUT
@@ -281,7 +302,7 @@ class AgentSession:
         environment: Environment,
         strategy: Strategy,
         strategy_spec: StrategySpec,
-        engine: LLMEngine,
+        engine: LLMEngine | None,
         policy: PolicyRef,
         limits: Limits | None = None,
         tools: Sequence[JsonObject] = (),
@@ -289,9 +310,13 @@ class AgentSession:
     ) -> None:
         self._live = LiveEnvironment(environment, forks=getattr(strategy, "forks", 0))
         self._episode = partial(
-            Episode, strategy=strategy, strategy_spec=strategy_spec, policy=policy, limits=limits or Limits()
+            Episode,
+            strategy=strategy,
+            strategy_spec=strategy_spec,
+            policy=policy,
+            limits=limits or Limits(),
+            engine=engine,
         )
-        self._engine = engine
         self._storage = storage
         self._tools = tuple(tools)
         self.tree = EpisodeTree()
@@ -340,9 +365,8 @@ class AgentSession:
         return trajectory
 
     async def _roll_out(self, episode: Episode) -> StopReason:
-        engine = episode.journalled(self._engine)
         while (stop := episode.limit_reached()) is None:
-            episode.tree.commit(await episode.decide(engine, self._live.world(episode.limits)))
+            episode.tree.commit(await episode.decide(self._live.world(episode.limits)))
             await episode.keep_up()
             await self._act(episode)
         return stop
@@ -393,28 +417,8 @@ def _heard(path: Sequence[DraftNode], at: int, answer: Observation) -> int:
     return end
 
 
-def context_tokens(tree: EpisodeTree) -> int:
-    """Length of the next prompt: the recorded ids where there are any, plus an estimate for the text after them."""
-    return tree.prompt_length()
-
-
 _REPLAYS = 2
 """An environment that answered otherwise once may have been disturbed; twice, the episode restarts."""
-
-
-class NoEngine:
-    """The engine of strategies that sample nothing, such as a script."""
-
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[JsonObject] = (),
-        n: int = 1,
-        sampling: SamplingParams | None = None,
-    ) -> list[Completion]:
-        """Raises ``ConfigError``: a strategy that samples needs an engine."""
-        raise ConfigError("the strategy samples completions, but its runner was made without an engine")
 
 
 class SessionRunner:
@@ -441,7 +445,7 @@ class SessionRunner:
                 environment=make_environment(request),
                 strategy=make_strategy(request),
                 strategy_spec=strategy_spec,
-                engine=NoEngine() if make_engine is None else make_engine(request),
+                engine=make_engine(request) if make_engine is not None else None,
                 policy=PolicyRef.from_served_name(base_model, request.served_model or base_model),
                 limits=limits,
                 storage=storage,

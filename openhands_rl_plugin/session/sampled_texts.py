@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from openhands_rl_plugin.core.messages import WireMessage, is_json_object, text_of
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, ToolCall
@@ -35,7 +35,11 @@ class SampledTexts:
         """Remember an answer. One with calls by the API is none of text."""
         said = completion.message
         if said.content and not said.tool_calls:
-            self._texts[said] = _closed(said.content, completion)
+            text = said.content
+            if completion.finish_reason == "stop" and not text.rstrip().endswith(_CLOSED):
+                # The stop word cut the closing tag.
+                text = text.removesuffix(_STOP) + _CLOSED if _is_cut(text, completion.metadata) else text
+            self._texts[said] = text
 
     def put_back(self, prompt: Sequence[WireMessage], path: Sequence[Message]) -> list[WireMessage]:
         """The prompt, in the host's form, with the answers as they were sampled. ``path`` is the same conversation as
@@ -104,23 +108,15 @@ def _as_sampled(call: Any, known: Mapping[str, list[ToolCall]], seen: dict[str, 
     return {**call, "function": {**said, "name": own.name, "arguments": own.arguments}}
 
 
-class SampledText(NamedTuple):
-    """What the text of an answer says, apart from what hosts change: ``after`` is whatever belongs to no call."""
-
-    before: str
-    name: str | None = None
-    arguments: tuple[tuple[str, str], ...] = ()
-    after: str = ""
-
-
-def read_text(text: str) -> SampledText:
-    """The call that the text holds, and what is around it."""
+def read_text(text: str) -> tuple[object, ...]:
+    """What the text of an answer says, apart from what hosts change: the text before its call, the call's name and
+    arguments, and whatever belongs to no call."""
     call = _CALL.search(text)
     if call is None:
-        return SampledText(text.strip())
-    arguments = tuple((name, _plain(value.strip())) for name, value in _PARAMETER.findall(call[2]))
+        return (text.strip(),)
+    arguments = [(name, _plain(value.strip())) for name, value in _PARAMETER.findall(call[2])]
     after = _PARAMETER.sub("", call[2]) + text[call.end() :]
-    return SampledText(text[: call.start()].strip(), call[1], arguments, after.strip())
+    return text[: call.start()].strip(), call[1], arguments, after.strip()
 
 
 def _plain(value: str) -> str:
@@ -138,22 +134,13 @@ def _in_form_of(content: Any, text: str) -> Any:
     return [{**content[-1], "type": "text", "text": text}] if isinstance(content, list) and content else text
 
 
-def _closed(text: str, completion: Completion) -> str:
-    """The answer with the end of the closing tag that the stop word cut."""
-    if completion.finish_reason != "stop" or text.rstrip().endswith(_CLOSED) or not _is_cut(text, completion.metadata):
-        return text
-    return text.removesuffix(_STOP) + _CLOSED
-
-
 def _is_cut(text: str, metadata: JsonObject) -> bool:
     """Whether the stop word ended it, as servers say in ``stop_reason`` (SGLang: ``matched_stop``); of others that is
     what an open call means."""
-    response = metadata.get("response")
-    choices = response.get("choices") if isinstance(response, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    fields = choice.get("provider_specific_fields") if isinstance(choice, dict) else None
-    for place in (choice, fields):
+    response: Any = metadata["response"]
+    choice = response["choices"][0]
+    for place in (choice, choice.get("provider_specific_fields") or {}):
         for name in ("stop_reason", "matched_stop"):
-            if isinstance(place, dict) and name in place:
+            if name in place:
                 return place[name] == _STOP
     return _CALL.search(text) is not None

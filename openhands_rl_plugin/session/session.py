@@ -257,7 +257,7 @@ class Session(Episode):
         self.expect(turn)
         seeds, turns = self._seeds.copy(), self.turns
         try:
-            return await self.decide(self, self.world() if self.world is not None else None)
+            return await self.decide(self.world() if self.world is not None else None)
         finally:
             if self.turns == turns:  # the host may ask again, with the same seeds
                 self._seeds = seeds

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,8 +24,9 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import EpisodeRequest, Message, Observation, StopReason, Trajectory
-from openhands_rl_plugin.rollout.journal import EpisodeJournal, JournalledEngine, stored_episode
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Message, Observation, StopReason, Trajectory
+from openhands_rl_plugin.rollout.journal import EpisodeJournal, stored_episode
+from openhands_rl_plugin.rollout.session import Episode
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -49,6 +51,15 @@ def frozen(tree: EpisodeTree, stop: StopReason = StopReason.MAX_TURNS) -> Trajec
         stop=stop,
         times=EXAMPLE.times,
     )
+
+
+def recorded(storage: FileTrajectoryStorage, engine: ScriptedEngine) -> Episode:
+    request = EpisodeRequest(task=EXAMPLE.task, run_id=EXAMPLE.run_id, group_id=EXAMPLE.group_id)
+    strategy = MCTSStrategy(MCTSOptions(num_simulations=60, first_branches=3, num_branches=3, value="none"))
+    of: Any = {"strategy_spec": EXAMPLE.strategy, "policy": EXAMPLE.policy, "limits": Limits()}
+    episode = Episode(request, strategy=strategy, engine=engine, **of)
+    episode.store_in(storage)
+    return episode
 
 
 def said(text: str, reward: float = 0.0) -> Observation:
@@ -212,16 +223,6 @@ async def test_a_write_that_fails_is_told_even_to_a_caller_that_was_cancelled(
         await keeping
 
 
-async def test_an_engine_is_asked_when_everything_before_is_stored(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    engine = JournalledEngine(ScriptedEngine(["one", "two"]), journal, tree)
-    tree.observe(said("state"))
-    tree.propose((await engine.complete(tree.messages()))[0])
-    tree.propose((await engine.complete(tree.messages()))[0])
-    (found,) = await everything(storage)
-    assert [node.message.content for node in found.nodes] == ["state", "one"]
-
-
 STEPS = st.lists(
     st.sampled_from(["observe", "repeat", "propose", "below", "commit", "mark", "simulate", "think", "note", "keep"]),
     max_size=14,
@@ -294,18 +295,18 @@ async def change(tree: EpisodeTree, step: str, chance: random.Random) -> None:
 async def test_a_search_that_is_killed_knows_afterwards_what_it_has_tried(storage: FileTrajectoryStorage):
     """The actions of a state are sampled at once, so that some are stored before they are tried in a fork."""
     world = PlanningEnvironment(PlanningOptions(depth=4, branching=3))
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(await world.reset(EXAMPLE.task))
     ways = itertools.cycle("012")
     engine = ScriptedEngine(lambda messages: next(ways))
-    strategy = MCTSStrategy(MCTSOptions(num_simulations=60, first_branches=3, num_branches=3, value="none"))
-    await strategy.decide(tree, JournalledEngine(engine, journal, tree), world)
-    tried = len(tree.nodes)
+    episode = recorded(storage, engine)
+    episode.observe(await world.reset(EXAMPLE.task))
+    await episode.strategy.decide(episode.tree, episode, world)
+    tried = len(episode.tree.nodes)
 
-    unfinished = await stored_episode(storage, EXAMPLE.id)
-    assert unfinished is not None
-    tree, journal = EpisodeTree.thaw(unfinished), EpisodeJournal.resumed(storage, unfinished)
-    await strategy.decide(tree, JournalledEngine(engine, journal, tree), world)
+    (unfinished,) = await everything(storage)
+    episode = recorded(storage, engine)
+    assert episode.resume(unfinished, storage)
+    tree = episode.tree
+    await episode.strategy.decide(tree, episode, world)
     assert len(tree.nodes) > tried
     answers = Counter(
         node.parent
@@ -313,8 +314,9 @@ async def test_a_search_that_is_killed_knows_afterwards_what_it_has_tried(storag
         if node.parent is not None and not node.sampled and tree.nodes[node.parent].sampled
     )
     assert set(answers.values()) == {1}, "what a fork has answered is not asked for, and stored, twice"
-    await journal.end(frozen(tree))
-    assert await everything(storage) == [frozen(tree)]
+    trajectory = episode.freeze(stop=StopReason.MAX_TURNS)
+    await episode.end(trajectory)
+    assert await everything(storage) == [trajectory]
 
 
 async def test_what_a_search_notes_later_is_stored_without_secrets_and_without_storing_the_episode_again(

@@ -32,7 +32,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.journal import stored_episode
-from openhands_rl_plugin.rollout.session import AgentSession, SessionRunner, context_tokens
+from openhands_rl_plugin.rollout.session import AgentSession, SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, prompt_ids
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -187,9 +187,9 @@ async def test_an_opening_that_is_too_long_ends_before_the_first_completion():
 
 async def test_context_tokens_estimates_what_has_no_ids_yet():
     tree = EpisodeTree()
-    assert context_tokens(tree) == 0
+    assert tree.prompt_length() == 0
     tree.observe(Observation(messages=(Message(role="user", content="x" * 40),)))
-    assert context_tokens(tree) == 10
+    assert tree.prompt_length() == 10
 
 
 async def test_max_obs_length_cuts_and_says_so():
