@@ -65,57 +65,6 @@ class Branch(Protocol):
         ...
 
 
-class HeldBranch:
-    """Runs a branch in a thread of its own, and holds its requests."""
-
-    def __init__(self, branch: Branch) -> None:
-        self.branch = branch
-        self._loop = asyncio.get_running_loop()
-        self._requests: asyncio.Queue[Json | None] = asyncio.Queue()
-        self._answer: Future[Json] = Future()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._failure: CaughtFailure | None = None
-
-    async def request(self) -> Json | None:
-        """The next request; ``None`` when its agent has ended. Raises ``CaughtFailure`` when the host has failed."""
-        if self._thread is None:
-            run = contextvars.copy_context().run
-            self._thread = threading.Thread(target=run, args=(self._run,), name="rl-branch", daemon=True)
-            self._thread.start()
-        body = await self._requests.get()
-        if body is None and self._failure is not None:
-            raise self._failure
-        return body
-
-    def answer(self, document: Json) -> None:
-        """Answer the request that waits."""
-        waiting, self._answer = self._answer, Future()
-        waiting.set_result(document)
-
-    async def close(self) -> None:
-        """End the host's run, without a retry, and release the branch."""
-        self._closed = True
-        if not self._answer.done():
-            self._answer.set_exception(EpisodeOver(StopReason.NO_ACTION))
-        await background().blocking(self.branch.close)
-
-    def _run(self) -> None:
-        try:
-            with suppress(EpisodeOver), boundary(FailureKind.ENVIRONMENT, "search.simulate"):
-                self.branch.run(self._complete)
-        except CaughtFailure as caught:
-            self._failure = caught
-        self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
-
-    def _complete(self, body: Json) -> Json:
-        if self._closed:
-            raise EpisodeOver(StopReason.NO_ACTION)
-        waiting = self._answer
-        self._loop.call_soon_threadsafe(self._requests.put_nowait, body)
-        return waiting.result()
-
-
 class BranchWorld(OpenForks):
     """A ``World``: the ``live`` host of a session at one decision, which is only forked."""
 
@@ -139,42 +88,52 @@ class BranchWorld(OpenForks):
 
     async def branch(self, origin: Branch, turn: Turn) -> BranchEnvironment:
         """A copy of ``origin``, whose request ``turn`` waits."""
-        return await self.add(self._fork(origin, turn))
+
+        async def fork() -> BranchEnvironment:
+            return BranchEnvironment(self, await background().blocking(origin.fork), turn)
+
+        return await self.add(fork())
 
     async def close(self) -> None:
         """Close all branches; forks that are not finished are abandoned."""
         self._live.stop.set()
         await super().close()
 
-    async def _fork(self, origin: Branch, turn: Turn) -> BranchEnvironment:
-        return BranchEnvironment(self, HeldBranch(await background().blocking(origin.fork)), turn)
-
 
 class BranchEnvironment:
-    """An ``Environment`` over one branch, in the middle of an episode."""
+    """An ``Environment`` over one branch, in the middle of an episode. The branch runs in a thread of its own, and its
+    requests are held."""
 
-    def __init__(self, world: BranchWorld, held: HeldBranch, turn: Turn) -> None:
+    def __init__(self, world: BranchWorld, branch: Branch, turn: Turn) -> None:
         self._world = world
-        self._held = held
+        self._branch = branch
         self._turn = turn
-        self._began = False
+        self._loop = asyncio.get_running_loop()
+        self._requests: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._answer: Future[Json] = Future()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._failure: CaughtFailure | None = None
 
     async def reset(self, task: Task) -> Observation:
         """Not supported: a branch begins in the middle of an episode."""
         raise RuntimeError("a branch cannot be reset: it continues an episode")
 
     async def step(self, action: Message) -> Observation:
-        """Execute an answer that the session's engine sampled; returns what the model would see.
+        """Execute an answer that the session sampled; returns what the model would see.
 
         Raises ``BadEnvironmentError`` for an action that a fork cannot execute.
         """
-        held, before, session = self._held, self._turn, self._world.session
-        if not self._began:
+        before, session = self._turn, self._world.session
+        if self._thread is None:
+            run = contextvars.copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._run,), name="rl-branch", daemon=True)
+            self._thread.start()
             wire = await self._prompt(before.path)
             if wire is None or not _same(wire, before.wire):
                 raise BadEnvironmentError("the branch does not begin with the live session's prompt")
-            self._began = True
-        held.answer(session.document_of(action))
+        waiting, self._answer = self._answer, Future()
+        waiting.set_result(session.document_of(action))
         wire, known = await self._prompt((*before.path, action)), len(before.wire)
         if wire is None:
             return Observation(terminated=True)
@@ -190,28 +149,51 @@ class BranchEnvironment:
 
     async def fork(self) -> BranchEnvironment:
         """A copy of this branch."""
-        return await self._world.branch(self._held.branch, self._turn)
+        return await self._world.branch(self._branch, self._turn)
 
     async def evidence(self) -> JsonObject:
         """The changes to the workspace since the session began."""
-        return await background().blocking(self._held.branch.evidence)
+        return await background().blocking(self._branch.evidence)
 
     async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
         """Run a command over the workspace as it stands, in a fresh sandbox."""
-        return await background().blocking(lambda: self._held.branch.check(asked))
+        return await background().blocking(lambda: self._branch.check(asked))
 
     async def close(self) -> None:
-        """End the branch's processes and remove its files."""
+        """End the host's run, without a retry, its processes, and remove its files."""
         self._world.closed(self)
-        await self._held.close()
+        self._closed = True
+        if not self._answer.done():
+            self._answer.set_exception(EpisodeOver(StopReason.NO_ACTION))
+        await background().blocking(self._branch.close)
 
     async def _prompt(self, path: Sequence[Message]) -> Sequence[WireMessage] | None:
-        """That of the next request after ``path``, as the session would send it; ``None`` after the end."""
-        if (body := await self._held.request()) is None:
+        """That of the next request after ``path``, as the session would send it; ``None`` after the end of its agent.
+
+        Raises ``CaughtFailure`` when the host has failed.
+        """
+        if (body := await self._requests.get()) is None:
+            if self._failure is not None:
+                raise self._failure
             return None
         wire: Sequence[WireMessage] = body["messages"]
         calls = self._world.session.calls
         return wire if calls is None else calls.put_back(wire, path[len(self._world.turn.path) :])
+
+    def _run(self) -> None:
+        try:
+            with suppress(EpisodeOver), boundary(FailureKind.ENVIRONMENT, "search.simulate"):
+                self._branch.run(self._complete)
+        except CaughtFailure as caught:
+            self._failure = caught
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
+
+    def _complete(self, body: Json) -> Json:
+        if self._closed:
+            raise EpisodeOver(StopReason.NO_ACTION)
+        waiting = self._answer
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, body)
+        return waiting.result()
 
 
 def _same(one: Sequence[WireMessage], other: Sequence[WireMessage]) -> bool:

@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background, on_loop
@@ -90,20 +90,20 @@ class SessionName(NamedTuple):
     """The name of a session, and which of the rules gave it."""
 
     name: str
-    named_by: Literal["path", "header", "prompt_cache_key", "metadata", "opening", "response"]
+    named_by: str
 
 
 def session_name(
     path_name: str, client: str, headers: Mapping[str, str], document: Json, messages: Sequence[WireMessage]
 ) -> SessionName:
     """The name of the session. ``path_name``: from the path, or empty; ``client``: the client's address."""
-    if name := named_session(path_name, headers):
-        return SessionName(name, "path" if _name(path_name) else "header")
-    if name := _name(document.get("prompt_cache_key")):
-        return SessionName(name, "prompt_cache_key")
-    if name := _from_metadata(document):
-        return SessionName(name, "metadata")
-    return SessionName(_from_opening(client, headers, messages), OPENING)
+    about = [found for name in ("metadata", "litellm_metadata") if isinstance(found := document.get(name), dict)]
+    places = [("path", path_name), *(("header", headers.get(each)) for each in HEADERS)]
+    places += [("prompt_cache_key", document.get("prompt_cache_key"))]
+    places += [("metadata", given) for each in about for given in (each.get("session_id"), _in_user(each))]
+    places += [("metadata", document.get("litellm_session_id"))]
+    found = next((SessionName(name, named_by) for named_by, given in places if (name := _name(given))), None)
+    return found or SessionName(_from_opening(client, headers, messages), OPENING)
 
 
 def named_session(path_name: str, headers: Mapping[str, str]) -> str:
@@ -119,21 +119,12 @@ def _name(given: Any) -> str:
     return name if len(name) <= LONGEST else hashlib.sha256(name.encode()).hexdigest()
 
 
-def _from_metadata(document: Json) -> str:
-    for place in ("metadata", "litellm_metadata"):
-        metadata = document.get(place)
-        metadata = metadata if isinstance(metadata, dict) else {}
-        if name := _name(metadata.get("session_id")) or _from_user(metadata.get("user_id")):
-            return name
-    return _name(document.get("litellm_session_id"))
-
-
-def _from_user(user: Any) -> str:
+def _in_user(metadata: Json) -> str:
     """The session in Claude Code's ``user_id``: ``user_<id>_account_<id>_session_<id>``, or an object with its id."""
-    if not isinstance(user, str):
+    if not isinstance(user := metadata.get("user_id"), str):
         return ""
     told = parse_object(user.encode("utf-8", "replace"))
-    return _name(told.get("session_id") if told is not None else user.partition(_IN_USER_ID)[2])
+    return told.get("session_id", "") if told is not None else user.partition(_IN_USER_ID)[2]
 
 
 def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[WireMessage]) -> str:
