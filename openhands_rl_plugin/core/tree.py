@@ -120,12 +120,6 @@ class EpisodeTree:
         acted = next(self.nodes[index] for index in reversed(self.path()) if self.nodes[index].sampled)
         acted.reward = (acted.reward or 0.0) + reward
 
-    @property
-    def answered(self) -> bool:
-        """Whether the last action on the acted path was executed; false before the first one."""
-        last = next((self.nodes[index] for index in reversed(self.path()) if self.nodes[index].sampled), None)
-        return last is not None and last.executed
-
     def append(self, message: Message, *, parent: int | None = None) -> int:
         """Add a message that was not sampled below ``parent`` (default ``head``); does not move ``head``."""
         return self._add(DraftNode(parent=self.head if parent is None else parent, message=message))

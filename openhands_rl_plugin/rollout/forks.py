@@ -29,26 +29,24 @@ class OpenForks:
     """Forks that are being created or in use."""
 
     def __init__(self) -> None:
-        self._making: set[asyncio.Task[Any]] = set()
-        self._open: set[Environment] = set()
-        self._closed = False
+        self._forks: set[asyncio.Task[Any]] = set()
+        self._ended = False
 
     async def add[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
         """Wait for a fork. If the caller is cancelled, ``close`` closes the fork.
 
         Raises ``InfrastructureError`` after ``close``.
         """
-        if self._closed:
+        if self._ended:
             make.close()
             raise InfrastructureError("the search has ended: no more forks")
-        task = asyncio.create_task(self._made(make))
-        self._making.add(task)
-        task.add_done_callback(self._making.discard)
+        task = asyncio.create_task(make)
+        self._forks.add(task)
         return await asyncio.shield(task)
 
     def closed(self, branch: Environment) -> None:
         """A fork was closed by its user."""
-        self._open.discard(branch)
+        self._forks = {task for task in self._forks if not _is_made(task) or task.result() is not branch}
 
     async def close(self) -> None:
         """Close all forks, also those that are still being created. One that does not open or close in time is
@@ -56,15 +54,14 @@ class OpenForks:
         await shielded(self._close_all())
 
     async def _close_all(self) -> None:
-        self._closed = True
-        if self._making:
-            await asyncio.wait(self._making, timeout=_TIMEOUT)
-        await asyncio.gather(*(_close(branch) for branch in list(self._open)))
+        self._ended = True
+        if self._forks:
+            await asyncio.wait(self._forks, timeout=_TIMEOUT)
+        await asyncio.gather(*(_close(task.result()) for task in self._forks if _is_made(task)))
 
-    async def _made[E: Environment](self, make: Coroutine[Any, Any, E]) -> E:
-        branch = await make
-        self._open.add(branch)
-        return branch
+
+def _is_made(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def _close(branch: Environment) -> None:

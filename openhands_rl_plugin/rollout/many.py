@@ -99,7 +99,19 @@ async def play_requests(
 
     async def play(request: EpisodeRequest) -> Trajectory:
         async with gate:
-            trajectory = await _play_until_valid(request, retries, runner, storage, stored)
+            attempt = 0
+            while True:
+                trajectory = stored.get(trajectory_id(request))
+                if trajectory is None:
+                    if attempt:
+                        await _BACKOFF.wait(attempt)
+                    trajectory = await runner.run(request)
+                    await storage.add(trajectory)
+                failed = trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+                if attempt == retries or not failed:
+                    break
+                attempt += 1
+                request = request.model_copy(update={"attempt": attempt})
         if on_finished is not None:
             on_finished(trajectory)
         return trajectory
@@ -111,28 +123,3 @@ async def play_requests(
         # What stops a run (a full disk, say) stops every episode in the same way: one of them is enough.
         raise errors.exceptions[0] from errors
     return tuple(episode.result() for episode in episodes)
-
-
-async def _play_until_valid(
-    request: EpisodeRequest,
-    retries: int,
-    runner: EpisodeRunner,
-    storage: TrajectoryStorage,
-    stored: dict[str, Trajectory],
-) -> Trajectory:
-    attempt = 0
-    while True:
-        request = request.model_copy(update={"attempt": attempt})
-        trajectory = stored.get(trajectory_id(request))
-        if trajectory is None:
-            if attempt:
-                await _BACKOFF.wait(attempt)
-            trajectory = await runner.run(request)
-            await storage.add(trajectory)
-        if attempt == retries or not _worth_replacing(trajectory):
-            return trajectory
-        attempt += 1
-
-
-def _worth_replacing(trajectory: Trajectory) -> bool:
-    return trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE

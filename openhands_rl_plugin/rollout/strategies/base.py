@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, inf
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Failure, Frozen, SamplingParams
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, Spending, note, notes
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, Spending, note, notes, options_of
 from openhands_rl_plugin.rollout.strategies.search import Search, together
 from openhands_rl_plugin.rollout.strategies.value import (
     NoValue,
@@ -26,26 +26,30 @@ from openhands_rl_plugin.rollout.strategies.value import (
 _LOG = redacting_logger(__name__)
 
 
-class SearchStrategy(ABC):
+class SearchStrategy[O: SearchOptions](ABC):
     """A strategy that samples several actions and evaluates them before it decides.
 
     ``value`` estimates a state's return. If the environment refuses a fork, a strategy and a value that need none do
     without for that turn.
 
-    Raises ``ConfigError`` for a budget that is too small for one move.
+    Its options are given whole or one by one. Raises ``ConfigError`` for wrong ones, and for a budget that is too small
+    for one move.
     """
 
+    Options: type[O]
     Parts: ClassVar = {"value": "values"}
     name: ClassVar[str]
     selects: ClassVar[bool] = True
     """What is acted on was chosen from several samples of the policy, and so is no sample of it."""
     needs_forks: ClassVar[bool] = False
 
-    def __init__(self, options: SearchOptions, value: ValueFunction | str | None) -> None:
+    def __init__(
+        self, options: O | None = None, *, value: ValueFunction | str | None = None, **changes: object
+    ) -> None:
+        self.options = options = options_of(self.Options, options, changes, value)
         given = None if isinstance(value, str) else value
         self._value: ValueFunction = given or built_in(options.value, options.value_options)
         self._told = False
-        self._options = options
         self._accounts: WeakKeyDictionary[EpisodeTree, Spending] = WeakKeyDictionary()
         least = self.least_of_a_move(least_of(self._value))
         for name, budget in (("turn_budget", options.turn_budget), ("episode_budget", options.episode_budget)):
@@ -64,7 +68,7 @@ class SearchStrategy(ABC):
     @property
     def forks(self) -> int:
         """The forks that a search holds at a time; 0 where it can do without."""
-        return self._options.open_worlds if self._needs_forks() else 0
+        return self.options.open_worlds if self._needs_forks() else 0
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
@@ -72,7 +76,7 @@ class SearchStrategy(ABC):
         Raises ``ConfigError`` when the search needs forks and there are none, ``CaughtFailure`` when every branch died.
         """
         self.check_world(None if world is None else info_of(world))
-        async with Search(tree, engine, world, self._options, self._account(tree)) as search:
+        async with Search(tree, engine, world, self.options, self._account(tree)) as search:
             chosen = await self._choose(search) if not search.exhausted() else None
             if chosen is None:
                 chosen = await self._without_search(search)
@@ -95,7 +99,7 @@ class SearchStrategy(ABC):
         if tree not in self._accounts:
             reports = [notes(tree.nodes[at]).get("report") for at in tree.path()]
             last = next((each["episode"] for each in reversed(reports) if isinstance(each, dict)), {})
-            self._accounts[tree] = Spending.resumed(self._options.episode_budget, last)
+            self._accounts[tree] = Spending.resumed(self.options.episode_budget, last)
         return self._accounts[tree]
 
     def check_world(self, world: EnvInfo | None) -> None:

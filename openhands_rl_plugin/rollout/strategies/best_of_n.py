@@ -9,9 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, notes, options_of, times_merged
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, notes, times_merged
 from openhands_rl_plugin.rollout.strategies.search import Search, call_seed, episode_seed
-from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 
 
 class BestOfNOptions(SearchOptions):
@@ -24,17 +23,11 @@ class BestOfNOptions(SearchOptions):
     act: Literal["best", "sampled"] = "best"
 
 
-class BestOfNStrategy(SearchStrategy):
+class BestOfNStrategy(SearchStrategy[BestOfNOptions]):
     """Judges every candidate once: after its step in a fork where the world can fork, else as it was said."""
 
     Options = BestOfNOptions
     name = "BestOfN"
-
-    def __init__(
-        self, options: BestOfNOptions | None = None, *, value: ValueFunction | str | None = None, **changes: object
-    ) -> None:
-        self.options = options_of(BestOfNOptions, options, changes, value)
-        super().__init__(self.options, value)
 
     def least_of_a_move(self, judgement: Least) -> Least:
         """Every sample, its step and its judgement."""

@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.tree import DraftNode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, count_return
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, ended, note, notes, options_of
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, ended, note, notes
 from openhands_rl_plugin.rollout.strategies.search import Search, together
 from openhands_rl_plugin.rollout.strategies.value import ValueEstimate, ValueFunction, value_after
 
@@ -86,18 +86,12 @@ class MCTSOptions(SearchOptions):
     value: str = "rollout"
 
 
-class MCTSStrategy(SearchStrategy):
+class MCTSStrategy(SearchStrategy[MCTSOptions]):
     """Selects, expands, evaluates, backs up; executes the most visited action and keeps what is known below it."""
 
     Options = MCTSOptions
     name = "MCTS"
     needs_forks = True
-
-    def __init__(
-        self, options: MCTSOptions | None = None, *, value: ValueFunction | str | None = None, **changes: object
-    ) -> None:
-        self.options = options_of(MCTSOptions, options, changes, value)
-        super().__init__(self.options, value)
 
     def check_world(self, world: EnvInfo | None) -> None:
         """MCTS looks ahead, so it always needs forks."""

@@ -198,10 +198,9 @@ class SearchLog:
 
     def report(self) -> JsonObject:
         """The counts as JSON."""
-        counts: JsonObject = {"merged": self.merged, "dropped": self.dropped, "cut_by": self.cut_by}
-        judged: JsonObject = {"unjudged": self.unjudged, "undecided": self.undecided}
+        names = ("merged", "dropped", "cut_by", "unjudged", "undecided")
         failure: JsonObject = {} if self.last_failure is None else {"last_failure": self.last_failure.message}
-        return {**counts, **judged, **failure, **self.extra}
+        return {**{name: getattr(self, name) for name in names}, **failure, **self.extra}
 
 
 NOTES = "search"

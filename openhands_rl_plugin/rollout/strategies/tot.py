@@ -9,9 +9,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, count_return
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, ended, options_of
+from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, ended
 from openhands_rl_plugin.rollout.strategies.search import Search, together
-from openhands_rl_plugin.rollout.strategies.value import ValueFunction
 
 
 class ToTOptions(SearchOptions):
@@ -24,17 +23,11 @@ class ToTOptions(SearchOptions):
     beam: int = Field(default=2, ge=1)
 
 
-class ToTStrategy(SearchStrategy):
+class ToTStrategy(SearchStrategy[ToTOptions]):
     """Proposes, values, keeps a beam; executes the first action on the way to the best leaf."""
 
     Options = ToTOptions
     name = "ToT"
-
-    def __init__(
-        self, options: ToTOptions | None = None, *, value: ValueFunction | str | None = None, **changes: object
-    ) -> None:
-        self.options = options_of(ToTOptions, options, changes, value)
-        super().__init__(self.options, value)
 
     def least_of_a_move(self, judgement: Least) -> Least:
         """Every proposal of the first level, its step and its judgement."""

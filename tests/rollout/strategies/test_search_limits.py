@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from search_worlds import TASK, EveryWayEngine, SeededEngine, opened, planning, report, ways_of
 
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine, Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -23,13 +22,12 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.session import AgentSession, Episode
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
-from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.testing import prompt_ids
 
 Make = Callable[[], Strategy]
@@ -163,16 +161,16 @@ class Noting(StandardReActStrategy):
 
 async def test_the_controller_tells_how_far_its_episode_goes():
     strategy = Noting()
-    episode = Session(
+    episode = Episode(
         EpisodeRequest(task=Task(id="t", environment="e"), run_id="r", group_id="g"),
-        RLSettings(max_turns=5, max_prompt_length=700),
         strategy=strategy,
         strategy_spec=StrategySpec(name="StandardReAct"),
-        base_model="m",
-        environment_mode=True,
+        policy=PolicyRef(base_model="m"),
+        limits=Limits(max_turns=5, max_prompt_length=700),
+        engine=EveryWayEngine(),
     )
-    await episode.decide(EveryWayEngine(), None)
+    await episode.decide(None)
     assert strategy.seen == (5, 700)
     episode.turns = 2
-    await episode.decide(EveryWayEngine(), None)
+    await episode.decide(None)
     assert strategy.seen == (3, 700), "answers that did not parse count as turns"
