@@ -205,6 +205,10 @@ class EpisodeTree:
                 ids = (ids if tokens.extends else ()) + tokens.prompt_ids + tokens.sampled_ids
         return ids
 
+    def forget_context(self) -> None:
+        """Keep no token ids beside those of the nodes."""
+        self._last_context = (None, ())
+
     def prompt_length(self, leaf: int | None = None) -> int:
         """Tokens of the prompt for an answer at ``leaf`` (default: ``head``): the recorded ids where there are any,
         plus an estimate for the text after them."""
@@ -342,7 +346,7 @@ class HostConversation:
         self._tree.head = self._tree.nodes[node].parent
 
     def follow(self, prompt: Sequence[WireMessage]) -> bool:
-        """Make the path to the head equal to ``prompt``; true when the host rewrote what was said before."""
+        """Make the path to the head equal to ``prompt``; true when the host rewrote earlier messages."""
         tree = self._tree
         at, known = self._match(prompt)
         new = tuple(to_message(message) for message in prompt[known:])

@@ -77,7 +77,7 @@ class EpisodeJournal:
         self._begun = False
         self._ended = False
         self._head: int | None = None
-        # Of the stored actions; what an environment or a host said is not changed any more.
+        # Of the stored actions; what an environment or a host added does not change.
         self._facts: dict[int, _Facts] = {}
         # A digest of what each stored node's metadata says.
         self._noted: list[int] = []

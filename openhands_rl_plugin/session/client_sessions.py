@@ -4,7 +4,7 @@ The tree of a session follows the client's conversation. Without a strategy the 
 is, and recorded. A strategy compares what the model proposes: nothing is forked. What the client executed, condensed or
 left out shows in its next prompt.
 
-What a client asks for beside its episode (a summary of the history, a title) is told from the turns of the episode. A
+What a client asks for beside its episode (a summary of the history, a title) is kept apart from its turns. A
 client does not say which is which. A request is aside when it opens a conversation of its own without any tools while
 the session has some, or got some later. It is a condensation when a rewritten history quotes its answer, and nothing
 went on from it.
@@ -78,7 +78,7 @@ HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 _IN_USER_ID = "_session_"
 LONGEST = 200
 OPENING = "opening"
-MOST_OPEN = 10_000
+MOST_OPEN = 100_000
 """Sessions that have not ended; all are in memory."""
 TOOLS = "tools"
 """The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
@@ -123,8 +123,8 @@ def _in_user(metadata: Json) -> str:
     """The session in Claude Code's ``user_id``: ``user_<id>_account_<id>_session_<id>``, or an object with its id."""
     if not isinstance(user := metadata.get("user_id"), str):
         return ""
-    told = parse_object(user.encode("utf-8", "replace"))
-    return told.get("session_id", "") if told is not None else user.partition(_IN_USER_ID)[2]
+    found = parse_object(user.encode("utf-8", "replace"))
+    return found.get("session_id", "") if found is not None else user.partition(_IN_USER_ID)[2]
 
 
 def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[WireMessage]) -> str:
@@ -285,6 +285,7 @@ class ClientSession(Session):
         own = range(first, len(tree.nodes))  # another request may add nodes meanwhile, which are not stored yet
         await self.keep_up()
         self.ids.forget(own)
+        tree.forget_context()
         return causes
 
     async def decided(self, call: ClientRequest, model: str, upstream: Upstream) -> Json:
@@ -326,7 +327,7 @@ class ClientSession(Session):
             # It is stored anew, and the ids are in the store only.
             stored = await stored_episode(self._storage, trajectory.id)
             if stored is None or len(stored.nodes) != len(nodes):
-                self._journal = None  # said once; nothing can end it any more
+                self._journal = None  # reported once: nothing can end it any more
                 raise StorageError(f"the stored episode {trajectory.id} was removed or changed by another process")
             pairs = zip(trajectory.nodes, stored.nodes, strict=True)
             kept = tuple(node.model_copy(update={"tokens": own.tokens}) for node, own in pairs)
@@ -401,7 +402,7 @@ class ClientSession(Session):
                     self._mark(root, CONDENSATION)
 
     def _is_alone(self, root: int) -> bool:
-        """Whether nothing went on from the answers of the conversation that begins at ``root``."""
+        """Whether nothing went on from an answer in the conversation that begins at ``root``."""
         return not any(self.tree.children(at) for at in self._below(root) if self.tree.nodes[at].sampled)
 
     def _mark(self, root: int, kind: str) -> None:
@@ -418,8 +419,8 @@ class ClientSession(Session):
         """All messages of a prompt, also those that the server holds, and why some are not known."""
         if not call.continues:
             return call.messages, call.unknown_before
-        said: Any = [node.metadata.get("response") or {} for node in self.tree.nodes]
-        before = next((at for at, response in enumerate(said) if response.get("id") == call.continues), None)
+        responses: Any = [node.metadata.get("response") or {} for node in self.tree.nodes]
+        before = next((at for at, response in enumerate(responses) if response.get("id") == call.continues), None)
         if before is None:
             return call.messages, f"the earlier response {call.continues:.100} was not recorded in this session"
         path = [to_wire(message) for message in self.tree.messages(before)]

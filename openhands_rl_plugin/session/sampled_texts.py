@@ -1,10 +1,10 @@
-"""The answers of a conversation as the model sampled them, also where the host writes them anew.
+"""The answers in a conversation as the model sampled them, also where the host writes them anew.
 
 ``SampledCalls`` has the calls by the API, whose arguments V1 repairs: it replays ``"[1, 2]"`` as ``[1, 2]``, for the
 model another text than it sampled. ``SampledTexts`` has calls that are text:
 OpenHands reads such a call and replays it written anew: with an empty line before it, with line breaks around values of
 several lines, without the white space around it, with a closing tag that a stop word had cut. For the model that is
-another text than it sampled, so each turn would be a sequence of its own. What the model said is sent instead, where it
+another text than it sampled, so each turn would be a sequence of its own. The sampled text is sent instead, where it
 is the same call, and every prompt extends the one before.
 """
 
@@ -33,13 +33,13 @@ class SampledTexts:
 
     def add(self, completion: Completion) -> None:
         """Remember an answer. One with calls by the API is none of text."""
-        said = completion.message
-        if said.content and not said.tool_calls:
-            text = said.content
+        answer = completion.message
+        if answer.content and not answer.tool_calls:
+            text = answer.content
             if completion.finish_reason == "stop" and not text.rstrip().endswith(_CLOSED):
                 # The stop word cut the closing tag.
                 text = text.removesuffix(_STOP) + _CLOSED if _is_cut(text, completion.metadata) else text
-            self._texts[said] = text
+            self._texts[answer] = text
 
     def put_back(self, prompt: Sequence[WireMessage], path: Sequence[Message]) -> list[WireMessage]:
         """The prompt, in the host's form, with the answers as they were sampled. ``path`` is the same conversation as
@@ -48,14 +48,14 @@ class SampledTexts:
             return [*prompt]
         return [
             message
-            if (text := self.text(message, said)) is None
+            if (text := self.text(message, answer)) is None
             else {**message, "content": _in_form_of(message.get("content"), text)}
-            for message, said in zip(prompt, path, strict=True)
+            for message, answer in zip(prompt, path, strict=True)
         ]
 
-    def text(self, form: WireMessage, said: Message) -> str | None:
-        """What is sent for the answer ``said``, which the host says as ``form``; ``None``: the host's own form."""
-        known = self._texts.get(said)
+    def text(self, form: WireMessage, answer: Message) -> str | None:
+        """What is sent for ``answer``, which the host repeats as ``form``; ``None``: the host's own form."""
+        known = self._texts.get(answer)
         if known is None or form["role"] != "assistant" or form.get("tool_calls"):
             return None
         return known if read_text(known) == read_text(text_of(form.get("content")) or "") else None
@@ -98,14 +98,14 @@ def _with_sampled(message: WireMessage, known: Mapping[str, list[ToolCall]], see
 def _as_sampled(call: Any, known: Mapping[str, list[ToolCall]], seen: dict[str, int]) -> Any:
     if not (id := call.get("id")):
         return call
-    sampled, said = known.get(id, ()), call["function"]
+    sampled, sent = known.get(id, ()), call["function"]
     at = seen[id] = seen.get(id, 0) + 1
-    if any((own.name, own.arguments) == (said["name"], said["arguments"]) for own in sampled) or at > len(sampled):
+    if any((own.name, own.arguments) == (sent["name"], sent["arguments"]) for own in sampled) or at > len(sampled):
         return call
     own = sampled[-at]
     if not is_json_object(own.arguments):
         return call
-    return {**call, "function": {**said, "name": own.name, "arguments": own.arguments}}
+    return {**call, "function": {**sent, "name": own.name, "arguments": own.arguments}}
 
 
 def read_text(text: str) -> tuple[object, ...]:

@@ -99,8 +99,8 @@ class Session(Episode):
     observations; else it works in a workspace with the tools of OpenHands' CodeAct agent, in ``workspace`` if given.
     ``base_model`` is the served name of the model without an adapter, ``token_ids`` whether the server is asked for
     token ids. ``strict`` as in ``HostConversation``. ``error`` must stop the whole run; it is kept here because
-    OpenHands' controller handles any exception by ending only the session. ``opinion``: what a critic said of it last,
-    stored at its end.
+    OpenHands' controller handles any exception by ending only the session. ``opinion``: a critic's last score, which
+    is stored at its end.
 
     A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on the
     request ``turn``; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or
@@ -481,7 +481,7 @@ def _read(body: bytes) -> UpstreamResponse:
 
 def _fitting(message: Message, document: Json, number: int) -> Message:
     """The message, and in ``document`` the same, as a host can read it and send it again: text, and calls with ids."""
-    said = document["choices"][0]["message"]
+    sent = document["choices"][0]["message"]
     if any(not call.id for call in message.tool_calls):
         named = (
             call.model_copy(update={"id": call.id or f"call_{number}_{at}"})
@@ -489,9 +489,9 @@ def _fitting(message: Message, document: Json, number: int) -> Message:
         )
         message = message.model_copy(update={"tool_calls": tuple(named)})
     calls = wire_calls(message.tool_calls)
-    if calls and said.get("tool_calls") != calls:
-        said = {**said, "tool_calls": calls}
-    if message.content is None or not isinstance(said.get("content"), str | None):
-        said = {**said, "content": message.content}
-    document["choices"] = [{**document["choices"][0], "message": said}]
+    if calls and sent.get("tool_calls") != calls:
+        sent = {**sent, "tool_calls": calls}
+    if message.content is None or not isinstance(sent.get("content"), str | None):
+        sent = {**sent, "content": message.content}
+    document["choices"] = [{**document["choices"][0], "message": sent}]
     return message
