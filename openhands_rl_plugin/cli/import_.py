@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Store what is new. Raises ``RLError`` at the end for bad records, unless those are skipped."""
-    from openhands_rl_plugin.trajectories.exchange.transfer import import_source
+    from openhands_rl_plugin.trajectories.exchange.formats import import_source
     from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
     if args.format is None:

@@ -41,15 +41,15 @@ async def run(args: argparse.Namespace) -> int:
     """Print the statistics. Raises ``RLError`` when the store or a filter is wrong."""
     from openhands_rl_plugin.config.success import success_rule
     from openhands_rl_plugin.config.toml import load_settings
-    from openhands_rl_plugin.trajectories.drift import BEGINNING, counting_segments
+    from openhands_rl_plugin.trajectories.drift import BEGINNING
     from openhands_rl_plugin.trajectories.view.figures import (
         GROUPINGS,
         REMEDY,
         figures_of,
-        gaps_by_episode,
-        noting_opinions,
+        notes_of,
+        rewarded_by,
+        without_rewards,
     )
-    from openhands_rl_plugin.trajectories.view.named_reward import rewarded_by, without_rewards
     from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
@@ -59,23 +59,18 @@ async def run(args: argparse.Namespace) -> int:
         if name not in GROUPINGS:
             raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        counted: dict[str, Counter[str]] = {}
         chosen = filter_of(args)
         if args.reward is None:
             summaries = storage.summaries(chosen)
         else:
             summaries = rewarded_by(storage, chosen, args.reward)
             chosen = without_rewards(chosen)
-        said: dict[str, dict[str, float]] = {}
-        read = noting_opinions(storage.find(chosen), said)
-        lacking = await gaps_by_episode(counting_segments(read, counted))
+        notes = {each.id: notes_of(each, scores) async for each, scores in storage.find(chosen)}
         groups = await figures_of(
             summaries,
             by,
             lambda of, paid: success_rule(of.environment, reward, at=args.success_at).holds(paid, of.stop),
-            lacking,
-            counted,
-            said,
+            notes,
         )
     if args.json:
         print_json(groups)

@@ -6,7 +6,6 @@ A segment is a run of acted turns in which every prompt extends the one before.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -322,15 +321,6 @@ def segment_causes(trajectory: Trajectory) -> dict[int, str]:
         return dict.fromkeys(starts, BEGINNING)
     why = {found.node: cause_of(trajectory, found).value for found in breaks_of(trajectory) if found.starts_segment}
     return {at: BEGINNING if number == 0 else why.get(at, "another conversation") for number, at in enumerate(starts)}
-
-
-async def counting_segments(
-    found: AsyncIterator[tuple[Trajectory, tuple[Score, ...]]], counts: dict[str, Counter[str]]
-) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
-    """``found`` as it is; ``counts`` gets the causes of the segments of each episode, by its id."""
-    async for trajectory, scores in found:
-        counts[trajectory.id] = Counter(segment_causes(trajectory).values())
-        yield trajectory, scores
 
 
 MOST_EXAMPLES = 5

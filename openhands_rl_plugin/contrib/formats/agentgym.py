@@ -9,169 +9,117 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, Score, StopReason, Task, Times, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Message, Score, StopReason, Task, Times, Trajectory
 from openhands_rl_plugin.trajectories.exchange.episodes import (
-    UNKNOWN,
     UNKNOWN_TIMES,
-    Ending,
     Imported,
-    Origin,
     date_of,
-    end_of,
     finished,
+    policy_of,
     say,
     score_of,
     task_of,
     times_of,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Finite, Foreign, LeftOutError, parse
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, Record, present
 from openhands_rl_plugin.trajectories.exchange.formats import Format
 
-_ROLES: dict[str, Literal["system", "user", "assistant"]] = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-}
+_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _FROM = {"system": "system", "user": "human", "tool": "human", "assistant": "gpt"}
 _SPEAKERS = {"system": "System", "human": "Human", "gpt": "Assistant"}
 
 
-class Said(Foreign):
-    """One message."""
-
-    speaker: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
-    value: str = ""
-    loss: bool | None = None
-
-
-class Played(Foreign):
-    """What a record holds of the episode. ``reward`` is the last step's in old records, the return in ours."""
-
-    conversation: tuple[Said, ...]
-    reward: Finite | None = None
-
-
-class AgentGymRecord(Foreign):
-    """A record of the original storage; ``timestamp`` is ISO 8601, or Unix time in seconds."""
-
-    id: str | None = None
-    env_name: str = ""
-    task_id: str | None = None
-    timestamp: str | None = None
-    metadata: JsonObject = Field(default_factory=dict)
-    trajectory: Played
-
-
-class TrajRow(Foreign):
-    """A row of AgentTraj; an evaluation row without a conversation is no episode."""
-
-    item_id: str
-    conversations: tuple[Said, ...]
-
-
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One record. Raises ``LeftOutError`` for native tool calls, which the format does not have."""
-    indices = transcript_nodes(trajectory)
-    if not indices:
+    nodes = [trajectory.nodes[index] for index in transcript_nodes(trajectory)]
+    if not nodes:
         raise LeftOutError("nothing was said in it")
-    if any(trajectory.nodes[index].message.tool_calls for index in indices):
+    if any(node.message.tool_calls for node in nodes):
         raise LeftOutError("it has native tool calls, which AgentGym records do not have")
     conversation: list[JsonValue] = []
-    for index in indices:
-        node = trajectory.nodes[index]
-        loss = node.sampled if node.message.role == "assistant" else None
-        conversation.append({"from": _FROM[node.message.role], "value": node.message.content or "", "loss": loss})
-    yield {
-        "id": trajectory.id,
-        "env_name": trajectory.task.environment,
-        "task_id": trajectory.task.id,
-        "timestamp": date_of(trajectory.times.finished).isoformat(),
-        "metadata": _metadata(trajectory),
-        "trajectory": {
-            "reward": score_of(trajectory, scores),
-            "conversation": conversation,
-            "text": "".join(_spoken(each) for each in conversation if isinstance(each, dict)),
-        },
-    }
-
-
-def read(row: JsonObject) -> Imported:
-    """An episode of a record, or of an AgentTraj row. Raises ``ExchangeError``."""
-    if "conversations" in row or "item_id" in row:
-        return _read_traj_row(parse(TrajRow, row))
-    record = parse(AgentGymRecord, row)
-    description = record.metadata.get("task_description")
-    instruction = description if isinstance(description, str) else ""
-    named = {key: value for key in ("model", "run_id") if isinstance(value := record.metadata.get(key), str)}
-    tree = _tree(record.trajectory.conversation, PolicyRef(base_model=named.get("model") or UNKNOWN))
-    task = task_of(tree.messages(), record.env_name, record.task_id)
-    task = task.model_copy(update={"instruction": instruction})
-    origin = Origin("agentgym", task, named.get("model"), named.get("run_id"), identity=_identity(record.id))
-    _reward_last(tree, record.trajectory.reward)
-    return finished(tree, origin, Ending(_stop(record, tree), {**record.metadata}, times=_times(record.timestamp)))
-
-
-def _identity(own: str | None) -> str | None:
-    """A record's own id, where it is one that no other record has; numbers start again in every file."""
-    try:
-        return own and str(uuid.UUID(own))
-    except ValueError:
-        return None
-
-
-def _metadata(trajectory: Trajectory) -> JsonObject:
-    known: JsonObject = {
+    text = ""
+    for node in nodes:
+        speaker, content = _FROM[node.message.role], node.message.content or ""
+        conversation.append({"from": speaker, "value": content, "loss": node.sampled if speaker == "gpt" else None})
+        text += f"\n{_SPEAKERS[speaker]}: {content}"
+    metadata: JsonObject = {
         "task_description": trajectory.task.instruction,
         "strategy": trajectory.strategy.name,
         "model": trajectory.policy.served_name,
         "run_id": trajectory.run_id,
         "stop": trajectory.stop.value,
+        **present(failure=None if trajectory.failure is None else trajectory.failure.message),
     }
-    return known if trajectory.failure is None else {**known, "failure": trajectory.failure.message}
+    yield {
+        "id": trajectory.id,
+        "env_name": trajectory.task.environment,
+        "task_id": trajectory.task.id,
+        "timestamp": date_of(trajectory.times.finished).isoformat(),
+        "metadata": metadata,
+        "trajectory": {"reward": score_of(trajectory, scores), "conversation": conversation, "text": text},
+    }
 
 
-def _spoken(said: JsonObject) -> str:
-    return f"\n{_SPEAKERS[str(said['from'])]}: {said['value']}"
+def read(row: JsonObject) -> Imported:
+    """An episode of a record, or of an AgentTraj row. Raises ``ExchangeError``."""
+    record = Record(row)
+    if "conversations" in row or "item_id" in row:
+        item = record.text("item_id")
+        tree = _tree(record, "conversations", None)
+        return finished(tree, "agentgym", Task(id=item, environment=item.partition("_")[0]))
+    held, metadata = record.record("trajectory"), record.read(dict, "metadata") or {}
+    named = {key: value for key in ("model", "run_id") if isinstance(value := metadata.get(key), str)}
+    tree = _tree(held, "conversation", named.get("model"))
+    described, stop = metadata.get("task_description"), metadata.get("stop")
+    task = task_of(tree.messages(), record.text("env_name"), record.read(str, "task_id"))
+    task = task.model_copy(update={"instruction": described if isinstance(described, str) else ""})
+    # The only reward that a record has, the last step's in old ones, the return in ours, belongs to the last action.
+    sampled = [node for node in tree.nodes if node.sampled]
+    if sampled:
+        sampled[-1].reward = held.read(float, "reward")
+    return finished(
+        tree,
+        "agentgym",
+        task,
+        StopReason(stop) if isinstance(stop, str) and stop in set(StopReason) else None,
+        identity=_identity(record.text("id")),
+        evidence=metadata,
+        times=_times(record.read(str, "timestamp")),
+        **named,
+    )
 
 
-def _read_traj_row(row: TrajRow) -> Imported:
-    environment = row.item_id.partition("_")[0]
-    origin = Origin("agentgym", Task(id=row.item_id, environment=environment))
-    tree = _tree(row.conversations, origin.policy)
-    return finished(tree, origin, Ending(end_of(tree.messages()), {}))
+def _identity(own: str) -> str | None:
+    """A record's own id, where it is one that no other record has; numbers start again in every file."""
+    try:
+        return str(uuid.UUID(own))
+    except ValueError:
+        return None
 
 
-def _tree(conversation: Sequence[Said], policy: PolicyRef) -> EpisodeTree:
+def _tree(record: Record, name: str, model: str | None) -> EpisodeTree:
     tree = EpisodeTree()
-    for said in conversation:
-        role = _ROLES[said.speaker]
-        sampled = role == "assistant" and said.loss is not False
-        say(tree, Message(role=role, content=said.value), policy if sampled else None)
+    if name not in record.fields:
+        raise ExchangeError(f"{name}: is required")
+    for each in record.records(name):
+        speaker = each.text("from")
+        if (role := _ROLES.get(speaker)) is None:
+            known = ", ".join(map(repr, _ROLES))
+            raise ExchangeError(f"{name}.from: must be {known}, not {speaker!r}")
+        sampled = role == "assistant" and each.read(bool, "loss") is not False
+        message = Message.model_validate({"role": role, "content": each.text("value")})
+        say(tree, message, policy_of(model) if sampled else None)
     return tree
 
 
-def _reward_last(tree: EpisodeTree, reward: float | None) -> None:
-    """The only reward that a record has belongs to the last action."""
-    sampled = [node for node in tree.nodes if node.sampled]
-    if sampled and reward is not None:
-        sampled[-1].reward = reward
-
-
-def _stop(record: AgentGymRecord, tree: EpisodeTree) -> StopReason:
-    stop = record.metadata.get("stop")
-    return StopReason(stop) if isinstance(stop, str) and stop in set(StopReason) else end_of(tree.messages())
-
-
 def _times(timestamp: str | None) -> Times:
+    """Of ISO 8601, or Unix time in seconds."""
     if timestamp is None:
         return UNKNOWN_TIMES
     try:
@@ -189,7 +137,7 @@ FORMAT = Format(
     "agentgym",
     "AgentGym records, and AgentTraj rows in",
     lambda row, file: read(row),
-    lambda trajectory, scores, beaten: (("", row) for row in rows(trajectory, scores)),
+    rows,
     TrajectoryFilter(),
     recognises=lambda row: "conversations" in row and "item_id" in row,
 )

@@ -10,49 +10,39 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.episodes import (
-    Ending,
-    Imported,
-    Origin,
-    conversation,
-    end_of,
-    finished,
-    task_of,
-)
+from openhands_rl_plugin.core.types import JsonObject, Message
+from openhands_rl_plugin.trajectories.exchange.episodes import Imported, conversation, finished, task_of
 from openhands_rl_plugin.trajectories.exchange.foreign import (
-    ChatRow,
     ExchangeError,
+    Record,
     chat_message,
     chat_messages,
     from_text,
-    parse,
     tools_of,
+    within,
 )
 from openhands_rl_plugin.trajectories.exchange.formats import Format
 
-_SHAREGPT = "sharegpt"
-_ENVIRONMENT = "chat"
 _ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "call",
 }
+_PROMPTS = ("question", "query", "instruction", "input")
 
 
-class ShareGptRecord(ChatRow):
-    """One row."""
-
-    conversations: tuple[JsonObject, ...]
+def _finished(
+    record: Record, form: str, answers: Sequence[Message], prompt: Sequence[Message] | None, reward: float | None
+) -> Imported:
+    """A row as an episode; ``prompt``: what stands before its answers, where that is a column of its own."""
+    messages = record.whole(answers, prompt or ())
+    given = 0 if prompt is None else len(messages) - len(answers)
+    names = (record.read(str, "instance_id"), record.read(str, "task_id"))
+    task = task_of(messages, "chat", *names, row=record.read(str, "id"), given=given)
+    model = record.read(str, "model")
+    tree = conversation(messages, model, tools_of(record.get("tools", "functions")), given=given)
+    return finished(tree, form, task, model=model, reward=reward)
 
 
 def recognises_sharegpt(row: Mapping[str, JsonValue]) -> bool:
@@ -64,45 +54,22 @@ def recognises_sharegpt(row: Mapping[str, JsonValue]) -> bool:
 
 def read_sharegpt(row: JsonObject) -> Imported:
     """An episode of a row. Raises ``ExchangeError``."""
-    record = parse(ShareGptRecord, row)
+    record = Record(row)
     messages: list[Message] = []
-    for number, each in enumerate(record.conversations):
-        speaker = str(each.get("from"))
-        role = _ROLES.get(speaker.lower())
-        if role is None:
+    for number, each in enumerate(record.records("conversations")):
+        speaker = each.text("from").lower()
+        if (role := _ROLES.get(speaker)) is None:
             raise ExchangeError(f"conversations[{number}].from: {speaker!r} is not one of {', '.join(_ROLES)}")
-        role, calls = ("assistant", True) if role == "call" else (role, False)
-        turn = chat_message({**each, "role": role, "content": each.get("value")})
-        if calls:
-            turn = turn.model_copy(update={"content": None, "tool_calls": _calls(turn.content or "")})
+        turn: Message = chat_message({**each.fields, "role": role, "content": each.get("value")})
+        if speaker == "function_call":
+            # One call or a list of them, as JSON.
+            calls = from_text(turn.content or "")
+            wire = {"role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
+            turn = turn.model_copy(update={"content": None, "tool_calls": chat_message(wire).tool_calls})
             if messages and messages[-1].role == "assistant" and not messages[-1].tool_calls:
                 turn = messages.pop().model_copy(update={"tool_calls": turn.tool_calls})
         messages.append(turn)
-    said = record.whole(messages)
-    task = task_of(said, _ENVIRONMENT, record.instance_id, record.task_id, row=record.id)
-    origin = Origin(_SHAREGPT, task, record.model)
-    tree = conversation(said, origin.policy, tools_of(record.tools))
-    return finished(tree, origin, Ending(end_of(said), {}, record.score))
-
-
-def _calls(text: str) -> tuple[ToolCall, ...]:
-    """One call or a list of them, as JSON. Raises ``ExchangeError``."""
-    value = from_text(text)
-    return chat_message({"role": "assistant", "tool_calls": value if isinstance(value, list) else [value]}).tool_calls
-
-
-_TRL = "trl"
-_PROMPTS = ("question", "query", "instruction", "input")
-
-
-class TrlRecord(ChatRow):
-    """One row. ``label`` is KTO's: whether the completion is wanted."""
-
-    prompt: JsonValue = None
-    completion: JsonValue = None
-    chosen: JsonValue = None
-    rejected: JsonValue = None
-    label: bool | None = None
+    return _finished(record, "sharegpt", messages, None, record.read(float, "score", "reward"))
 
 
 def recognises_trl(row: Mapping[str, JsonValue]) -> bool:
@@ -116,13 +83,15 @@ def read_trl(row: JsonObject) -> list[Imported]:
 
     Raises ``ExchangeError``.
     """
-    record = parse(TrlRecord, row)
-    if record.chosen is None or record.rejected is None:
-        answer = _messages(record.completion, "completion", "assistant")
-        reward = record.score if record.label is None else float(record.label)
-        return [_episode(record, _messages(record.prompt, "prompt", "user"), answer, reward)]
-    better, worse = record.chosen, record.rejected
-    asked = record.prompt or "\n".join(text for name in _PROMPTS if isinstance(text := row.get(name), str) and text)
+    record = Record(row)
+    better: Any = record.get("chosen")
+    worse: Any = record.get("rejected")
+    if better is None or worse is None:
+        answer, label = _messages(record.get("completion"), "completion", "assistant"), record.read(bool, "label")
+        reward = record.read(float, "score", "reward") if label is None else float(label)
+        return [_finished(record, "trl", answer, _messages(record.get("prompt"), "prompt", "user"), reward)]
+    texts = (row.get(name) for name in _PROMPTS)
+    asked: Any = record.get("prompt") or "\n".join(text for text in texts if isinstance(text, str) and text)
     if not asked and isinstance(better, str) and isinstance(worse, str):
         # An implicit prompt is what both begin with.
         asked = "".join(_shared(better, worse)).rpartition(" ")[0]
@@ -134,7 +103,7 @@ def read_trl(row: JsonObject) -> list[Imported]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt or chosen == rejected:
         raise ExchangeError("chosen and rejected: must be two answers to one prompt, or begin with it")
-    return [_episode(record, prompt, chosen, 1.0), _episode(record, prompt, rejected, 0.0)]
+    return [_finished(record, "trl", chosen, prompt, 1.0), _finished(record, "trl", rejected, prompt, 0.0)]
 
 
 def _shared[Each](one: Sequence[Each], other: Sequence[Each]) -> list[Each]:
@@ -142,30 +111,19 @@ def _shared[Each](one: Sequence[Each], other: Sequence[Each]) -> list[Each]:
     return [each for each, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
-def _episode(record: TrlRecord, prompt: Sequence[Message], answer: Sequence[Message], reward: float | None) -> Imported:
-    messages = record.whole(answer, prompt)
-    given = len(messages) - len(answer)
-    task = task_of(messages, _ENVIRONMENT, record.instance_id, record.task_id, row=record.id, given=given)
-    origin = Origin(_TRL, task, record.model)
-    tree = conversation(messages, origin.policy, tools_of(record.tools), given=given)
-    return finished(tree, origin, Ending(end_of(messages), {}, reward))
-
-
 def _messages(value: JsonValue, name: str, role: Any) -> Sequence[Message]:
     """Messages, or one of ``role`` with the text. Raises ``ExchangeError``."""
     if value is None or isinstance(value, str):
         return [Message(role=role, content=value)] if value else []
-    try:
+    with within(name):
         return chat_messages(value)
-    except ExchangeError as error:
-        raise ExchangeError(f"{name}: {error}") from error
 
 
 SHAREGPT = Format(
-    _SHAREGPT, "ShareGPT's conversations", lambda row, file: read_sharegpt(row), recognises=recognises_sharegpt
+    "sharegpt", "ShareGPT's conversations", lambda row, file: read_sharegpt(row), recognises=recognises_sharegpt
 )
 TRL = Format(
-    _TRL,
+    "trl",
     "TRL's prompt with completion, or chosen and rejected",
     lambda row, file: read_trl(row),
     recognises=recognises_trl,

@@ -1,71 +1,29 @@
-"""The agent-data-protocol's standard form: ``content`` is a list of actions and observations, told by ``class_``."""
+"""The agent-data-protocol's standard form: ``content`` is a list of actions and observations with a ``class_``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.episodes import (
-    UNKNOWN,
-    Ending,
-    Imported,
-    Origin,
-    conversation,
-    end_of,
-    finished,
-    reward_of,
-    task_of,
-)
+from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN, Imported, conversation, finished, task_of
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
-    Finite,
-    Foreign,
+    Record,
     Said,
     is_context_only,
     linked_call,
-    parse,
+    within,
     without_nulls,
 )
 from openhands_rl_plugin.trajectories.exchange.formats import Format
 
-NAME = "agent-data-protocol"
 _SHELLS = {"bash": "execute_bash", "sh": "execute_bash", "python": "execute_ipython_cell"}
 _CODE = {"execute_bash": "command", "execute_ipython_cell": "code"}
-
-
-class ProtocolEvent(Foreign):
-    """An action or an observation; fields of other classes are absent."""
-
-    class_: str
-    source: str = ""
-    content: JsonValue = ""
-    function: str = ""
-    kwargs: JsonObject = Field(default_factory=dict)
-    language: str = "bash"
-    description: str | None = None
-    reasoning_content: str | None = None
-    reward: Finite | None = None
-    url: str | None = None
-    axtree: str | None = None
-    html: str | None = None
-
-    @property
-    def text(self) -> str:
-        """Its content; an object as JSON."""
-        return text_of(self.content) or ""
-
-
-class ProtocolRecord(Foreign):
-    """One trajectory."""
-
-    id: str
-    content: tuple[JsonObject, ...]
-    details: JsonObject = Field(default_factory=dict)
 
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:
@@ -75,77 +33,76 @@ def recognises(row: Mapping[str, JsonValue]) -> bool:
 
 
 def read(row: JsonObject) -> Imported:
-    """An episode of a trajectory. Raises ``ExchangeError`` that names the entry."""
-    record = parse(ProtocolRecord, row)
-    messages: list[Message] = []
+    """An episode of the agent-data-protocol. Raises ``ExchangeError`` that names the entry."""
+    record = Record(row)
+    messages: list[Said] = []
     rewards: list[float | None] = []
-    for number, each in enumerate(record.content):
-        try:
-            event = parse(ProtocolEvent, {**each, "kwargs": without_nulls(each.get("kwargs"))})
-            linked = linked_call(each)
-            message = _message(event, linked or f"call_{number}", _result_of(messages, linked))
-            messages.append(
-                Said(**dict(message), reasoning=event.reasoning_content, context_only=is_context_only(each))
-            )
-            rewards.append(event.reward)
-        except (ExchangeError, ValueError) as error:
-            raise ExchangeError(f"content[{number}]: {error}") from error
-    solved = record.details.get("resolved")
-    known = solved if isinstance(solved, bool) else None
-    origin = Origin(NAME, task_of(messages, UNKNOWN, record.id))
-    evidence: JsonObject = {"details": record.details} if record.details else {}
-    tree = conversation(messages, origin.policy)
+    for number, event in enumerate(record.records("content")):
+        with within(f"content[{number}]"):
+            linked = linked_call(event.fields)
+            message = _of_event(event, linked or f"call_{number}", _called(messages, linked))
+            reasoning, context_only = event.read(str, "reasoning_content"), is_context_only(event.fields)
+            messages.append(Said(**dict(message), reasoning=reasoning, context_only=context_only))
+            rewards.append(event.read(float, "reward"))
+    tree = conversation(messages)
     answer: int | None = None
     for at, reward in enumerate(rewards):
         answer = at if tree.nodes[at].sampled else answer
         if answer is not None and reward is not None:
-            tree.nodes[answer].reward = _sum(tree.nodes[answer].reward, reward)
-    return finished(tree, origin, Ending(end_of(messages), evidence, reward_of(known)))
+            tree.nodes[answer].reward = (tree.nodes[answer].reward or 0.0) + reward
+    details = record.read(dict, "details") or {}
+    solved = details.get("resolved")
+    return finished(
+        tree,
+        "agent-data-protocol",
+        task_of(messages, UNKNOWN, record.read(str, "id")),
+        evidence={"details": details} if details else {},
+        reward=float(solved) if isinstance(solved, bool) else None,
+    )
 
 
-def _message(event: ProtocolEvent, identity: str, called: ToolCall | None) -> Message:
+def _of_event(event: Record, identity: str, called: ToolCall | None) -> Message:
     """``called``: the call that an observation answers."""
-    match event.class_:
+    content, about = text_of(event.get("content")) or "", event.read(str, "description")
+    match event.text("class_"):
         case "message_action":
-            said = f"{event.description}\n\n{event.text}" if event.description else event.text
-            return Message(role="assistant", content=said)
+            return Message(role="assistant", content=f"{about}\n\n{content}" if about else content)
         case "api_action":
-            return _calling(event, ToolCall(id=identity, name=event.function, arguments=to_json(event.kwargs).decode()))
+            arguments = without_nulls(event.read(dict, "kwargs") or {})
+            call = ToolCall(id=identity, name=event.text("function"), arguments=to_json(arguments).decode())
+            return Message(role="assistant", content=about, tool_calls=(call,))
         case "code_action":
-            function = _SHELLS.get(event.language.lower(), "execute_code")
-            arguments: JsonObject = {_CODE.get(function, "code"): event.text}
-            arguments |= {} if function in _CODE else {"language": event.language}
-            return _calling(event, ToolCall(id=identity, name=function, arguments=to_json(arguments).decode()))
+            language = event.text("language") or "bash"
+            function = _SHELLS.get(language.lower(), "execute_code")
+            arguments = {_CODE.get(function, "code"): content} | ({} if function in _CODE else {"language": language})
+            call = ToolCall(id=identity, name=function, arguments=to_json(arguments).decode())
+            return Message(role="assistant", content=about, tool_calls=(call,))
         case "text_observation" | "json_observation":
-            told = event.text
+            pass
         case "web_observation":
-            page = event.axtree or event.html or ""
-            told = f"URL: {event.url}\n{page}" if event.url else page
+            page, url = event.text("axtree", "html"), event.text("url")
+            content = f"URL: {url}\n{page}" if url else page
         case "image_observation":
-            told = "[image]"
-        case _:
-            raise ExchangeError(f"class_: {event.class_!r} is no class of the protocol")
+            content = "[image]"
+        case other:
+            raise ExchangeError(f"class_: {other!r} is no class of the protocol")
     if called is None:
-        return Message(role="user", content=told)
-    return Message(role="tool", content=told, tool_call_id=called.id, name=called.name)
+        return Message(role="user", content=content)
+    return Message(role="tool", content=content, tool_call_id=called.id, name=called.name)
 
 
-def _sum(one: float | None, other: float | None) -> float | None:
-    known = [each for each in (one, other) if each is not None]
-    return sum(known) if known else None
-
-
-def _calling(event: ProtocolEvent, call: ToolCall) -> Message:
-    return Message(role="assistant", content=event.description, tool_calls=(call,))
-
-
-def _result_of(before: Sequence[Message], linked: str | None) -> ToolCall | None:
+def _called(before: Sequence[Message], linked: str | None) -> ToolCall | None:
     """The call that an observation answers: the one that it names, else the first open one of those made last."""
     named = [call for message in before for call in message.tool_calls if call.id == linked]
-    told = {message.tool_call_id for message in before if message.role == "tool"}
+    answered = {message.tool_call_id for message in before if message.role == "tool"}
     recent = takewhile(lambda message: message.tool_calls or message.role == "tool", reversed(before))
-    waiting = [call for message in recent for call in message.tool_calls if call.id not in told]
+    waiting = [call for message in recent for call in message.tool_calls if call.id not in answered]
     return next(iter(named[-1:] or waiting[-1:]), None)
 
 
-FORMAT = Format(NAME, "standard form of the agent-data-protocol", lambda row, file: read(row), recognises=recognises)
+FORMAT = Format(
+    "agent-data-protocol",
+    "standard form of the agent-data-protocol",
+    lambda row, file: read(row),
+    recognises=recognises,
+)

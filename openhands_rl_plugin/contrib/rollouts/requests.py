@@ -17,8 +17,8 @@ from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.redaction import redact_json, redact_text
 from openhands_rl_plugin.core.servers import API_KEY
 from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue
+from openhands_rl_plugin.trajectories.exchange.conversations import read_answer
 from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
-from openhands_rl_plugin.trajectories.exchange.sft import read_answer
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.rollout.play import GivenTask

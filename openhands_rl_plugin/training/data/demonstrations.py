@@ -37,12 +37,12 @@ from openhands_rl_plugin.trajectories.exchange.conversations import (
     arguments_object,
     single_call_turns,
     spoken_messages,
+    text_messages,
     wire_of,
 )
 from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY, resolved, score_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.formats import Files
-from openhands_rl_plugin.trajectories.exchange.sft import text_messages
 
 WireMessages = Sequence[dict[str, Any]]
 

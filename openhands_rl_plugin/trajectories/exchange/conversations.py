@@ -1,5 +1,5 @@
-"""Conversations in rows: OpenAI's chat messages with reasoning, arguments as objects or as text, one call a turn, and
-tools as the text of a system prompt.
+"""Conversations in rows: OpenAI's chat messages with reasoning, arguments as objects or as text. In the text form of
+OpenHands calls and results are text, one call a turn, and the system prompt describes the tools.
 
 Chat templates differ in what they want. Those of Qwen2.5 and Llama 3.1 print a text once more as JSON, so that a model
 would learn to quote its arguments; DeepSeek V3's takes text only.
@@ -10,15 +10,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any, Literal, NamedTuple
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_of, reasoning_with, to_wire
-from openhands_rl_plugin.core.templates.function_text import Newlines
+from openhands_rl_plugin.core.messages import FINISH, SpokenMessage, reasoning_of, reasoning_with, to_wire
+from openhands_rl_plugin.core.templates.function_text import Newlines, RenderError, read_function_text, render_call
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, ToolCall, Trajectory
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, from_text
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
+    LeftOutError,
+    at_path,
+    from_text,
+    object_at,
+    present,
+)
 from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
 
 ArgumentsForm = Literal["object", "string"]
@@ -49,21 +56,19 @@ def spoken(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
     return [_spoken(trajectory.nodes[at]) for at in nodes]
 
 
+def _spoken(node: Node) -> SpokenMessage:
+    reasoning = reasoning_of(node) if node.message.role == "assistant" else None
+    return SpokenMessage(**dict(node.message), reasoning=reasoning, sampled=node.sampled)
+
+
 def wire_of(message: Message) -> JsonObject:
     """An OpenAI chat message, its reasoning in ``reasoning_content``."""
-    wire: JsonObject = to_wire(message)
-    reasoning = reasoning_with(message)
-    return wire if reasoning is None else {**wire, "reasoning_content": reasoning}
+    return {**to_wire(message), **present(reasoning_content=reasoning_with(message))}
 
 
 def conversation_of(trajectory: Trajectory, path: Sequence[int]) -> list[JsonValue]:
     """The messages of some nodes, for a row."""
     return [wire_of(message) for message in spoken(trajectory, path)]
-
-
-def _spoken(node: Node) -> SpokenMessage:
-    reasoning = reasoning_of(node) if node.message.role == "assistant" else None
-    return SpokenMessage(**dict(node.message), reasoning=reasoning, sampled=node.sampled)
 
 
 def arguments_object(arguments: str) -> JsonObject | None:
@@ -117,60 +122,39 @@ def single_call_turns(messages: Sequence[Message]) -> Turns:
     unanswered = at = 0
     while at < len(messages):
         message = messages[at]
-        at += 1
-        results = []
-        while message.tool_calls and at < len(messages) and messages[at].role == "tool":
-            results.append(messages[at])
-            at += 1
-        if len(message.tool_calls) < 2:
-            out += [message, *(_named(result, message.tool_calls) for result in results)]
-            continue
-        pairs, strays = _paired(message.tool_calls, results)
+        left = [*takewhile(lambda each: each.role == "tool", messages[at + 1 :])] if message.tool_calls else []
+        at += 1 + len(left)
+        pairs = [(call, _taken(left, call)) for call in message.tool_calls]
         kept = [pair for pair in pairs if pair[1] is not None] or pairs[:1]
         unanswered += len(pairs) - len(kept)
+        out += [] if kept else [message]
         for number, (call, result) in enumerate(kept):
-            part = message.model_copy(update={"tool_calls": (call,)})
-            out.append(part if number == 0 else _without_text(part))
-            out += [_named(result, (call,))] if result is not None else []
-        out += strays
+            # The text and the reasoning stand with the first of the calls.
+            beside = {"content": None, **({"reasoning": None} if isinstance(message, SpokenMessage) else {})}
+            out.append(message.model_copy(update={"tool_calls": (call,), **(beside if number else {})}))
+            out += [] if result is None else [_named(result, call)]
+        out += [_named(each, message.tool_calls[0]) for each in left]
     return Turns(out, unanswered)
+
+
+def _taken(left: list[Message], call: ToolCall) -> Message | None:
+    """Take the result of a call from ``left``; records without ids keep results in the order of their calls."""
+    found = next((each for each in left if each.tool_call_id == call.id), None)
+    if found is None and left and left[0].tool_call_id is None:
+        found = left[0]
+    if found is not None:
+        left.remove(found)
+    return found
+
+
+def _named(result: Message, call: ToolCall) -> Message:
+    return result if result.name is not None else result.model_copy(update={"name": call.name})
 
 
 def until_last_answer(messages: Sequence[Message]) -> list[Message]:
     """Without what came after the assistant's last message: nothing is learned from it."""
     last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
     return list(messages[: last + 1])
-
-
-_Pair = tuple[ToolCall, Message | None]
-
-
-def _paired(calls: Sequence[ToolCall], results: Sequence[Message]) -> tuple[list[_Pair], list[Message]]:
-    """Each call with its result, and the results that belong to none of the calls."""
-    left = list(results)
-    pairs: list[_Pair] = []
-    for call in calls:
-        result = next((each for each in left if each.tool_call_id == call.id), None)
-        # Records without ids keep results in the order of their calls.
-        if result is None and left and left[0].tool_call_id is None:
-            result = left[0]
-        if result is not None:
-            left.remove(result)
-        pairs.append((call, result))
-    return pairs, left
-
-
-def _without_text(message: Message) -> Message:
-    """The text and the reasoning stand with the first of the calls."""
-    reasoning = {"reasoning": None} if isinstance(message, SpokenMessage) else {}
-    return message.model_copy(update={"content": None, **reasoning})
-
-
-def _named(result: Message, calls: Sequence[ToolCall]) -> Message:
-    if result.name is not None or not calls:
-        return result
-    call = next((call for call in calls if call.id == result.tool_call_id), calls[0])
-    return result.model_copy(update={"name": call.name})
 
 
 _HEAD = "\nYou have access to the following functions:\n\n"
@@ -237,27 +221,27 @@ def read_system_prompt(text: str) -> SystemPrompt:
 
 def describe_tools(tools: Sequence[JsonObject]) -> str:
     """One block a tool, in the order of the tools and of their properties."""
-    return "\n".join(_describe(number, _function(tool)) for number, tool in enumerate(tools, 1))
+    return "\n".join(
+        _describe(number, object_at(tool, "function") or {"name": ""}) for number, tool in enumerate(tools, 1)
+    )
 
 
 def _describe(number: int, function: JsonObject) -> str:
-    lines = f"---- BEGIN FUNCTION #{number}: {function['name']} ----\nDescription: {function.get('description', '')}\n"
-    schema = function.get("parameters")
-    if not isinstance(schema, dict):
-        return f"{lines}{_NO_PARAMETERS}---- END FUNCTION #{number} ----\n"
-    properties, required = schema.get("properties"), schema.get("required")
-    needed = required if isinstance(required, list) else []
-    parameters = enumerate(properties.items() if isinstance(properties, dict) else (), 1)
-    listed = "".join(f"  ({at}) {name} {_declared(info, name in needed)}\n" for at, (name, info) in parameters)
-    return f"{lines}Parameters:\n{listed}---- END FUNCTION #{number} ----\n"
+    schema, listed = function.get("parameters"), _NO_PARAMETERS
+    if isinstance(schema, dict):
+        required = at_path(schema, "required") or []
+        parameters = enumerate(object_at(schema, "properties").items(), 1)
+        lines = (f"  ({at}) {name} {_declared(info, name in required)}\n" for at, (name, info) in parameters)
+        listed = f"Parameters:\n{''.join(lines)}"
+    begin = f"---- BEGIN FUNCTION #{number}: {function['name']} ----\nDescription: {function.get('description', '')}\n"
+    return f"{begin}{listed}---- END FUNCTION #{number} ----\n"
 
 
 def _declared(info: JsonValue, required: bool) -> str:
     known = info if isinstance(info, dict) else {}
-    allowed = known.get("enum")
+    allowed, status = known.get("enum"), "required" if required else "optional"
     values = ", ".join(f"`{value}`" for value in allowed) if isinstance(allowed, list) else None
     suffix = "" if values is None else f"\nAllowed values: [{values}]"
-    status = "required" if required else "optional"
     return f"({known.get('type', 'string')}, {status}): {known.get('description', _NO_DESCRIPTION)}{suffix}"
 
 
@@ -309,6 +293,95 @@ def _number(text: str) -> JsonValue:
         return text
 
 
-def _function(tool: JsonObject) -> JsonObject:
-    function = tool.get("function")
-    return function if isinstance(function, dict) else {"name": ""}
+_RESULT = "EXECUTION RESULT of [{}]:\n"
+_NAMELESS = "function"
+
+
+def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[JsonObject]:
+    """Messages with at most one call each in the text form. Raises ``LeftOutError``."""
+    if tools and (not messages or messages[0].role != "system"):
+        yield {"role": "system", "content": system_prompt("", tools)}
+    # A reader has the tools from the prompt alone, which says less about a type than a schema does.
+    described = read_system_prompt(system_prompt("", tools)).tools
+    by_name = {str(at_path(tool, "function", "name")): tool for tool in described}
+    for at, message in enumerate(messages):
+        content = message.content or ""
+        match message.role:
+            case "system" if at == 0:
+                content = system_prompt(content, tools)
+            case "tool":
+                content = _RESULT.format(message.name or _NAMELESS) + content
+            case "assistant" if message.tool_calls:
+                content = "\n\n".join(filter(None, (content, _rendered(message.tool_calls[0], by_name))))
+        row: JsonObject = {"role": "user" if message.role == "tool" else message.role, "content": content}
+        yield {**row, **present(reasoning_content=reasoning_with(message))}
+
+
+def _rendered(call: ToolCall, tools: dict[str, JsonObject]) -> str:
+    try:
+        return render_call(call, tools.get(call.name))
+    except RenderError as error:
+        raise LeftOutError(str(error)) from error
+
+
+def read_text_messages(
+    messages: Sequence[Message], tools: Sequence[JsonObject] = ()
+) -> tuple[list[Message], tuple[JsonObject, ...]]:
+    """Messages with native calls, and the tools: those of the system prompt unless ``tools`` are given.
+
+    A text that cannot be read as a call stays text, and so does everything where the results of calls have another
+    form. Calls are numbered; their ids are not part of the text form.
+    """
+    out: list[Message] = []
+    known, newlines = tuple(tools), Newlines.WRAPPED
+    numbered = 0
+    open_calls: set[str] = set()
+    for at, message in enumerate(messages):
+        content = message.content or ""
+        if at == 0 and message.role == "system":
+            prompt = read_system_prompt(content)
+            known, newlines = known or prompt.tools, prompt.newlines
+            out += [message.model_copy(update={"content": prompt.content})] if prompt.content else []
+        elif message.role == "assistant" and not message.tool_calls:
+            if open_calls:
+                return list(messages), tuple(tools)
+            read = read_answer(message, known, newlines, numbered)
+            numbered += len(read.tool_calls)
+            open_calls = {call.id for call in read.tool_calls if call.name != FINISH}
+            out.append(read)
+        elif message.role == "user" and (result := _read_result(content, out)) is not None:
+            open_calls.discard(result.tool_call_id or "")
+            out.append(result)
+        else:
+            # A tool's message says itself that it is a result.
+            open_calls = set(list(open_calls)[1:]) if message.role == "tool" else open_calls
+            out.append(message)
+    return out, known
+
+
+def read_answer(
+    message: Message, tools: Sequence[JsonObject] = (), newlines: Newlines = Newlines.WRAPPED, numbered: int = 0
+) -> Message:
+    """The answer with the calls that stand in its text as calls, whose ids have numbers after ``numbered``; as it is
+    where there are none, or one that cannot be read.
+    """
+    answer = read_function_text(message.content or "", tools, newlines)
+    if answer.problems or not answer.calls:
+        return message
+    calls = tuple(
+        call.model_copy(update={"id": f"toolu_{numbered + at:02d}"}) for at, call in enumerate(answer.calls, 1)
+    )
+    before = answer.before.removesuffix("\n\n")
+    content = f"{before}\n\n{answer.after.strip()}" if answer.after.strip() else before
+    return message.model_copy(update={"content": content or None, "tool_calls": calls})
+
+
+def _read_result(content: str, before: Sequence[Message]) -> Message | None:
+    """A result, when the last answer made a call of that name; other text of that look is the user's own."""
+    asked = next((message for message in reversed(before) if message.role != "tool"), None)
+    answered = {message.tool_call_id for message in before if message.role == "tool"}
+    for call in asked.tool_calls if asked is not None else ():
+        prefix = _RESULT.format(call.name)
+        if content.startswith(prefix) and call.id not in answered:
+            return Message(role="tool", content=content[len(prefix) :], tool_call_id=call.id, name=call.name)
+    return None

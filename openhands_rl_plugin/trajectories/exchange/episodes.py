@@ -17,8 +17,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import JsonValue
-
 from openhands_rl_plugin.core.judgements import VERDICT, newest_outcome
 from openhands_rl_plugin.core.messages import plain_message, reasoning_with
 from openhands_rl_plugin.core.records import Label
@@ -39,7 +37,7 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, Said, from_text
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, Said, at_path, from_text, present
 
 UNKNOWN = "unknown"
 STRATEGY = "imported"
@@ -64,33 +62,6 @@ class ImportedWithLabels(Imported):
     """One with what people noted on it."""
 
     labels: tuple[Label, ...] = ()
-
-
-class Origin(NamedTuple):
-    """Where an episode came from. ``model`` and ``run_id`` are what the record said, if anything."""
-
-    format: str
-    task: Task
-    model: str | None = None
-    run_id: str | None = None
-    group_id: str | None = None
-    identity: str | None = None
-
-    @property
-    def policy(self) -> PolicyRef:
-        """The weights as far as they are known."""
-        return PolicyRef(base_model=self.model or UNKNOWN)
-
-
-class Ending(NamedTuple):
-    """How it ended. ``reward`` of ``None`` is unscored; ``times`` are in seconds, 0.0 where the record has none."""
-
-    stop: StopReason
-    evidence: JsonObject
-    reward: float | None = None
-    detail: JsonObject | None = None
-    failure: Failure | None = None
-    times: Times = UNKNOWN_TIMES
 
 
 def say(
@@ -121,15 +92,20 @@ def say(
 
 
 def conversation(
-    messages: Iterable[Message], policy: PolicyRef, tools: Sequence[JsonObject] = (), *, given: int = 0
+    messages: Iterable[Message], model: str | None = None, tools: Sequence[JsonObject] = (), *, given: int = 0
 ) -> EpisodeTree:
-    """A tree with one path, in which the policy sampled what the assistant said behind the first ``given`` messages,
+    """A tree with one path, in which the model sampled what the assistant said behind the first ``given`` messages,
     but for what the record marks as context only."""
     tree = EpisodeTree(tools=tools)
     for at, message in enumerate(_linked(messages)):
         sampled = message.role == "assistant" and at >= given and not _is_context_only(message)
-        say(tree, message, policy if sampled else None)
+        say(tree, message, policy_of(model) if sampled else None)
     return tree
+
+
+def policy_of(model: str | None) -> PolicyRef:
+    """The weights as far as a record names them."""
+    return PolicyRef(base_model=model or UNKNOWN)
 
 
 def _linked(messages: Iterable[Message]) -> Iterator[Message]:
@@ -157,12 +133,6 @@ def _linked(messages: Iterable[Message]) -> Iterator[Message]:
         yield message
 
 
-def instruction_of(messages: Iterable[Message]) -> str:
-    """What the user asked for first; a demonstration's user is another one."""
-    asked = (each.content for each in messages if each.role == "user" and not _is_context_only(each))
-    return next(asked, None) or ""
-
-
 def task_of(
     messages: Sequence[Message], environment: str, *names: str | None, row: str | None = None, given: int = 0
 ) -> Task:
@@ -172,7 +142,9 @@ def task_of(
     prompt = [plain_message(each).model_dump_json() for each in messages[:given] or [*before] or messages]
     digest = hashlib.sha256("\0".join(prompt).encode()).hexdigest()[:16]
     own = f"{row}-{digest}" if row and row.isdecimal() else row or digest
-    return Task(id=next(filter(None, names), own), environment=environment, instruction=instruction_of(messages))
+    asked = (each.content for each in messages if each.role == "user" and not _is_context_only(each))
+    instruction = next(asked, None) or ""
+    return Task(id=next(filter(None, names), own), environment=environment, instruction=instruction)
 
 
 def name_of(file: Path | None) -> str | None:
@@ -186,34 +158,51 @@ def _is_context_only(message: Message) -> bool:
 
 
 def finished(
-    tree: EpisodeTree, origin: Origin, ending: Ending, *, policy: PolicyRef | None = None, tokens: int | None = None
+    tree: EpisodeTree,
+    form: str,
+    task: Task,
+    stop: StopReason | None = None,
+    *,
+    model: str | None = None,
+    policy: PolicyRef | None = None,
+    run_id: str | None = None,
+    group_id: str | None = None,
+    identity: str | None = None,
+    evidence: JsonObject | None = None,
+    reward: float | None = None,
+    resolved: bool | None = None,
+    failure: Failure | None = None,
+    times: Times = UNKNOWN_TIMES,
+    tokens: int | None = None,
 ) -> Imported:
-    """The episode as a trajectory, with a score when its reward is known.
+    """The episode as a trajectory, with a score when its reward is known or what it ``resolved``.
 
-    ``policy``: the weights, where the record knows more than their model; ``tokens``: how many answers have ids.
+    ``form``: the name of the format. ``stop``: by default what the last message says. ``model``, ``policy``, ``run_id``
+    and ``group_id`` are those of the record, if it names them; ``tokens``: how many answers have ids. Raises
+    ``ExchangeError`` for an episode that a store would not read back.
     """
-    run_id = origin.run_id or UNKNOWN
-    group_id = origin.group_id or f"{run_id}/{origin.task.id}"
+    run_id = run_id or UNKNOWN
     trajectory = tree.freeze(
-        EpisodeRequest(task=origin.task, run_id=run_id, group_id=group_id),
+        EpisodeRequest(task=task, run_id=run_id, group_id=group_id or f"{run_id}/{task.id}"),
         trajectory_id="",
-        strategy=StrategySpec(name=STRATEGY, options={"format": origin.format, "tokens": tokens}),
-        policy=policy or origin.policy,
-        stop=ending.stop,
-        times=ending.times,
-        evidence=ending.evidence,
-        failure=ending.failure,
+        strategy=StrategySpec(name=STRATEGY, options={"format": form, "tokens": tokens}),
+        policy=policy or policy_of(model),
+        stop=stop or end_of(tree.messages()),
+        times=times,
+        evidence=evidence,
+        failure=failure,
     )
-    identity = trajectory.model_copy(update={"id": _identity(origin, trajectory)})
-    if ending.reward is None:
-        return Imported(identity)
-    score = Score(
-        trajectory_id=identity.id,
-        reward=ending.reward,
-        detail={"format": origin.format, **(ending.detail or {})},
-        reward_version=SCORE_VERSION,
-    )
-    return Imported(identity, (score,))
+    # Times are left out: a copied file has new ones.
+    content = trajectory.model_dump_json(exclude={"id", "times", "schema_version"})
+    if content.count("[") + content.count("{") > 100:
+        from_text("[" * _ROOM + content + "]" * _ROOM)
+    identity = identity or named_identity(form, hashlib.sha256(content.encode()).hexdigest())
+    found = trajectory.model_copy(update={"id": identity})
+    reward = float(resolved) if reward is None and resolved is not None else reward
+    if reward is None:
+        return Imported(found)
+    detail = {"format": form, **present(resolved=resolved)}
+    return Imported(found, (Score(trajectory_id=identity, reward=reward, detail=detail, reward_version=SCORE_VERSION),))
 
 
 def end_of(messages: Sequence[Message]) -> StopReason:
@@ -222,20 +211,6 @@ def end_of(messages: Sequence[Message]) -> StopReason:
     if last is not None and (not last.tool_calls or any(call.name in _FINISHING for call in last.tool_calls)):
         return StopReason.TERMINATED
     return StopReason.TRUNCATED
-
-
-def reward_of(resolved: bool | None) -> float | None:
-    """1.0, 0.0, or unscored."""
-    return None if resolved is None else float(resolved)
-
-
-def _identity(origin: Origin, trajectory: Trajectory) -> str:
-    """Raises ``ExchangeError`` for an episode that a store would not read back."""
-    # Times are left out: a copied file has new ones.
-    content = trajectory.model_dump_json(exclude={"id", "times", "schema_version"})
-    if content.count("[") + content.count("{") > 100:
-        from_text("[" * _ROOM + content + "]" * _ROOM)
-    return origin.identity or named_identity(origin.format, hashlib.sha256(content.encode()).hexdigest())
 
 
 def named_identity(*names: str) -> str:
@@ -282,13 +257,13 @@ def score_of(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
 def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
     """What a score by hand says; else the newest score or the grader's report; else whether the score reaches 1.0;
     else unknown."""
-    report = _at(trajectory.evidence, "test_result", "report") or trajectory.evidence.get("report")
+    evidence = trajectory.evidence
+    report = at_path(evidence, "test_result", "report") or evidence.get("report")
     newest = newest_outcome(scores)
     if newest is not None and newest.reward is not None and newest.reward_version == VERDICT:
         return newest.reward >= RESOLVED_AT - _ROUNDING
-    candidates = [newest.detail.get("resolved") if newest is not None else None, trajectory.evidence.get("resolved")]
-    candidates.append(report.get("resolved") if isinstance(report, dict) else None)
-    for candidate in candidates:
+    judged = newest.detail.get("resolved") if newest is not None else None
+    for candidate in (judged, evidence.get("resolved"), at_path(report, "resolved")):
         if isinstance(candidate, bool):
             return candidate
     score = score_of(trajectory, scores)
@@ -298,7 +273,7 @@ def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
 def patch_of(trajectory: Trajectory) -> str | None:
     """The change that the agent made, as a diff; ``None`` when none was recorded, not even an empty one."""
     evidence = trajectory.evidence
-    for patch in (evidence.get("git_patch"), _at(evidence, "test_result", "git_patch"), evidence.get("patch")):
+    for patch in (evidence.get("git_patch"), at_path(evidence, "test_result", "git_patch"), evidence.get("patch")):
         if isinstance(patch, str):
             return patch
     return None
@@ -314,8 +289,3 @@ def identity_columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObj
         "score": score_of(trajectory, scores),
         "resolved": resolved(trajectory, scores),
     }
-
-
-def _at(evidence: JsonObject, outer: str, inner: str) -> JsonValue:
-    found = evidence.get(outer)
-    return found.get(inner) if isinstance(found, dict) else None

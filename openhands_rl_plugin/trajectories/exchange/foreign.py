@@ -1,24 +1,25 @@
-"""Records of other programs: null means absent, unknown fields are left alone, and every error names its field."""
+"""Records of other programs: their files, the rows of these one at a time, and the fields and chat messages of a row.
+
+Null means absent, unknown fields are left alone, and every error names its row or its field.
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from openhands_rl_plugin.core.errors import RLError, problems
+from openhands_rl_plugin.core.errors import RLError, from_extra, problems
 from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, text_of, to_message, whole_json, whole_text
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Message
 
@@ -31,29 +32,98 @@ class LeftOutError(ExchangeError):
     """A trajectory that a format cannot represent; the others are written."""
 
 
-class Foreign(BaseModel):
-    """Base of records of others. Unions of datasets fill absent fields with null, so null is the same as absent."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: object) -> object:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-
-def parse[Record: Foreign](model: type[Record], value: object) -> Record:
-    """The checked record. Raises ``ExchangeError`` that names every wrong field."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise ExchangeError(what_is_wrong(error, model)) from error
-
-
-def what_is_wrong(error: ValidationError, model: type[BaseModel]) -> str:
+def what_is_wrong(error: ValidationError, model: type[BaseModel] = BaseModel) -> str:
     """The first wrong fields of a record, in one line."""
     lines = [": ".join(filter(None, (".".join(at), what))) for at, what in problems(error, model)]
     return "; ".join(lines[:5])
+
+
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Name ``place`` in an ``ExchangeError`` of the block."""
+    try:
+        yield
+    except ExchangeError as error:
+        raise ExchangeError(f"{place}: {error}") from error
+
+
+_KINDS: Mapping[Any, TypeAdapter[Any]] = {
+    str: TypeAdapter(str, config=ConfigDict(coerce_numbers_to_str=True)),
+    float: TypeAdapter(Bounded),
+    bool: TypeAdapter(bool),
+    int: TypeAdapter(int),
+    dict: TypeAdapter(dict[str, Any]),
+    list: TypeAdapter(list[Any]),
+}
+
+
+class Record:
+    """The fields of a JSON object. Unions of data sets fill absent fields with null, so null is the same as absent.
+
+    Its methods raise ``ExchangeError`` that names the field; ``at`` is the place of the object in its row.
+    """
+
+    def __init__(self, value: object, at: str = "") -> None:
+        if not isinstance(value, dict):
+            raise ExchangeError(f"{f'{at}: ' * bool(at)}must be a JSON object, not {type(value).__name__}")
+        self.fields: JsonObject = {name: each for name, each in value.items() if each is not None}
+        self._at = f"{at}." if at else ""
+
+    def get(self, *names: str) -> JsonValue:
+        """The first of the fields that is there, unchecked."""
+        return next((self.fields[name] for name in names if name in self.fields), None)
+
+    def read[Kind](self, kind: type[Kind] | TypeAdapter[Kind], *names: str) -> Kind | None:
+        """The first of the fields that is there: a text (or a number, as text), a number, a flag, an object, a list."""
+        if (value := self.get(*names)) is None:
+            return None
+        try:
+            return (kind if isinstance(kind, TypeAdapter) else _KINDS[kind]).validate_python(value)
+        except ValidationError as error:
+            raise ExchangeError(f"{self._at}{names[0]}: {what_is_wrong(error)}") from error
+
+    def text(self, *names: str) -> str:
+        """A text, which is empty where there is none."""
+        return self.read(str, *names) or ""
+
+    def record(self, name: str) -> Record:
+        """An object, which is empty where there is none."""
+        return Record(self.read(dict, name) or {}, f"{self._at}{name}")
+
+    def records(self, name: str) -> list[Record]:
+        """The objects of a list."""
+        return [Record(each, f"{self._at}{name}[{at}]") for at, each in enumerate(self.read(list, name) or ())]
+
+    def messages(self, name: str) -> tuple[Said, ...]:
+        """Chat messages, as a list or as JSON."""
+        with within(f"{self._at}{name}"):
+            return chat_messages(self.get(name) or [])
+
+    def whole(self, answers: Sequence[Message], prompt: Sequence[Message] = ()) -> tuple[Message, ...]:
+        """A conversation behind the system prompt that stands beside it. Raises ``ExchangeError`` without answers."""
+        if not any(message.role == "assistant" for message in answers):
+            raise ExchangeError("there is no answer in it")
+        said, beside = (*prompt, *answers), whole_text(text_of(self.get("system", "system_prompt")) or "")
+        known = not beside or (said[0].role, said[0].content) == ("system", beside)
+        return said if known else (Message(role="system", content=beside), *said)
+
+
+def at_path(value: object, *names: str) -> Any:
+    """What stands below these names in nested objects, or ``None``."""
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def object_at(value: object, *names: str) -> JsonObject:
+    """The object below these names, empty where there is none."""
+    found = at_path(value, *names)
+    return found if isinstance(found, dict) else {}
+
+
+def present(**values: Any) -> JsonObject:
+    """The values that are not ``None``."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class Said(SpokenMessage):
@@ -78,37 +148,37 @@ def is_context_only(entry: Mapping[str, object]) -> bool:
 
 
 def linked_call(entry: Mapping[str, object]) -> str | None:
-    """The id of the call that a result belongs to. Raises ``ValueError`` for several."""
+    """The id of the call that a result belongs to. Raises ``ExchangeError`` for several."""
     given = next((entry[name] for name in _LINKS if entry.get(name) not in (None, "", [])), None)
     ids = given if isinstance(given, list) else [given]
     if len(ids) != 1 or not isinstance(ids[0], str | int | None):
-        raise ValueError(f"a result belongs to one call, and this one names {given!r:.80}")
+        raise ExchangeError(f"a result belongs to one call, and this one names {given!r:.80}")
     return None if ids[0] is None else str(ids[0])
 
 
-def read_message(wire: object) -> Said:
-    """An OpenAI chat message as records have it. Raises ``ValueError`` for what is none."""
+def chat_message(wire: object) -> Said:
+    """An OpenAI chat message as records have it. Raises ``ExchangeError``."""
     if not isinstance(wire, dict):
-        raise ValueError(f"must be a chat message, not {type(wire).__name__}")
+        raise ExchangeError(f"must be a chat message, not {type(wire).__name__}")
     # A columnar data set gives every call the fields of all calls.
     filled = {name: without_nulls(wire[name]) for name in ("tool_calls", "function_call") if wire.get(name)}
     try:
         said = to_message({**wire, **filled, "tool_call_id": linked_call(wire)})
     except ValidationError as error:
-        raise ValueError(what_is_wrong(error, Said)) from error
+        raise ExchangeError(what_is_wrong(error, Said)) from error
     except KeyError as error:
-        raise ValueError(f"{error.args[0]}: is required") from error
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"has not the form of a chat message ({error})") from error
+        raise ExchangeError(f"{error.args[0]}: is required") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ExchangeError(f"has not the form of a chat message ({error})") from error
     return Said(**dict(said), reasoning=reasoning_in(wire), context_only=is_context_only(wire))
 
 
-def read_messages(value: object) -> tuple[Said, ...]:
-    """Chat messages, as a list or as JSON. Raises ``ValueError``."""
+def chat_messages(value: object) -> tuple[Said, ...]:
+    """Chat messages, as a list or as JSON. Raises ``ExchangeError``."""
     listed = from_text(value) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple):
-        raise ValueError(f"must be a list of chat messages, not {type(listed).__name__}")
-    return tuple(read_message(each) for wire in listed for each in _taken_apart(wire))
+        raise ExchangeError(f"must be a list of chat messages, not {type(listed).__name__}")
+    return tuple(chat_message(each) for wire in listed for each in _taken_apart(wire))
 
 
 def _taken_apart(wire: object) -> Iterator[object]:
@@ -125,48 +195,6 @@ def _taken_apart(wire: object) -> Iterator[object]:
     left = [part for part in content or () if part not in taken]
     if left or calls:
         yield {**wire, "content": left, "tool_calls": calls}
-
-
-ChatMessage = Annotated[Said, BeforeValidator(read_message)]
-Conversation = Annotated[tuple[Said, ...], BeforeValidator(read_messages)]
-
-
-def chat_messages(wires: JsonValue) -> tuple[Said, ...]:
-    """``read_messages`` of a record. Raises ``ExchangeError``."""
-    try:
-        return read_messages(wires)
-    except ValueError as error:
-        raise ExchangeError(str(error)) from error
-
-
-def chat_message(wire: JsonObject) -> Said:
-    """One message of a record. Raises ``ExchangeError``."""
-    return chat_messages([wire])[0]
-
-
-Finite = Bounded
-"""A number of a record."""
-
-
-class ChatRow(Foreign):
-    """What rows of chats have beside their messages, by whichever of its names."""
-
-    id: str | None = None
-    instance_id: str | None = None
-    task_id: str | None = None
-    run_id: str | None = None
-    model: str | None = None
-    tools: JsonValue = Field(None, validation_alias=AliasChoices("tools", "functions"))
-    system: JsonValue = Field(None, validation_alias=AliasChoices("system", "system_prompt"))
-    score: Finite | None = Field(None, validation_alias=AliasChoices("score", "reward"))
-
-    def whole(self, answers: Sequence[Message], prompt: Sequence[Message] = ()) -> tuple[Message, ...]:
-        """The conversation behind the system prompt that stands beside it. Raises ``ExchangeError`` without answers."""
-        if not any(message.role == "assistant" for message in answers):
-            raise ExchangeError("there is no answer in it")
-        said, beside = (*prompt, *answers), whole_text(text_of(self.system) or "")
-        known = not beside or (said[0].role, said[0].content) == ("system", beside)
-        return said if known else (Message(role="system", content=beside), *said)
 
 
 def without_nulls(value: JsonValue) -> Any:
@@ -201,16 +229,206 @@ def _is_tool(tool: object) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def from_text(text: str | bytes) -> JsonValue:
     """JSON, with U+FFFD for what no file can hold. Raises ``ExchangeError`` that says where it is broken."""
     try:
-        return from_json(text.removeprefix(BYTE_ORDER_MARK) if isinstance(text, bytes) else text)
+        return from_json(text.removeprefix(_BYTE_ORDER_MARK) if isinstance(text, bytes) else text)
     except ValueError as error:
         try:
             decoded = text.decode("utf-8-sig", "replace") if isinstance(text, bytes) else text
             return from_json(json.dumps(whole_json(json.loads(decoded))))
         except (ValueError, RecursionError):
             raise ExchangeError(f"not valid JSON: {error}") from error
+
+
+MAX_LINE = 256 * 2**20
+MAX_DOCUMENT = 1024 * 2**20
+
+_PEEK = 2**20
+
+ROW_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".traj", ".traj.gz")
+CONVERSATION_FILE = "messages"
+"""``trajectory_format`` of a row that is a whole file: a list of messages."""
+_MEMBERS = {"model_patch", "instance_id", "messages", "trajectory"}
+
+
+class Unit(NamedTuple):
+    """One row to come, as an object or as what an importer makes of it.
+
+    ``at`` is its place ("file:line") and ``done`` how far reading got with it, in bytes of its file or in units.
+    ``read`` raises ``ExchangeError``, which then concerns this row only.
+    """
+
+    at: str
+    done: int
+    read: Callable[[], Any]
+
+
+class Source(NamedTuple):
+    """What an importer goes through; ``total`` is in the unit of ``Unit.done``."""
+
+    total: int
+    units: Iterator[Unit]
+    in_bytes: bool = False
+
+
+def row_source(path: Path, convert: Callable[[JsonObject, Path], Any]) -> Source:
+    """The rows of a file (JSON Lines, JSON, Parquet; gzip), or of all such files below a folder, in order of name."""
+    files = files_below(path, ROW_SUFFIXES)
+
+    def units() -> Iterator[Unit]:
+        before = 0
+        for file in files:
+            try:
+                for row in rows_of(file):
+                    # The place of one row of several is no name of a file.
+                    yield Unit(row.at, before + row.done, lambda row=row: convert(row.read(), Path(row.at)))
+            except ExchangeError as error:
+                yield Unit(str(file), before, partial(refuse, error))
+            before += file.stat().st_size
+
+    return Source(sum(file.stat().st_size for file in files), units(), in_bytes=True)
+
+
+def refuse(error: ExchangeError) -> Any:
+    """Raise ``error``, which is all that is known of a record."""
+    raise error
+
+
+def files_below(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """``path`` itself, or the files in it that end so. Raises ``ExchangeError`` when there is none."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ExchangeError(f"{path}: no such file or folder")
+    found = sorted(each for each in path.rglob("*") if each.name.endswith(suffixes) and each.is_file())
+    if not found:
+        raise ExchangeError(f"{path}: no file in it ends with {' or '.join(suffixes)}")
+    return found
+
+
+def rows_of(file: Path) -> Iterator[Unit]:
+    """The rows of one file. Raises ``ExchangeError`` when the file as a whole cannot be read."""
+    if file.name.endswith(".parquet"):
+        yield from _parquet_rows(file)
+        return
+    with _opened(file) as (stream, raw):
+        start = stream.peek(_PEEK).removeprefix(_BYTE_ORDER_MARK).lstrip()
+        line, _, more = start.partition(b"\n")
+        # One object a line, whatever the file is called; a pretty-printed document has not.
+        objects = line.startswith(b"{") and line.rstrip().endswith(b"}") and bool(more.strip())
+        if objects or (".jsonl" in file.name and not start.startswith(b"[")):
+            yield from _lines(file, stream, raw)
+        else:
+            yield from _members(file, _document(file, stream), file.stat().st_size)
+
+
+def read_document(file: Path) -> JsonObject:
+    """A file that is one JSON object. Raises ``ExchangeError``."""
+    with _opened(file) as (stream, _):
+        return _object(_document(file, stream))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[io.BufferedReader[Any], io.FileIO]]:
+    try:
+        with open(file, "rb", buffering=0) as raw:
+            source: Any = gzip.GzipFile(fileobj=raw) if file.name.endswith(".gz") else raw
+            yield io.BufferedReader(source, _PEEK), raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise ExchangeError(f"{file}: cannot be read: {error}") from error
+
+
+def _lines(file: Path, stream: io.BufferedReader[Any], raw: io.FileIO) -> Iterator[Unit]:
+    number = 0
+    while line := stream.readline(MAX_LINE + 1):
+        number += 1
+        at = f"{file}:{number}"
+        if len(line) > MAX_LINE:
+            while (more := stream.readline(MAX_LINE)) and not more.endswith(b"\n"):
+                continue
+            yield Unit(at, raw.tell(), partial(refuse, ExchangeError(f"longer than {MAX_LINE >> 20} MiB")))
+        elif not line.isspace():
+            yield Unit(at, raw.tell(), lambda line=line: _object(from_text(line)))
+
+
+def _document(file: Path, stream: io.BufferedReader[Any]) -> JsonValue:
+    data = stream.read(MAX_DOCUMENT + 1)
+    if len(data) > MAX_DOCUMENT:
+        raise ExchangeError(f"{file}: larger than {MAX_DOCUMENT >> 20} MiB as one document; write it as JSON Lines")
+    with within(str(file)):
+        return from_text(data)
+
+
+def _members(file: Path, document: JsonValue, size: int) -> Iterator[Unit]:
+    """The rows of an array, or of an object from instance ids to rows. Any other object is one row, as a list of chat
+    messages is."""
+    listed = document.get("trajectory") if isinstance(document, dict) else document
+    if isinstance(document, list) and document and all(map(_is_message, document)):
+        document = {"messages": document, "trajectory_format": CONVERSATION_FILE}
+    elif isinstance(listed, list) and listed and all(map(_is_event, listed)):
+        document = {"history": listed}
+    if isinstance(document, dict) and document and all(_is_member(value) for value in document.values()):
+        document = [{"instance_id": key, **value} for key, value in document.items() if isinstance(value, dict)]
+    rows = document if isinstance(document, list) else [document]
+    for number, row in enumerate(rows, 1):
+        at = f"{file}[{number - 1}]" if isinstance(document, list) else str(file)
+        yield Unit(at, size * number // len(rows), lambda row=row: _object(row))
+
+
+def _is_message(value: JsonValue) -> bool:
+    return isinstance(value, dict) and "role" in value and not {"content", "tool_calls"}.isdisjoint(value)
+
+
+def _is_event(value: JsonValue) -> bool:
+    """Whether it is an event of OpenHands V0, as its ``save_trajectory_path`` and its server list them."""
+    return isinstance(value, dict) and "source" in value and not {"action", "observation"}.isdisjoint(value)
+
+
+def _is_member(value: JsonValue) -> bool:
+    return isinstance(value, dict) and not _MEMBERS.isdisjoint(value)
+
+
+def _parquet_rows(file: Path) -> Iterator[Unit]:
+    pyarrow, parquet = optional("pyarrow"), optional("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(file) as table:
+            size, number, rows = file.stat().st_size, 0, max(1, table.metadata.num_rows)
+            decode = _decoder(pyarrow, pyarrow.struct(table.schema_arrow))
+            for batch in table.iter_batches(batch_size=64):
+                for row in batch.to_pylist():
+                    number += 1
+                    # Times and decimals are no JSON; what has them is written as text.
+                    read = partial(lambda row: decode(_object(from_text(json.dumps(row, default=str)))), row)
+                    yield Unit(f"{file}[{number - 1}]", size * number // rows, read)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ExchangeError(f"{file}: cannot be read as Parquet: {error}") from error
+
+
+def _decoder(pyarrow: Any, kind: Any) -> Callable[[Any], Any]:
+    """Reads values of an Arrow type in which some are JSON."""
+    types = pyarrow.types
+    if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
+        return lambda value: from_text(value) if isinstance(value, str) else value
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _decoder(pyarrow, kind.value_type)
+        return lambda value: [inner(each) for each in value] if isinstance(value, list) else value
+    if types.is_struct(kind):
+        fields = {field.name: _decoder(pyarrow, field.type) for field in kind}
+        return lambda value: value and {name: fields[name](each) for name, each in value.items()}
+    return lambda value: value
+
+
+def optional(module: str) -> Any:
+    """A module that comes with ``datasets``. Raises ``MissingExtraError`` without that library."""
+    with from_extra("exchange", "datasets"):
+        return import_module(module)
+
+
+def _object(value: JsonValue) -> JsonObject:
+    if not isinstance(value, dict):
+        raise ExchangeError(f"must be a JSON object, not {type(value).__name__}")
+    return value

@@ -1,38 +1,33 @@
-"""The formats by name: what each is, and how it is read and written."""
+"""The formats by name: how each is recognised, read and written; and the ways of a store into a file and back."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.metadata import EntryPoint, entry_points
-from itertools import islice
+from importlib.metadata import entry_points
+from itertools import batched, islice
 from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.errors import ConfigError, unknown_name
-from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.redaction import redact_json
-from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
-from openhands_rl_plugin.trajectories.exchange import (
-    atif,
-    llm_completions,
-    predictions,
-    sft,
-    trajectories,
-    trees,
-    v0,
-    v1,
-    verifier,
-)
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, unknown_name
+from openhands_rl_plugin.core.judgements import labels_of, preferences
+from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.exchange import atif, rows, v0, v1
 from openhands_rl_plugin.trajectories.exchange.conversations import ArgumentsForm, as_text, with_objects
-from openhands_rl_plugin.trajectories.exchange.episodes import Imported
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-from openhands_rl_plugin.trajectories.exchange.reading import (
+from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels, resolved
+from openhands_rl_plugin.trajectories.exchange.foreign import (
     ROW_SUFFIXES,
+    ExchangeError,
+    LeftOutError,
     Source,
     Unit,
     files_below,
@@ -40,40 +35,35 @@ from openhands_rl_plugin.trajectories.exchange.reading import (
     row_source,
     rows_of,
 )
-from openhands_rl_plugin.trajectories.exchange.writing import Columns, Folder, JsonFile, ParquetFile, Sink
+from openhands_rl_plugin.trajectories.exchange.writing import Columns, Sink, folder_of_files, json_file, parquet_file
 
 # Records of a file that are read to recognise its format.
 _LOOKED_AT = 1000
 _JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
-Convert = Callable[[JsonObject, Path], Imported | list[Imported]]
-Recognises = Callable[[Mapping[str, JsonValue]], bool]
-Rows = Callable[[Trajectory, Sequence[Score]], Iterator[JsonObject]]
 Files = Callable[[Trajectory, Sequence[Score], Sequence[Trajectory]], Iterator[tuple[str, JsonObject]]]
 """Rows and their files, of an episode, its scores, and the episodes that people found worse than it."""
 
-_VALID = TrajectoryFilter(failed=False)
-_ALL = TrajectoryFilter()
-_EVERYTHING = TrajectoryFilter(finished=None)
+_VALID, _ALL, _EVERYTHING = TrajectoryFilter(failed=False), TrajectoryFilter(), TrajectoryFilter(finished=None)
 
 
 @dataclass(frozen=True)
 class Format:
-    """``read`` (of a row), ``source`` (of a path) or ``rows`` is ``None`` for a format that has none.
+    """``read`` (of a row and the path of its file), ``source`` (of a path) or ``rows`` is ``None`` where there is none.
 
     ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant. ``messages``:
     rows of chat messages, of which it is a matter of taste whether calls stand in their text.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
-    Parquet file, and ``None`` where rows have no fixed ones. ``folder`` formats write a file a row. ``conversations``
-    are the columns with messages whose calls may have arguments in either form.
-    ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written as they are. Those of a format
-    that ``compares`` are also given the episodes that are worse, as people said.
+    Parquet file, and ``None`` where rows have no fixed ones. ``folder`` formats write a file a row, and their ``rows``
+    are pairs of its name and the row. ``conversations`` are the columns with messages whose calls may have arguments in
+    either form. ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written as they are.
+    Those of a format that ``compares`` are also given the episodes that are worse, as people said.
     """
 
     name: str
     help: str
-    read: Convert | None = None
-    rows: Files | None = None
+    read: Callable[[JsonObject, Path], Imported | list[Imported]] | None = None
+    rows: Callable[..., Iterator[Any]] | None = None
     scope: TrajectoryFilter = _VALID
     columns: Columns | None = None
     folder: bool = False
@@ -81,7 +71,7 @@ class Format:
     exact: bool = False
     compares: bool = False
     messages: bool = False
-    recognises: Recognises = lambda row: False
+    recognises: Callable[[Mapping[str, JsonValue]], bool] = lambda row: False
     source: Callable[[Path], Source] | None = None
 
     @property
@@ -90,39 +80,34 @@ class Format:
         return self.read is not None or self.source is not None
 
     def files(self, arguments: ArgumentsForm = "object") -> Files:
-        """How rows are written. Raises ``ConfigError`` for a format that is for import only.
-
-        Rendering may bring the parts of a secret together, so the written row is checked as well.
-        """
-        rows = self.rows
-        if rows is None:
+        """How rows are written. Raises ``ConfigError`` for a format that is for import only."""
+        if (rows := self.rows) is None:
             raise ConfigError(f"the format {self.name!r} is for import only")
-        if self.exact:
-            return rows
-        change = with_objects if self.conversations and arguments == "object" else lambda row: row
-        return lambda *given: ((name, redact_json(change(row))) for name, row in rows(*given))
 
-    def sink(self, target: Path, arguments: ArgumentsForm = "object") -> Sink:
+        def made(
+            trajectory: Trajectory, scores: Sequence[Score], beaten: Sequence[Trajectory]
+        ) -> Iterator[tuple[str, JsonObject]]:
+            for each in rows(trajectory, scores, *([beaten] if self.compares else [])):
+                name, row = each if self.folder else ("", each)
+                if self.conversations and arguments == "object":
+                    row = with_objects(row)
+                # Rendering may bring the parts of a secret together, so the written row is checked as well.
+                yield name, row if self.exact else redact_json(row)
+
+        return made
+
+    def sink(self, target: Path, arguments: ArgumentsForm = "object") -> AbstractContextManager[Sink]:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
         if self.folder:
-            return Folder(target)
+            return folder_of_files(target)
         if target.name.endswith(_JSON_ENDINGS):
-            return JsonFile(target)
+            return json_file(target)
         if target.suffix != ".parquet":
             raise ExchangeError(f"{target}: must end with {', '.join(_JSON_ENDINGS)} or .parquet")
         if self.columns is None:
             able = ", ".join(each.name for each in formats().values() if each.columns is not None)
             raise ExchangeError(f"{target}: {self.name} has no fixed columns for Parquet; these have: {able}")
-        return ParquetFile(target, self.columns if arguments == "object" else as_text(self.columns))
-
-
-def _each(rows: Rows) -> Files:
-    """Rows of one file."""
-    return lambda trajectory, scores, beaten: (("", row) for row in rows(trajectory, scores))
-
-
-def _by_row(convert: Callable[[JsonObject], Imported | list[Imported]]) -> Convert:
-    return lambda row, file: convert(row)
+        return parquet_file(target, self.columns if arguments == "object" else as_text(self.columns))
 
 
 OWN = "store"
@@ -136,23 +121,23 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "trajectories",
             "everything, one trajectory with its scores a line",
-            _by_row(trajectories.read),
-            _each(trajectories.rows),
+            lambda row, file: rows.read_line(row),
+            rows.line_rows,
             _EVERYTHING,
             exact=True,
-            recognises=trajectories.recognises,
+            recognises=rows.recognises_line,
         ),
         Format(
             OWN,
             "such lines of a store of your own, which move it: rewards read their evidence, scores and labels stay",
-            _by_row(trajectories.read_own),
-            recognises=trajectories.recognises,
+            lambda row, file: rows.read_own_line(row),
+            recognises=rows.recognises_line,
         ),
         Format(
             atif.NAME,
             "ATIF of Harbor, with token ids and logprobs",
             atif.read,
-            _each(atif.rows),
+            atif.rows,
             _ALL,
             recognises=atif.recognises,
         ),
@@ -160,17 +145,17 @@ FORMATS: Mapping[str, Format] = {
             "llm-completions",
             "folder of OpenHands' llm_completions/<instance>/*.json (V0; V1's completion logs in)",
             None,
-            lambda trajectory, scores, beaten: llm_completions.rows(trajectory, scores),
+            v0.completion_files,
             _ALL,
             folder=True,
-            recognises=llm_completions.recognises,
-            source=llm_completions.source,
+            recognises=v0.recognises_completion,
+            source=v0.completions_source,
         ),
         Format(
-            "v1-events",
+            v1.NAME,
             "stored conversations of the OpenHands V1 SDK: a folder of events each",
             None,
-            lambda trajectory, scores, beaten: v1.rows(trajectory, scores),
+            v1.rows,
             _ALL,
             folder=True,
             recognises=v1.recognises,
@@ -179,58 +164,58 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "output-jsonl",
             "output.jsonl of OpenHands' evaluation (V0 events, also of save_trajectory_path; V1 events in)",
-            _by_row(v0.read),
-            _each(v0.rows),
+            lambda row, file: v0.read(row),
+            v0.rows,
             _ALL,
             recognises=v0.recognises,
         ),
         Format(
             "sft-text",
             "SFT rows with calls as text, as SWE-Gym publishes them",
-            _by_row(sft.import_text),
-            _each(sft.text_rows),
-            columns=sft.TEXT_COLUMNS,
+            lambda row, file: rows.import_text(row),
+            rows.text_rows,
+            columns=rows.TEXT_COLUMNS,
             messages=True,
-            recognises=sft.recognises_text,
+            recognises=rows.recognises_text,
         ),
         Format(
             "sft-native",
             "SFT rows with native tool calls and a tools column",
-            _by_row(sft.import_native),
-            _each(sft.native_rows),
-            columns=sft.NATIVE_COLUMNS,
+            lambda row, file: rows.import_native(row),
+            rows.native_rows,
+            columns=rows.NATIVE_COLUMNS,
             conversations=("messages",),
             messages=True,
-            recognises=sft.recognises,
+            recognises=rows.recognises,
         ),
         Format(
             "verifier",
             "rows that train SWE-Gym's outcome verifier (YES or NO)",
-            rows=_each(verifier.rows),
-            columns=verifier.COLUMNS,
+            rows=rows.verifier_rows,
+            columns=rows.VERIFIER_COLUMNS,
         ),
         Format(
             "preferences",
             "chosen and rejected: actions of a state by search, attempts by `label --pairs`",
-            rows=lambda *given: (("", row) for row in trees.preference_rows(*given)),
-            columns=trees.PREFERENCE_COLUMNS,
+            rows=rows.preference_rows,
+            columns=rows.PREFERENCE_COLUMNS,
             compares=True,
             conversations=("prompt", "chosen", "rejected"),
         ),
         Format(
             "values",
             "states with the mean return that search saw from there on",
-            rows=_each(trees.value_rows),
-            columns=trees.VALUE_COLUMNS,
+            rows=rows.value_rows,
+            columns=rows.VALUE_COLUMNS,
             conversations=("messages",),
         ),
         Format(
             "predictions",
             "SWE-bench predictions",
-            _by_row(predictions.read),
-            _each(predictions.rows),
+            lambda row, file: rows.read_prediction(row),
+            rows.prediction_rows,
             _ALL,
-            predictions.COLUMNS,
+            rows.PREDICTION_COLUMNS,
             recognises=lambda row: {"instance_id", "model_patch"} <= row.keys(),
         ),
     )
@@ -241,14 +226,10 @@ FORMATS: Mapping[str, Format] = {
 def formats() -> Mapping[str, Format]:
     """All of them by name, those of entry points last, as far as they can be loaded."""
     loaded: dict[str, Format] = {}
-    for point in _points():
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         with suppress(ImportError, AttributeError):
             loaded[point.name] = point.load()
     return {**FORMATS, **loaded}
-
-
-def _points() -> list[EntryPoint]:
-    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 
 def recognised(row: Mapping[str, JsonValue]) -> str | None:
@@ -263,19 +244,14 @@ def source_of(path: Path, name: str) -> Source:
     A record of another format is an ``ExchangeError`` that says which. Raises ``ConfigError`` with the nearest name.
     """
     found = _known(name)
-    if not found.importable:
-        raise ConfigError(f"the format {name!r} is for export only")
     if found.source is not None:
         return found.source(path)
-    read = found.read
-    assert read is not None
+    if (read := found.read) is None:
+        raise ConfigError(f"the format {name!r} is for export only")
 
     def checked(row: JsonObject, file: Path) -> Imported | list[Imported]:
-        if (
-            not found.recognises(row)
-            and (other := recognised(row)) not in (None, name)
-            and not (found.messages and _known(other or name).messages)
-        ):
+        other = None if found.recognises(row) else recognised(row)
+        if other not in (None, name) and not (found.messages and _known(other or name).messages):
             raise ExchangeError(f"is a record of the format {other}, not {name}")
         return read(row, file)
 
@@ -288,17 +264,16 @@ def recognised_source(path: Path) -> tuple[Source, Counter[str]]:
     A file whose records are in none of them is a bad record. Raises its ``ExchangeError`` when no file is in one.
     """
     if v1.is_conversation(path):
-        return v1.source(path), Counter({"v1-events": 1})
+        return v1.source(path), Counter({v1.NAME: 1})
     names: dict[Path, str] = {}
     bad: dict[Path, ExchangeError] = {}
     for file in files_below(path, ROW_SUFFIXES):
         try:
-            name = _format_of(file)
+            if (name := _format_of(file)) is not None:
+                # All calls of an episode are in one folder.
+                names[file.parent if name == "llm-completions" and path.is_dir() else file] = name
         except ExchangeError as error:
-            bad[file], name = error, None
-        if name is not None:
-            # All calls of an episode are in one folder.
-            names[file.parent if name == "llm-completions" and path.is_dir() else file] = name
+            bad[file] = error
     if bad and not names:
         raise next(iter(bad.values()))
     sources = [source_of(each, name) for each, name in names.items()]
@@ -306,12 +281,8 @@ def recognised_source(path: Path) -> tuple[Source, Counter[str]]:
     sources += [Source(1, iter([each])) for each in wrong]
     if len(sources) == 1:
         return sources[0], Counter(names.values())
-
-    def units() -> Iterator[Unit]:
-        for number, each in enumerate(sources, 1):
-            yield from (unit._replace(done=number) for unit in each.units)
-
-    return Source(len(sources), units()), Counter(names.values())
+    units = (unit._replace(done=number) for number, each in enumerate(sources, 1) for unit in each.units)
+    return Source(len(sources), units), Counter(names.values())
 
 
 def _format_of(file: Path) -> str | None:
@@ -321,7 +292,7 @@ def _format_of(file: Path) -> str | None:
     wrong: ExchangeError | None = None
     for row in islice(rows_of(file), _LOOKED_AT):
         try:
-            if (name := recognised(row.load())) is not None:
+            if (name := recognised(row.read())) is not None:
                 return name
             known = ", ".join(each.name for each in formats().values() if each.importable)
             raise ExchangeError(f"is in none of the formats {known}; name the one that is meant with --format")
@@ -350,9 +321,167 @@ def table() -> str:
 
 
 def _known(name: str) -> Format:
-    known = formats()
-    if name in known:
-        return known[name]
-    if (point := next((each for each in _points() if each.name == name), None)) is not None:
-        raise ConfigError(f"format {name!r} cannot be loaded from {point.value}; install the package that has it")
-    raise ConfigError(unknown_name("format", name, known))
+    if (found := formats().get(name)) is None:
+        raise ConfigError(unknown_name("format", name, formats()))
+    return found
+
+
+# Episodes in memory at a time, which share a flush of the store.
+_BATCH = 16
+
+Advanced = Callable[[int], None]
+
+
+@dataclass
+class ExportReport:
+    """Counts of an export. ``left_out``: reason -> how many."""
+
+    trajectories: int = 0
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class ImportReport:
+    """Counts of an import. ``bad`` has the place and the fault of each record that could not be read."""
+
+    records: int = 0
+    new: int = 0
+    scores: int = 0
+    bad: list[str] = field(default_factory=list)
+
+
+async def export_store(
+    storage: TrajectoryStorage,
+    where: TrajectoryFilter,
+    files: Files,
+    sink: Sink,
+    *,
+    wanted: bool | None = None,
+    compares: bool = False,
+    labelled: bool = False,
+    advanced: Advanced = lambda done: None,
+) -> ExportReport:
+    """Write the matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only; ``compares`` gives
+    each those of the other matches that people found worse; ``labelled`` rows get a column with the episode's labels.
+
+    ``where.limit`` counts what is written. ``advanced`` is called with how many trajectories were read.
+    """
+    report, looked = ExportReport(), 0
+    every = where.model_copy(update={"limit": None})
+    worse = await _worse(storage, every) if compares else {}
+    async with aclosing(_found(storage, every)) as found:
+        async for trajectory, scores in found:
+            if report.trajectories == where.limit:
+                break
+            looked += 1
+            if wanted is None or resolved(trajectory, scores) is wanted:
+                losers = TrajectoryFilter(ids=worse.get(trajectory.id, ()))
+                beaten = [redact_trajectory(other) async for other, _ in storage.find(losers)] if losers.ids else []
+                labels = await labels_of(storage, [trajectory.id]) if labelled else ()
+                beside: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
+                try:
+                    # All rows of an episode or none: one that is left out leaves nothing behind.
+                    made = [*files(redact_trajectory(trajectory), [*map(redact_value, scores)], beaten)]
+                except LeftOutError as reason:
+                    report.left_out[str(reason)] += 1
+                else:
+                    for name, row in made:
+                        sink(name, {**row, "labels": beside} if beside else row)
+                    report.rows += len(made)
+                    report.trajectories += 1
+            advanced(looked)
+    return report
+
+
+async def _found(
+    storage: TrajectoryStorage, where: TrajectoryFilter
+) -> AsyncGenerator[tuple[Trajectory, tuple[Score, ...]]]:
+    async for pair in storage.find(where):
+        yield pair
+
+
+async def _worse(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[str, tuple[str, ...]]:
+    """Episode -> those that people found worse than it."""
+    ids = [summary.id async for summary in storage.summaries(where)]
+    known = frozenset(ids)
+    worse: dict[str, tuple[str, ...]] = {}
+    for both, better in preferences(await labels_of(storage, ids)).items():
+        if better is not None and both <= known:
+            worse[better] = (*worse.get(better, ()), *(both - {better}))
+    return worse
+
+
+async def import_source(
+    source: Source, storage: TrajectoryStorage, *, advanced: Advanced = lambda done: None
+) -> ImportReport:
+    """Store every record that can be read, once; the report names the others."""
+    report = ImportReport()
+    for batch in batched(_episodes(source, advanced, report), _BATCH):
+        await _store(batch, storage, report)
+    return report
+
+
+def _episodes(source: Source, advanced: Advanced, report: ImportReport) -> Iterator[Imported]:
+    for unit in source.units:
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "import"):
+                found = unit.read()
+        except (ExchangeError, CaughtFailure) as error:
+            report.bad.append(str(error) if str(error).startswith(unit.at) else f"{unit.at}: {error}")
+        else:
+            report.records += 1
+            yield from found if isinstance(found, list) else [found]
+        advanced(unit.done)
+
+
+async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: ImportReport) -> None:
+    episodes: dict[str, Trajectory] = {}
+    for found in (each.trajectory for each in batch):
+        if found.id not in episodes or _goes_on(episodes[found.id], found):
+            episodes[found.id] = found
+    known: dict[str, Trajectory] = {}
+    judged: dict[str, set[str]] = {}
+    async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(episodes), finished=None)):
+        known[trajectory.id], judged[trajectory.id] = trajectory, set(map(_as_stored, scores))
+    fresh = [each for each in episodes.values() if each.id not in known]
+    further = [each for each in episodes.values() if each.id in known and _goes_on(known[each.id], each)]
+    await asyncio.gather(*(_add(each, known.get(each.id), storage) for each in (*fresh, *further)))
+    added: list[Score] = []
+    for each in batch:
+        before = judged.setdefault(each.trajectory.id, set())
+        new = [score for score in each.scores if _as_stored(score) not in before]
+        before.update(map(_as_stored, new))
+        added += new
+    await storage.add_scores(added)
+    report.new += len(fresh)
+    report.scores += len(added)
+    if isinstance(storage, TakesLabels):
+        own = (each for each in batch if isinstance(each, ImportedWithLabels))
+        await storage.add_labels([label for each in own for label in each.labels])
+
+
+def _goes_on(known: Trajectory, found: Trajectory) -> bool:
+    """Whether ``found`` is the same episode at a later time."""
+    ended = found.stop is not StopReason.UNFINISHED
+    return known.stop is StopReason.UNFINISHED and (ended or len(found.nodes) > len(known.nodes))
+
+
+def _as_stored(score: Score) -> str:
+    # As text, because a NaN is not equal to itself.
+    return redact_value(score).model_dump_json()
+
+
+async def _add(trajectory: Trajectory, known: Trajectory | None, storage: TrajectoryStorage) -> None:
+    if trajectory.stop is not StopReason.UNFINISHED:
+        await storage.add(trajectory)
+        return
+    await storage.begin(EpisodeStart.of(trajectory))
+    about = {"reward", "simulated", "value", "visits"}
+    marks = tuple(
+        NodeMark(index=at, search=node.metadata.get("search"), **node.model_dump(include=about))
+        for at, node in enumerate(trajectory.nodes[: len(known.nodes) if known is not None else 0])
+    )
+    await storage.grow(
+        EpisodeGrowth(trajectory_id=trajectory.id, first=0, nodes=trajectory.nodes, head=trajectory.head, marks=marks)
+    )

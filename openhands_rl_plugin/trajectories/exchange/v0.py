@@ -1,6 +1,7 @@
-"""Rows of ``output.jsonl`` of OpenHands' evaluation: V0's events, read and written; V1's are read.
+"""What OpenHands V0 stores: ``output.jsonl``, events of a saved trajectory, and ``llm_completions``. V1's events in
+``output.jsonl`` are read, too.
 
-An agent's action holds the model's whole response, so answers and calls are exact. Observations are worded as
+In events an agent's action holds the model's whole response, so answers and calls are exact. Observations are worded as
 OpenHands words them for the model. Not in the events, and so lost: text that OpenHands renders from its own templates
 (workspace context, microagents), pictures, what a condenser made of the history, and answers that were no valid action.
 
@@ -8,19 +9,30 @@ Written, every call is an action with the whole response in its ``tool_call_meta
 V1's ``terminal``, ``finish``, and ``call_tool_mcp`` for any other function, because that one carries arbitrary
 arguments. Results are observations whose content is the text as the model got it. Tokens, rewards and branches have no
 place in events.
+
+``llm_completions`` has a folder an instance, in it a file a call of the model. All calls of an instance become one
+tree: a prompt that extends the one before continues its path, and where the host rewrote the history (a condenser, a
+changed prompt) a branch begins. A condenser's own calls are trees beside it. For models that were prompted with text a
+file has the calls in native form too, and those are read.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.messages import transcript_nodes
+from openhands_rl_plugin.core.messages import plain_message, transcript_nodes
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
+    ACTED,
+    CONDENSATION,
+    KIND,
     Failure,
     FailureKind,
     JsonObject,
@@ -28,197 +40,169 @@ from openhands_rl_plugin.core.types import (
     PolicyRef,
     Score,
     StopReason,
+    Times,
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.conversations import arguments_object, spoken, wire_of
+from openhands_rl_plugin.trajectories.exchange.conversations import (
+    arguments_object,
+    conversation_of,
+    read_system_prompt,
+    spoken,
+    wire_of,
+)
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
-    UNKNOWN,
-    Ending,
     Imported,
-    Origin,
     date_of,
-    end_of,
     finished,
     patch_of,
+    policy_of,
     resolved,
-    reward_of,
     say,
     task_of,
     times_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
-    ChatMessage,
     ExchangeError,
-    Foreign,
     LeftOutError,
+    Record,
     Said,
+    Source,
+    Unit,
+    at_path,
+    chat_message,
+    files_below,
     from_text,
-    parse,
+    object_at,
+    present,
+    read_document,
     tools_of,
+    within,
     without_nulls,
 )
-from openhands_rl_plugin.trajectories.exchange.v1 import Llm, read_log, shell_result
+from openhands_rl_plugin.trajectories.exchange.v1 import read_log, read_tool, shell_result
+from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
 _SILENT = {"agent_state_changed", "null", "recall", "loop_detection", "success"}
+_EDITOR = "str_replace_editor"
 # Actions of old histories, which do not hold the response -> the function that the agent called, and its parameters.
-_FUNCTIONS: dict[str, tuple[str, dict[str, str]]] = {
-    "run": ("execute_bash", {"command": "command", "is_input": "is_input"}),
-    "run_ipython": ("execute_ipython_cell", {"code": "code"}),
-    "read": ("str_replace_editor", {"path": "path", "view_range": "view_range"}),
-    "edit": (
-        "str_replace_editor",
-        {
-            "command": "command",
-            "path": "path",
-            "file_text": "file_text",
-            "old_str": "old_str",
-            "new_str": "new_str",
-            "insert_line": "insert_line",
-        },
-    ),
-    "think": ("think", {"thought": "thought"}),
-    "finish": ("finish", {"final_thought": "message"}),
-    "browse": ("browser", {"url": "url"}),
-    "browse_interactive": ("browser", {"browser_actions": "code"}),
+_OLD_ACTIONS = {
+    "run": ("execute_bash", ("command", "is_input")),
+    "run_ipython": ("execute_ipython_cell", ("code",)),
+    "read": (_EDITOR, ("path", "view_range")),
+    "edit": (_EDITOR, ("command", "path", "file_text", "old_str", "new_str", "insert_line")),
+    "think": ("think", ("thought",)),
+    "finish": ("finish", ("final_thought",)),
+    "browse": ("browser", ("url",)),
+    "browse_interactive": ("browser", ("browser_actions",)),
 }
+_RENAMED = {"final_thought": "message", "browser_actions": "code"}
 
 
-class Choice(Foreign):
-    """One choice of a response."""
-
-    message: ChatMessage
-
-
-class Response(Foreign):
-    """A chat completion."""
-
-    id: str = ""
-    model: str | None = None
-    choices: tuple[Choice, ...] = ()
+def read_history(history: Sequence[JsonValue], policy: PolicyRef) -> EpisodeTree:
+    """The events of V0; old histories are pairs of action and observation. Raises ``ExchangeError``."""
+    reader = _EventReader(policy)
+    for number, entry in enumerate(history):
+        for event in entry if isinstance(entry, list) else [entry]:
+            with within(f"history[{number}]"):
+                reader.take(Record(event))
+    return reader.tree
 
 
-class CallMetadata(Foreign):
-    """Which call of which response an event belongs to."""
-
-    function_name: str = ""
-    tool_call_id: str = ""
-    model_response: Response = Response()
-
-
-class V0Event(Foreign):
-    """An action or an observation, as ``event_to_dict`` writes it."""
-
-    source: str = ""
-    action: str | None = None
-    observation: str | None = None
-    args: JsonObject = Field(default_factory=dict)
-    extras: JsonObject = Field(default_factory=dict)
-    content: str = ""
-    tool_call_metadata: CallMetadata | None = None
-
-
-class EventReader:
-    """Turns events into nodes of a tree, in order."""
-
+class _EventReader:
     def __init__(self, policy: PolicyRef) -> None:
         self.tree = EpisodeTree()
         self._policy = policy
         self._responses: set[tuple[str, Said]] = set()
         self._pending: ToolCall | None = None
 
-    def read(self, history: Sequence[JsonValue]) -> EpisodeTree:
-        """All events; old histories are pairs of action and observation. Raises ``ExchangeError``."""
-        for number, entry in enumerate(history):
-            for event in entry if isinstance(entry, list) else [entry]:
-                try:
-                    self._take(parse(V0Event, event))
-                except ExchangeError as error:
-                    raise ExchangeError(f"history[{number}]: {error}") from error
-        return self.tree
+    def take(self, event: Record) -> None:
+        """Append what an action says, or an observation."""
+        metadata = event.record("tool_call_metadata") if event.get("tool_call_metadata") else None
+        if action := event.text("action"):
+            self._act(event, action, metadata)
+        elif observation := event.text("observation"):
+            self._observe(event, observation, metadata)
 
-    def _take(self, event: V0Event) -> None:
-        if event.action is not None:
-            self._act(event, event.action)
-        elif event.observation is not None:
-            self._observe(event, event.observation)
-
-    def _act(self, event: V0Event, action: str) -> None:
-        metadata, thought = event.tool_call_metadata, _text(event.args.get("content") or event.args.get("thought"))
-        if metadata is not None and event.source != "user":
-            self._respond(metadata)
+    def _act(self, event: Record, action: str, metadata: Record | None) -> None:
+        args, by_user = event.record("args"), event.text("source") == "user"
+        thought = _text(args.get("content") or args.get("thought"))
+        if metadata is not None and not by_user:
+            response = metadata.record("model_response")
+            said = _answer(response, "tool_call_metadata.model_response")
+            # Each call of a response is an action of its own. Not every server gives its responses ids of their own.
+            if (key := (response.text("id"), said)) not in self._responses:
+                self._responses.add(key)
+                say(self.tree, said, self._policy)
         elif action == "system":
-            self.tree.tools = self.tree.tools or tools_of(event.args.get("tools"))
+            self.tree.tools = self.tree.tools or tools_of(args.get("tools"))
             say(self.tree, Message(role="system", content=thought), None)
         elif action == "message":
-            by_user = event.source == "user"
             message = Message(role="user" if by_user else "assistant", content=thought)
             say(self.tree, message, None if by_user else self._policy)
-        elif event.source == "user" and action == "run":
-            asked = f"User executed the command:\n{_text(event.args.get('command'))}"
+        elif by_user and action == "run":
+            asked = f"User executed the command:\n{_text(args.get('command'))}"
             say(self.tree, Message(role="user", content=asked), None)
-        elif event.source == "agent" and action in _FUNCTIONS:
-            self._reconstruct_call(event, action)
+        elif event.text("source") == "agent" and action in _OLD_ACTIONS:
+            self._reconstruct_call(args, action)
 
-    def _respond(self, metadata: CallMetadata) -> None:
-        response = metadata.model_response
-        if not response.choices:
-            raise ExchangeError("tool_call_metadata.model_response.choices: is empty")
-        said = response.choices[0].message
-        # Each call of a response is an action of its own. Not every server gives its responses ids of their own.
-        if (response.id, said) not in self._responses:
-            self._responses.add((response.id, said))
-            say(self.tree, said, self._policy)
-
-    def _reconstruct_call(self, event: V0Event, action: str) -> None:
-        function, parameters = _FUNCTIONS[action]
-        arguments = {new: event.args[old] for old, new in parameters.items() if event.args.get(old) is not None}
+    def _reconstruct_call(self, args: Record, action: str) -> None:
+        function, parameters = _OLD_ACTIONS[action]
+        arguments = {_RENAMED.get(name, name): args.fields[name] for name in parameters if name in args.fields}
         if action == "read":
             arguments = {"command": "view", **arguments}
         name = f"call_{len(self.tree.nodes)}"
         call = ToolCall(id=name, name=function, arguments=to_json(arguments).decode())
-        thought = None if action == "think" else _text(event.args.get("thought"))
+        thought = None if action == "think" else _text(args.get("thought"))
         thought = None if thought in ("", "null") else thought
         metadata: JsonObject = {"calls": "made from the action; the response is not in the record"}
         say(self.tree, Message(role="assistant", content=thought, tool_calls=(call,)), self._policy, metadata)
         self._pending = call
 
-    def _observe(self, event: V0Event, observation: str) -> None:
-        metadata = event.tool_call_metadata
+    def _observe(self, event: Record, observation: str, metadata: Record | None) -> None:
         if observation in _SILENT and metadata is None:
             return
         text = _observation_text(event, observation)
         pending, self._pending = self._pending, None
         if metadata is not None:
-            result = Message(role="tool", content=text, tool_call_id=metadata.tool_call_id, name=metadata.function_name)
+            called, name = metadata.text("tool_call_id"), metadata.text("function_name")
+            result = Message(role="tool", content=text, tool_call_id=called, name=name)
         elif pending is not None:
             result = Message(role="tool", content=text, tool_call_id=pending.id, name=pending.name)
+        elif observation == "run":
+            result = Message(role="user", content=f"\nObserved result of command executed by user:\n{text}")
         else:
-            asked_by_user = observation == "run"
-            words = f"\nObserved result of command executed by user:\n{text}" if asked_by_user else text
-            result = Message(role="user", content=words)
+            result = Message(role="user", content=text)
         say(self.tree, result, None)
 
 
-def _observation_text(event: V0Event, observation: str) -> str:
+def _answer(response: Record, at: str) -> Said:
+    """The message of a chat completion. Raises ``ExchangeError``."""
+    choices = response.records("choices")
+    if not choices:
+        raise ExchangeError(f"{at}.choices: is empty")
+    with within(f"{at}.choices.message"):
+        return chat_message(choices[0].get("message"))
+
+
+def _observation_text(event: Record, observation: str) -> str:
+    content, extras = event.text("content"), event.record("extras").fields
     match observation:
         case "run":
-            held = event.extras.get("metadata")
-            return shell_result(event.content, held if isinstance(held, dict) else {**event.extras})
+            return shell_result(content, object_at(extras, "metadata") or extras)
         case "run_ipython":
             shown = "![image](data:image/png;base64, ...) already displayed to user"
-            lines = event.content.split("\n")
+            lines = content.split("\n")
             return "\n".join(shown if "![image](data:image/png;base64," in line else line for line in lines)
         case "error":
-            return f"{event.content}\n[Error occurred in processing last action]"
+            return f"{content}\n[Error occurred in processing last action]"
         case "user_rejected":
-            return f"OBSERVATION:\n{event.content}\n[Last action has been rejected by the user]"
+            return f"OBSERVATION:\n{content}\n[Last action has been rejected by the user]"
         case "delegate":
-            outputs = event.extras.get("outputs")
-            return _text(outputs.get("content")) or event.content if isinstance(outputs, dict) else event.content
+            return _text(at_path(extras, "outputs", "content")) or content
         case _:
-            return event.content
+            return content
 
 
 def _text(value: JsonValue) -> str:
@@ -248,7 +232,12 @@ def _events(trajectory: Trajectory, messages: Sequence[Message]) -> Iterator[Jso
         if message.role == "assistant" and message.tool_calls:
             response = response_of(f"{trajectory.id}-{number}", trajectory.policy.served_name, wire_of(message))
             for call in message.tool_calls:
-                asked[call.id] = _call_metadata(call, len(message.tool_calls), response)
+                asked[call.id] = {
+                    "function_name": call.name,
+                    "tool_call_id": call.id,
+                    "model_response": response,
+                    "total_calls_in_response": len(message.tool_calls),
+                }
                 functions[call.id] = call
                 yield {**_action(call, message.content or ""), "tool_call_metadata": asked[call.id]}
         elif message.role == "tool":
@@ -297,15 +286,6 @@ def _observation(message: Message, asked: dict[str, JsonObject], functions: dict
     return {**event, "observation": "mcp", "extras": {"name": message.name or "", "arguments": {}}}
 
 
-def _call_metadata(call: ToolCall, calls: int, response: JsonObject) -> JsonObject:
-    return {
-        "function_name": call.name,
-        "tool_call_id": call.id,
-        "model_response": response,
-        "total_calls_in_response": calls,
-    }
-
-
 def response_of(identity: str, model: str, message: JsonValue, finish: str = "tool_calls", at: int = 0) -> JsonObject:
     """The chat completion with this answer."""
     choice: JsonObject = {"index": 0, "finish_reason": finish, "message": message}
@@ -313,33 +293,6 @@ def response_of(identity: str, model: str, message: JsonValue, finish: str = "to
 
 
 _TEST_LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
-
-
-class Metadata(Foreign):
-    """What the harness ran."""
-
-    agent_class: str | None = None
-    llm_config: Llm = Llm()
-    llm: Llm = Llm()
-    dataset: str | None = None
-    data_split: str | None = None
-    eval_output_dir: str | None = None
-
-
-class EvalOutput(Foreign):
-    """One instance of a run, or the events of a saved trajectory. ``report`` stands where ``update_output_with_eval``
-    puts it."""
-
-    instance_id: str | None = None
-    test_result: JsonObject = Field(default_factory=dict)
-    instruction: str = ""
-    metadata: Metadata = Metadata()
-    history: tuple[JsonValue, ...] = ()
-    metrics: JsonValue = None
-    error: str | None = None
-    instance: JsonObject = Field(default_factory=dict)
-    report: JsonObject | None = None
-    run_id: str | None = None
 
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:
@@ -374,33 +327,45 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
 
 
 def read(row: JsonObject) -> Imported:
-    """An episode of a row. Raises ``ExchangeError``."""
-    record = parse(EvalOutput, row)
-    if not record.history and not record.test_result and record.error is None:
-        raise ExchangeError("history: is required, or test_result or error of an instance that was not played")
-    metadata = record.metadata
-    data = without_nulls(record.instance)
+    """An episode of a row: an instance of a run, or the events of a saved trajectory. Raises ``ExchangeError``."""
+    record = Record(row)
+    history, test_result, error = (
+        record.read(list, "history") or [],
+        object_at(row, "test_result"),
+        record.text("error"),
+    )
+    if not history and not test_result and not error:
+        raise ExchangeError("history: is required, or test_result or error of an instance that was not run")
+    metadata, data = record.record("metadata"), without_nulls(record.record("instance").fields)
     for name in _TEST_LISTS:
         with suppress(ExchangeError):
             data |= {name: from_text(data[name])} if isinstance(data.get(name), str) else {}
-    run_id = record.run_id or metadata.eval_output_dir
-    model = metadata.llm_config.model or metadata.llm.model
-    policy = PolicyRef(base_model=model or UNKNOWN)
-    if any(isinstance(event, dict) and "kind" in event for event in record.history):
-        tree = read_log(record.history, policy).tree
+    model = metadata.record("llm_config").text("model") or metadata.record("llm").text("model")
+    policy = policy_of(model)
+    if any(isinstance(event, dict) and "kind" in event for event in history):
+        tree = read_log(history, policy).tree
     else:
-        tree = EventReader(policy).read(record.history)
-    task = task_of(tree.messages(), SWE, record.instance_id)
-    asked = next((text for text in (record.instruction, data.get("problem_statement")) if text), task.instruction)
-    about = {"instruction": str(asked), "data": data, "split": metadata.data_split or ""}
-    origin = Origin("output-jsonl", task.model_copy(update=about), model, run_id)
-    evidence = _evidence(record)
-    judged = _report(record).get("resolved")
-    known = judged if isinstance(judged, bool) else None
-    stop, failure = _ending(record, end_of(tree.messages()))
-    detail: JsonObject = {} if known is None else {"resolved": known}
-    times = times_of(event.get("timestamp") for event in record.history if isinstance(event, dict))
-    return finished(tree, origin, Ending(stop, evidence, reward_of(known), detail, failure, times))
+        tree = read_history(history, policy)
+    task = task_of(tree.messages(), SWE, record.read(str, "instance_id"))
+    asked = record.text("instruction") or str(data.get("problem_statement") or task.instruction)
+    about = {"instruction": asked, "data": data, "split": metadata.text("data_split")}
+    # ``update_output_with_eval`` puts the report beside the result.
+    report = object_at(test_result, "report") or record.record("report").fields
+    result = {**test_result, "report": report} if test_result or "report" in record.fields else None
+    judged = report.get("resolved")
+    stop, failure = _ending(error)
+    return finished(
+        tree,
+        "output-jsonl",
+        task.model_copy(update=about),
+        stop,
+        model=model,
+        run_id=record.text("run_id") or metadata.text("eval_output_dir"),
+        evidence=present(test_result=result, metrics=record.get("metrics")),
+        resolved=judged if isinstance(judged, bool) else None,
+        failure=failure,
+        times=times_of(at_path(event, "timestamp") for event in history),
+    )
 
 
 def _metadata(trajectory: Trajectory) -> JsonObject:
@@ -428,28 +393,141 @@ def _usage(trajectory: Trajectory) -> JsonObject:
     }
 
 
-def _evidence(record: EvalOutput) -> JsonObject:
-    evidence: JsonObject = {}
-    if record.test_result or record.report is not None:
-        evidence["test_result"] = {**record.test_result, "report": _report(record)}
-    if record.metrics is not None:
-        evidence["metrics"] = record.metrics
-    return evidence
-
-
-def _report(record: EvalOutput) -> JsonObject:
-    held = record.test_result.get("report")
-    return held if isinstance(held, dict) else record.report or {}
-
-
-def _ending(record: EvalOutput, recorded: StopReason) -> tuple[StopReason, Failure | None]:
+def _ending(error: str) -> tuple[StopReason | None, Failure | None]:
     """OpenHands' own limits are regular ends; any other error makes the episode no valid sample."""
-    if record.error is None:
-        return recorded, None
-    error = record.error.lower()
-    if "maximum iteration" in error:
+    words = error.lower()
+    if not error:
+        return None, None
+    if "maximum iteration" in words:
         return StopReason.MAX_TURNS, None
-    if "maximum budget" in error or "stuck in a loop" in error or "stuckinloop" in error:
+    if "maximum budget" in words or "stuck in a loop" in words or "stuckinloop" in words:
         return StopReason.TRUNCATED, None
-    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=record.error[:500], boundary="openhands.evaluation")
+    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=error[:500], boundary="openhands.evaluation")
     return StopReason.ERROR, failure
+
+
+def recognises_completion(row: Mapping[str, JsonValue]) -> bool:
+    """The messages of a call, and the response to it."""
+    return isinstance(row.get("messages"), list) and isinstance(row.get("response"), dict)
+
+
+def completion_files(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
+    """A file of ``llm_completions`` for each sampled node, in the native form: its whole prompt, and the response.
+
+    Raises ``LeftOutError`` when nothing was sampled.
+    """
+    sampled = [index for index, node in enumerate(trajectory.nodes) if node.sampled]
+    if not sampled:
+        raise LeftOutError("nothing was sampled in it")
+    span = trajectory.times.finished - trajectory.times.started
+    for number, index in enumerate(sampled):
+        node = trajectory.nodes[index]
+        model = (node.policy or trajectory.policy).served_name
+        at = trajectory.times.started + span * number / len(sampled)
+        *prompt, answer = conversation_of(trajectory, trajectory.path(index))
+        finish = node.finish_reason or ("tool_calls" if node.message.tool_calls else "stop")
+        row: JsonObject = {
+            "messages": prompt,
+            "response": response_of(f"{trajectory.id}-{index}", model, answer, finish, int(at)),
+            "args": [],
+            "kwargs": {"tools": [*trajectory.tools]} if trajectory.tools else {},
+            "timestamp": at,
+            "cost": None,
+        }
+        yield f"{safe_name(trajectory.task.id)}/{trajectory.id}/{safe_name(model)}-{number:05d}.json", row
+
+
+def completions_source(path: Path) -> Source:
+    """``llm_completions`` itself, or the folder of one instance."""
+    files = files_below(path, (".json",))
+    folders = sorted({file.parent for file in files})
+
+    def units() -> Iterator[Unit]:
+        for number, folder in enumerate(folders, 1):
+            own = [file for file in files if file.parent == folder]
+            yield Unit(str(folder), number, lambda folder=folder, own=own: _read_completions(folder.name, own))
+
+    return Source(len(folders), units())
+
+
+class _Call(NamedTuple):
+    """A call of the model; ``text`` is what it said where its calls were prompted and written as text."""
+
+    at: float
+    prompt: Sequence[Message]
+    answer: Message
+    text: str | None
+    model: str | None
+    tools: tuple[JsonObject, ...]
+
+
+def _read_completions(instance: str, files: Sequence[Path]) -> Imported:
+    # Files are named after the time, which is not a number of fixed length.
+    calls = sorted(map(_read_call, files), key=lambda call: call.at)
+    tree, answers = EpisodeTree(), list[int]()
+    model: str | None = None
+    for call in calls:
+        model, tree.tools = call.model or model, tree.tools or call.tools
+        at: int | None = None
+        for message in call.prompt:
+            at = _follow(tree, at, message)
+        tree.head = at
+        answers.append(say(tree, call.answer, policy_of(model), present(text=call.text)))
+    # Others than the conversation with the most calls are a condenser's.
+    roots = [tree.path(at)[0] for at in answers]
+    main = Counter(roots).most_common(1)[0][0]
+    tree.head = [at for at, root in zip(answers, roots, strict=True) if root == main][-1]
+    path = set(tree.path())
+    for at, node in enumerate(tree.nodes):
+        if at not in path and tree.path(at)[0] != main:
+            node.metadata[KIND] = CONDENSATION
+        elif at not in path and node.sampled:
+            # The host went on from it.
+            node.metadata[ACTED] = True
+    task, times = task_of(tree.messages(), SWE, instance), Times(started=calls[0].at, finished=calls[-1].at)
+    return finished(tree, "llm-completions", task, model=model, evidence={"calls": len(calls)}, times=times)
+
+
+def _read_call(file: Path) -> _Call:
+    record = Record(read_document(file))
+    with within(str(file)):
+        # V1's SDK calls the native form raw_messages and response, and the text that the model said raw_response.
+        v1 = {"raw_messages", "raw_response"} <= record.fields.keys()
+        said = record.record("raw_response" if v1 else "response")
+        native = record.record("response" if v1 else "fncall_response")
+        response, shown = native if native.fields else said, record.messages("messages")
+        answer, text = _answer(response, "response"), None
+        if native.fields and said.records("choices"):
+            text = _answer(said, "response").content
+        kwargs, tools = record.record("kwargs"), record.get("tools")
+        if "tools" in kwargs.fields:
+            offered = tools_of(kwargs.get("tools"))
+        elif isinstance(tools, list) and not native.fields:
+            offered = tuple(read_tool(tool) for tool in tools if isinstance(tool, dict))
+        else:
+            # A text prompt has them in its system message.
+            offered = read_system_prompt(shown[0].content or "").tools if shown else ()
+        prompt = record.messages("raw_messages" if v1 else "fncall_messages") or shown
+        model = kwargs.text("model") or response.text("model")
+        return _Call(times_of([record.get("timestamp")]).started, prompt, answer, text, model, offered)
+
+
+def _follow(tree: EpisodeTree, at: int | None, message: Message) -> int:
+    """The node below ``at`` that says ``message``: a known one, or a new one."""
+    same = next((child for child in reversed(tree.children(at)) if _alike(tree.nodes[child].message, message)), None)
+    if same is None:
+        tree.head = at
+        return say(tree, message, None)
+    if (node := tree.nodes[same]).sampled and node.message != (plain := plain_message(message)):
+        node.metadata["replayed_as"] = plain.model_dump(mode="json", exclude_defaults=True)
+    return same
+
+
+def _alike(known: Message, message: Message) -> bool:
+    """Equal, but for white space around what was said and an empty text that is null elsewhere."""
+    return (
+        known.role == message.role
+        and known.tool_calls == message.tool_calls
+        and known.tool_call_id == message.tool_call_id
+        and (known.content or "").strip() == (message.content or "").strip()
+    )

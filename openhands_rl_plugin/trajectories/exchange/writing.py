@@ -5,21 +5,16 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import shutil
-import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import Any
 
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.files import PRIVATE, replacing
+from openhands_rl_plugin.core.files import PRIVATE, draft_folder, replacing
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-from openhands_rl_plugin.trajectories.exchange.reading import optional
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, optional
 
 Columns = Mapping[str, Any]
 """Column -> ``datasets`` type: a name such as ``"string"``, a list of one of these, or another mapping;
@@ -27,173 +22,107 @@ Columns = Mapping[str, Any]
 
 JSON = "json"
 
+Sink = Callable[[str, JsonObject], None]
+"""Writes a row; the text is the name of its file below a folder. Raises ``ExchangeError``."""
+
 _ROW_GROUP = 256
 
 
-class Sink(Protocol):
-    """Takes rows; a context manager that keeps all of them, or none after an error. Raises ``ExchangeError``."""
+@contextmanager
+def json_file(target: Path) -> Iterator[Sink]:
+    """JSON Lines, or one array when the target ends with ``.json``; compressed when it ends with ``.gz``.
 
-    def write(self, name: str, row: JsonObject) -> None:
-        """Add a row; ``name`` is its file below a folder."""
-        ...
+    All rows are kept, or none after an error. Raises ``ExchangeError``.
+    """
+    array = target.name.removesuffix(".gz").endswith(".json")
+    start, between, end = (b"[\n", b",\n", b"\n]\n") if array else (b"", b"\n", b"\n")
+    with _writing(target), replacing(target, PRIVATE) as staged, open(staged, "wb") as raw:
+        stream: Any = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if target.suffix == ".gz" else raw
+        rows = 0
 
-    def __enter__(self) -> Self: ...
+        def write(name: str, row: JsonObject) -> None:
+            nonlocal rows
+            stream.write((between if rows else start) + _encoded(row))
+            rows += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class _Staged(ABC):
-    """A file under a temporary name beside its target, which it replaces in one step."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __enter__(self) -> Self:
-        _check_place(self.target)
-        try:
-            with ExitStack() as stack:
-                self._open(stack.enter_context(replacing(self.target, PRIVATE)))
-                stack.callback(self._close)
-                self._opened = stack.pop_all()
-        except OSError as error:
-            raise ExchangeError(f"{self.target}: cannot be written: {error}") from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._opened.__exit__(kind, error, trace)
-        except OSError as failed:
-            raise ExchangeError(f"{self.target}: cannot be written: {failed}") from failed
-
-    @abstractmethod
-    def _open(self, staged: Path) -> None:
-        """Begin to write to the file ``staged``."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Write the buffered rows, and close."""
+        yield write
+        stream.write(end if rows else b"[]\n" if array else b"")
+        stream.close()
 
 
-class JsonFile(_Staged):
-    """JSON Lines, or one array when the target ends with ``.json``; compressed when it ends with ``.gz``."""
+@contextmanager
+def parquet_file(target: Path, columns: Columns) -> Iterator[Sink]:
+    """Rows with fixed columns, as ``datasets`` writes them; values without a column are dropped.
 
-    def write(self, name: str, row: JsonObject) -> None:
-        """Add a line."""
-        try:
-            self._stream.write(self._separator + _written(row))
-        except OSError as error:
-            raise ExchangeError(f"{self.target}: cannot be written: {error}") from error
-        self._separator = self._between
+    Raises ``MissingExtraError`` without that library, else as ``json_file``.
+    """
+    datasets, parquet = optional("datasets"), optional("pyarrow.parquet")
+    features = datasets.Features({name: _feature(datasets, kind) for name, kind in columns.items()})
+    rows: list[JsonObject] = []
 
-    def _open(self, staged: Path) -> None:
-        self._raw = open(staged, "wb")  # noqa: SIM115  (closed by _close)
-        compressed = self.target.suffix == ".gz"
-        self._stream: IO[bytes] = gzip.GzipFile("", "wb", fileobj=self._raw, mtime=0) if compressed else self._raw  # pyright: ignore[reportAttributeAccessIssue]
-        array = self.target.name.removesuffix(".gz").endswith(".json")
-        self._separator, self._between, self._end = (b"[\n", b",\n", b"\n]\n") if array else (b"", b"\n", b"\n")
-        self._nothing = b"[]\n" if array else b""
+    def flush() -> None:
+        table = datasets.Dataset.from_list(rows, features=features).data.table
+        writer.write_table(table.cast(writer.schema))
+        rows.clear()
 
-    def _close(self) -> None:
-        self._stream.write(self._end if self._separator is self._between else self._nothing)
-        self._stream.close()
-        self._raw.close()
+    def write(name: str, row: JsonObject) -> None:
+        rows.append({column: row.get(column) for column in features})
+        if len(rows) >= _ROW_GROUP:
+            flush()
 
-
-class ParquetFile(_Staged):
-    """Rows with fixed columns, as ``datasets`` writes them. Raises ``MissingExtraError`` without that library."""
-
-    def __init__(self, target: Path, columns: Columns) -> None:
-        super().__init__(target)
-        datasets = optional("datasets")
-        features = {name: _feature(datasets, kind) for name, kind in columns.items()}
-        self._features = datasets.Features(features)
-        self._dataset, self._parquet = datasets.Dataset, optional("pyarrow.parquet")
-        self._rows: list[JsonObject] = []
-
-    def write(self, name: str, row: JsonObject) -> None:
-        """Add a row; values without a column are dropped."""
-        self._rows.append({column: row.get(column) for column in self._features})
-        if len(self._rows) >= _ROW_GROUP:
-            self._write_rows()
-
-    def _open(self, staged: Path) -> None:
-        self._writer = self._parquet.ParquetWriter(staged, self._features.arrow_schema)
-
-    def _close(self) -> None:
-        if self._rows:
-            self._write_rows()
-        self._writer.close()
-
-    def _write_rows(self) -> None:
-        table = self._dataset.from_list(self._rows, features=self._features).data.table
-        self._writer.write_table(table.cast(self._writer.schema))
-        self._rows = []
+    with (
+        _writing(target),
+        replacing(target, PRIVATE) as staged,
+        parquet.ParquetWriter(staged, features.arrow_schema) as writer,
+    ):
+        yield write
+        if rows:
+            flush()
 
 
-class Folder:
-    """One file a row, in a folder for its group; the folder must not exist, or be empty.
+@contextmanager
+def folder_of_files(target: Path) -> Iterator[Sink]:
+    """One file a row, in a folder for its group; the target must not exist, or be an empty folder.
 
     A name is "group/owner/file", or "group/owner/folder/file". The first owner of a group has the folder ``group``, the
-    second one ``attempt_2/group``, and so on.
+    second one ``attempt_2/group``, and so on. Raises as ``json_file``.
     """
+    owners: dict[str, list[str]] = {}
+    with _writing(target):
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ExchangeError(f"{target}: is there already; name a new folder")
+        with draft_folder(target.parent, f".{target.name}.") as staged:
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self._owners: dict[str, list[str]] = {}
+            def write(name: str, row: JsonObject) -> None:
+                group, owner, *inner, file_name = (safe_name(part) for part in name.split("/"))
+                known = owners.setdefault(group, [])
+                if owner not in known:
+                    known.append(owner)
+                attempt = known.index(owner) + 1
+                folder = (staged if attempt == 1 else staged / f"attempt_{attempt}").joinpath(group, *inner)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with open(os.open(folder / file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as stream:
+                    stream.write(_encoded(row))
 
-    def __enter__(self) -> Self:
-        _check_place(self.target)
-        try:
-            if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
-                raise ExchangeError(f"{self.target}: is there already; name a new folder")
-            self._staged = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))  # mode 0700
-        except OSError as error:
-            raise ExchangeError(f"{self.target}: cannot be written: {error}") from error
-        return self
-
-    def write(self, name: str, row: JsonObject) -> None:
-        """Write ``row`` to its file."""
-        group, owner, *inner, file_name = (safe_name(part) for part in name.split("/"))
-        owners = self._owners.setdefault(group, [])
-        if owner not in owners:
-            owners.append(owner)
-        attempt = owners.index(owner) + 1
-        folder = self._staged / group if attempt == 1 else self._staged / f"attempt_{attempt}" / group
-        folder = folder.joinpath(*inner)
-        file = folder / file_name
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-                stream.write(_written(row))
-        except OSError as error:
-            raise ExchangeError(f"{self.target}: cannot be written: {error}") from error
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            shutil.rmtree(self._staged, ignore_errors=True)
-            return
-        try:
-            if self.target.exists():
-                self.target.rmdir()
-            os.replace(self._staged, self.target)
-        except OSError as failed:
-            raise ExchangeError(f"{self.target}: cannot be written: {failed}") from failed
+            yield write
+            if target.exists():
+                target.rmdir()
+            os.replace(staged, target)
 
 
-def _check_place(target: Path) -> None:
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
     if target.name in ("", ".."):
         raise ExchangeError(f"{target}: is a folder; name what is to be written in it")
     if not target.parent.is_dir():
         raise ExchangeError(f"{target}: cannot be written: there is no folder {target.parent}; make it first")
+    try:
+        yield
+    except OSError as error:
+        raise ExchangeError(f"{target}: cannot be written: {error}") from error
 
 
-def _written(row: JsonObject) -> bytes:
+def _encoded(row: JsonObject) -> bytes:
     """JSON has no NaN and no infinity; as texts they are read back as the same numbers."""
     return to_json(row, inf_nan_mode="strings")
 

@@ -8,19 +8,13 @@ from collections.abc import Sequence
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
-from openhands_rl_plugin.core.records import (
-    STANDARD_PROMPT,
-    Label,
-    TrajectoryFilter,
-    prompt_of,
-)
+from openhands_rl_plugin.core.records import STANDARD_PROMPT, Label, TrajectoryFilter, prompt_of
 from openhands_rl_plugin.core.types import (
     TURN,
     Failure,
     Frozen,
     JsonObject,
     Message,
-    Node,
     PolicyRef,
     Score,
     StopReason,
@@ -136,17 +130,11 @@ def view_of(trajectory: Trajectory, scores: Sequence[Score] = (), labels: Sequen
     """The view of a trajectory."""
     turns = _turns(trajectory)
     sampled = [turn for turn in turns if turn.acted and turn.turn is not None]
-    times = trajectory.times
+    own = ("id", "run_id", "group_id", "task", "policy", "stop", "failure", "usage")
     return Episode(
-        id=trajectory.id,
-        run_id=trajectory.run_id,
-        group_id=trajectory.group_id,
-        task=trajectory.task,
+        **{name: getattr(trajectory, name) for name in own},
         strategy=trajectory.strategy.name,
         prompt=prompt_of(trajectory),
-        policy=trajectory.policy,
-        stop=trajectory.stop,
-        failure=trajectory.failure,
         scores=tuple(scores),
         labels=tuple(labels),
         turns=turns,
@@ -157,59 +145,48 @@ def view_of(trajectory: Trajectory, scores: Sequence[Score] = (), labels: Sequen
             prompt_tokens=sum(turn.prompt_tokens or 0 for turn in sampled),
             sampled_tokens=sum(turn.sampled_tokens or 0 for turn in sampled),
             episode_return=trajectory.known_return,
-            seconds=max(0.0, times.finished - times.started),
+            seconds=max(0.0, trajectory.times.finished - trajectory.times.started),
         ),
-        usage=trajectory.usage,
     )
 
 
 def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
-    acted = set(transcript_nodes(trajectory))
-    causes = segment_causes(trajectory)
+    executed, causes = set(transcript_nodes(trajectory)), segment_causes(trajectory)
     numbers = {at: number for number, at in enumerate(trajectory.acted(), 1)}
     starts = sorted(causes)
+    own = ("parent", "message", "reward", "value", "visits", "simulated", "policy", "finish_reason")
     turns: list[Turn] = []
     # Of each node: the sampled nodes, the segments and the length of the context up to it.
     counted: list[tuple[int, int, int]] = []
     for index, node in enumerate(trajectory.nodes):
         sampled, segments, context = counted[node.parent] if node.parent is not None else (0, 0, 0)
         sampled += node.sampled
+        lengths: dict[str, int | None] = {}
         if (tokens := node.tokens) is not None:
             segments += not (tokens.extends and segments)
-            context = (context if tokens.extends else 0) + len(tokens.prompt_ids) + len(tokens.sampled_ids)
+            new = {"prompt_tokens": len(tokens.prompt_ids), "sampled_tokens": len(tokens.sampled_ids)}
+            context = (context if tokens.extends else 0) + sum(new.values())
+            segment = bisect_right(starts, index) if index in numbers else segments
+            lengths = {**new, "context_tokens": context, "segment": segment}
         counted.append((sampled, segments, context))
-        notes = _notes(node)
+        # A strategy's notes. Those of a plugin may have any form.
+        held = node.metadata.get("search")
+        notes = held if isinstance(held, dict) else {}
         merged, dropped, report = notes.get("merged"), notes.get("dropped"), notes.get("report")
         turns.append(
             Turn(
+                **{name: getattr(node, name) for name in own},
+                **lengths,
                 node=index,
-                parent=node.parent,
-                acted=index in acted,
-                message=node.message,
+                acted=index in executed,
                 turn=numbers.get(index, sampled) if node.sampled else None,
-                segment=(bisect_right(starts, index) if index in numbers else segments) if tokens else None,
                 segment_cause=causes.get(index),
                 kind=kind_of(node),
-                reward=node.reward,
-                value=node.value,
-                visits=node.visits,
-                simulated=node.simulated,
                 merged=merged if isinstance(merged, int) else 0,
                 dropped=dropped if isinstance(dropped, str) else None,
                 search_report=report if isinstance(report, dict) else None,
                 temperature=node.sampling.temperature if node.sampling is not None else None,
-                policy=node.policy,
-                prompt_tokens=len(tokens.prompt_ids) if tokens else None,
-                sampled_tokens=len(tokens.sampled_ids) if tokens else None,
-                context_tokens=context if tokens else None,
-                finish_reason=node.finish_reason,
                 lacks=tuple(causes_of(node.metadata)),
             )
         )
     return tuple(turns)
-
-
-def _notes(node: Node) -> JsonObject:
-    """A strategy's notes. Those of a plugin may have any form."""
-    notes = node.metadata.get("search")
-    return notes if isinstance(notes, dict) else {}

@@ -1,20 +1,25 @@
-"""Figures over many episodes, in groups: how many, how good, how long, what went wrong and what training lacks."""
+"""Figures over many episodes, in groups: how many, how good, how long, what went wrong and what training lacks; and
+listings in which the scores of one reward stand as the rewards.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
+from typing import NamedTuple
 
 from pydantic import Field
 
-from openhands_rl_plugin.core.judgements import opinions
-from openhands_rl_plugin.core.records import MISSING, TrajectorySummary
+from openhands_rl_plugin.core.judgements import named_score, opinions, scores_of
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.statistics import NORMAL_95, Estimate, paired_difference, wilson
-from openhands_rl_plugin.core.types import Frozen, Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.drift import segment_causes
 
 REMEDY = (
     "training with rewards needs token ids and logprobs: serve the model with vLLM or `openhands-rl serve`, and let "
@@ -23,15 +28,19 @@ REMEDY = (
 _NAMES = {"token_ids": "token ids"}
 
 
-async def gaps_by_episode(
-    found: AsyncIterator[tuple[Trajectory, tuple[Score, ...]]],
-) -> dict[str, Counter[str]]:
-    """For each episode that lacks something, by its id: how many answers, by cause."""
-    gaps: dict[str, Counter[str]] = {}
-    async for trajectory, _ in found:
-        if counted := Counter(_gaps(trajectory)):
-            gaps[trajectory.id] = counted
-    return gaps
+class Notes(NamedTuple):
+    """What the figures need of an episode beside its summary: what its answers lack for training, by cause; how many
+    segments it has, by why they begin; and what people and verifiers say of it."""
+
+    gaps: Counter[str]
+    segments: Counter[str]
+    opinions: Mapping[str, float]
+
+
+def notes_of(trajectory: Trajectory, scores: Sequence[Score]) -> Notes:
+    """The notes on an episode."""
+    known = opinions(scores) if trajectory.failure is None else {}
+    return Notes(Counter(_gaps(trajectory)), Counter(segment_causes(trajectory).values()), known)
 
 
 def causes_of(metadata: Mapping[str, object]) -> Iterator[str]:
@@ -46,29 +55,30 @@ def _gaps(trajectory: Trajectory) -> Iterator[str]:
     for index, node in enumerate(trajectory.nodes):
         if node.parent in with_secret or is_redacted(node.message):
             with_secret.add(index)
-        if node.sampled:
-            yield from _of_answer(node, index in with_secret)
+        if not node.sampled:
+            continue
+        causes = [*causes_of(node.metadata)]
+        if node.tokens is None and not causes:
+            causes = ["no token ids: dropped with a secret" if index in with_secret else "no token ids"]
+        yield from causes
+        if unknown := str(node.metadata.get("unknown_before") or ""):
+            # The cause without what differs from request to request.
+            earlier = unknown.startswith("the earlier response")
+            yield f"not recorded whole: {'an earlier response was not recorded' if earlier else unknown}"
     unrecorded = trajectory.evidence.get("unrecorded")
     for path, count in unrecorded.items() if isinstance(unrecorded, dict) else ():
         if isinstance(count, int):
             yield from [f"not recorded: requests to /v1/{path}"] * min(count, 1_000_000)
 
 
-def _of_answer(node: Node, with_secret: bool) -> Iterator[str]:
-    told = list(causes_of(node.metadata))
-    if node.tokens is None and not told:
-        told = ["no token ids: dropped with a secret" if with_secret else "no token ids"]
-    yield from told
-    if unknown := node.metadata.get("unknown_before"):
-        yield f"not recorded whole: {_kind(str(unknown))}"
-
-
-def _kind(unknown: str) -> str:
-    """The cause without what differs from request to request."""
-    return "an earlier response was not recorded" if unknown.startswith("the earlier response") else unknown
-
-
-GROUPINGS = ("run", "environment", "split", "strategy", "version", "task")
+GROUPINGS: Mapping[str, Callable[[TrajectorySummary], str]] = {
+    "run": attrgetter("run_id"),
+    "environment": attrgetter("environment"),
+    "split": attrgetter("split"),
+    "strategy": attrgetter("strategy"),
+    "version": attrgetter("policy.served_name"),
+    "task": attrgetter("task_id"),
+}
 """The keys that episodes may be grouped by."""
 
 Succeeded = Callable[[TrajectorySummary, float], bool]
@@ -110,34 +120,47 @@ async def figures_of(
     summaries: AsyncIterator[TrajectorySummary],
     by: Sequence[str],
     success: Succeeded,
-    gaps: Mapping[str, Mapping[str, int]] | None = None,
-    segments: Mapping[str, Mapping[str, int]] | None = None,
-    said: Mapping[str, Mapping[str, float]] | None = None,
+    notes: Mapping[str, Notes] | None = None,
 ) -> tuple[GroupFigures, ...]:
-    """Figures of every group, in the order in which the groups appear. Keeps a number an episode, no more.
-
-    ``gaps``: of the episodes that lack something, by id; ``segments`` and ``said`` (``opinions``): of
-    all that have some.
-    """
-    groups: dict[tuple[str, ...], _Group] = {}
+    """Figures of every group, in the order in which the groups appear. ``notes``: by the id of the episode."""
+    groups: dict[tuple[str, ...], list[TrajectorySummary]] = {}
     async for summary in summaries:
-        group = groups.setdefault(tuple(_part(summary, each) for each in by), _Group())
-        group.add(summary, success)
-        group.gaps.update((gaps or {}).get(summary.id, {}))
-        group.segments.update((segments or {}).get(summary.id, {}))
-        for name, value in (said or {}).get(summary.id, {}).items():
-            group.opinions.setdefault(name, []).append(value)
-    return tuple(group.figures(name) for name, group in groups.items())
+        groups.setdefault(tuple(GROUPINGS[each](summary) for each in by), []).append(summary)
+    return tuple(_figures(name, group, success, notes or {}) for name, group in groups.items())
 
 
-async def noting_opinions(
-    found: AsyncIterator[tuple[Trajectory, tuple[Score, ...]]], said: dict[str, dict[str, float]]
-) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
-    """``found`` as it is; ``said`` gets the ``opinions`` of each episode that has some, by its id."""
-    async for trajectory, scores in found:
-        if trajectory.failure is None and (told := opinions(scores)):
-            said[trajectory.id] = told
-        yield trajectory, scores
+def _figures(
+    name: tuple[str, ...], group: Sequence[TrajectorySummary], success: Succeeded, notes: Mapping[str, Notes]
+) -> GroupFigures:
+    valid = [(each, reward) for each in group if (reward := reward_of(each)) is not None]
+    rewards = [reward for _, reward in valid]
+    noted = [notes[each.id] for each in group if each.id in notes]
+    said: dict[str, list[float]] = {}
+    for each in noted:
+        for column, value in each.opinions.items():
+            said.setdefault(column, []).append(value)
+    return GroupFigures(
+        name=name,
+        episodes=len(group),
+        valid=len(valid),
+        unfinished=sum(each.stop is StopReason.UNFINISHED for each in group),
+        success=wilson(sum(success(each, reward) for each, reward in valid), len(valid)),
+        reward=mean_of(rewards),
+        turns=sum(each.turns for each, _ in valid) / len(valid) if valid else None,
+        prompt_tokens=sum(each.usage.prompt_tokens for each in group),
+        sampled_tokens=sum(each.usage.completion_tokens for each in group),
+        calls=sum(each.usage.calls for each in group),
+        stops=_counted(each.stop.value for each in group),
+        failures=_counted(each.failure.value for each in group if each.failure is not None),
+        curve=_curve(rewards),
+        gaps=_counted(cause for each in noted for cause in each.gaps.elements()),
+        segments=_counted(cause for each in noted for cause in each.segments.elements()),
+        opinions={column: mean_of(values) for column, values in said.items()},
+    )
+
+
+def _counted(names: Iterator[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
 
 
 def reward_of(summary: TrajectorySummary) -> float | None:
@@ -157,75 +180,37 @@ def mean_of(values: Sequence[float]) -> Estimate:
     return Estimate(mean=mean, low=mean - half, high=mean + half, n=len(values))
 
 
-@dataclass
-class _Group:
-    episodes: int = 0
-    unfinished: int = 0
-    turns: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-    calls: int = 0
-    successes: int = 0
-    rewards: list[float] = field(default_factory=list)
-    stops: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    gaps: Counter[str] = field(default_factory=Counter)
-    segments: Counter[str] = field(default_factory=Counter)
-    opinions: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, summary: TrajectorySummary, success: Succeeded) -> None:
-        self.episodes += 1
-        self.unfinished += summary.stop is StopReason.UNFINISHED
-        self.stops[summary.stop.value] += 1
-        if summary.failure is not None:
-            self.failures[summary.failure.value] += 1
-        self.prompt_tokens += summary.usage.prompt_tokens
-        self.sampled_tokens += summary.usage.completion_tokens
-        self.calls += summary.usage.calls
-        if (reward := reward_of(summary)) is not None:
-            self.rewards.append(reward)
-            self.successes += success(summary, reward)
-            self.turns += summary.turns
-
-    def figures(self, name: tuple[str, ...]) -> GroupFigures:
-        valid = len(self.rewards)
-        return GroupFigures(
-            name=name,
-            episodes=self.episodes,
-            valid=valid,
-            unfinished=self.unfinished,
-            success=wilson(self.successes, valid),
-            reward=mean_of(self.rewards),
-            turns=self.turns / valid if valid else None,
-            prompt_tokens=self.prompt_tokens,
-            sampled_tokens=self.sampled_tokens,
-            calls=self.calls,
-            stops=dict(self.stops.most_common()),
-            failures=dict(self.failures.most_common()),
-            curve=_curve(self.rewards),
-            gaps=dict(self.gaps.most_common()),
-            segments=dict(self.segments.most_common()),
-            opinions={name: mean_of(values) for name, values in self.opinions.items()},
-        )
-
-
-def _part(summary: TrajectorySummary, grouping: str) -> str:
-    match grouping:
-        case "run":
-            return summary.run_id
-        case "environment":
-            return summary.environment
-        case "split":
-            return summary.split
-        case "strategy":
-            return summary.strategy
-        case "version":
-            return summary.policy.served_name
-        case _:
-            return summary.task_id
-
-
 def _curve(rewards: Sequence[float]) -> tuple[float, ...]:
     points = min(_CURVE_POINTS, len(rewards))
     cuts = [at * len(rewards) // points for at in range(points + 1)] if points else [0]
     return tuple(sum(rewards[low:high]) / (high - low) for low, high in pairwise(cuts))
+
+
+async def rewarded_by(
+    storage: TrajectoryStorage, where: TrajectoryFilter, reward: str
+) -> AsyncIterator[TrajectorySummary]:
+    """What ``where`` finds when the newest scores of ``reward`` are the rewards: bounds and the order of rewards look
+    at them. They have no return, which would be another reward. All scores of what the other conditions find are read,
+    and ``where`` has no page. Raises ``StorageError``."""
+    by_reward = where.sort is TrajectoryOrder.REWARD
+    stored = {"sort": TrajectoryOrder.STORED, "descending": False} if by_reward else {}
+    summaries = [each async for each in storage.summaries(without_rewards(where).model_copy(update=stored))]
+    scores = await scores_of(storage, [each.id for each in summaries])
+    least, most = where.reward_at_least, where.reward_at_most
+    found: list[TrajectorySummary] = []
+    for each in summaries:
+        score = named_score(scores.get(each.id, ()), reward)
+        value = None if score is None or each.failure else score.reward
+        inside = value is not None and (least is None or value >= least) and (most is None or value <= most)
+        if inside or least is most is None:
+            found.append(each.model_copy(update={"reward": value, "episode_return": None}))
+    if by_reward:
+        sign = -1 if where.descending else 1
+        found.sort(key=lambda each: math.inf if each.reward is None else sign * each.reward)
+    for each in found:
+        yield each
+
+
+def without_rewards(where: TrajectoryFilter) -> TrajectoryFilter:
+    """``where`` without what looks at rewards."""
+    return where.model_copy(update={"reward_at_least": None, "reward_at_most": None})

@@ -183,30 +183,21 @@ def _name(turn: Turn) -> str:
 
 
 def _figures(turn: Turn) -> str:
-    parts = []
-    if turn.prompt_tokens is not None:
-        new = f"+{turn.prompt_tokens:,} prompt, {turn.sampled_tokens:,} sampled"
-        parts.append(f"{new} of {turn.context_tokens:,} tokens")
-    elif turn.turn is not None and not turn.lacks:
-        parts.append("no token ids")
-    parts += map(visible, turn.lacks)
-    if turn.reward is not None:
-        parts.append(f"{'simulated ' if turn.simulated else ''}reward {number(turn.reward)}")
-    if turn.value is not None:
-        parts.append(f"value {number(turn.value)}")
-    if turn.visits:
-        parts.append(f"{turn.visits} visits")
-    if turn.merged:
-        parts.append(f"{turn.merged} merged")
-    if turn.dropped is not None:
-        parts.append(visible(f"dropped: {one_line(turn.dropped, _LINE_WIDTH)}"))
-    if turn.temperature is not None:
-        parts.append(f"temperature {number(turn.temperature)}")
-    if turn.policy is not None:
-        parts.append(visible(turn.policy.served_name))
-    if turn.finish_reason not in {None, "stop", "tool_calls"}:
-        parts.append(visible(f"ended by {turn.finish_reason}"))
-    return " · ".join(parts)
+    new = f"+{turn.prompt_tokens or 0:,} prompt, {turn.sampled_tokens or 0:,} sampled"
+    parts = (
+        f"{new} of {turn.context_tokens:,} tokens" if turn.context_tokens is not None else None,
+        "no token ids" if turn.context_tokens is None and turn.turn is not None and not turn.lacks else None,
+        *turn.lacks,
+        None if turn.reward is None else f"{'simulated ' if turn.simulated else ''}reward {number(turn.reward)}",
+        None if turn.value is None else f"value {number(turn.value)}",
+        f"{turn.visits} visits" if turn.visits else None,
+        f"{turn.merged} merged" if turn.merged else None,
+        None if turn.dropped is None else f"dropped: {one_line(turn.dropped, _LINE_WIDTH)}",
+        None if turn.temperature is None else f"temperature {number(turn.temperature)}",
+        None if turn.policy is None else turn.policy.served_name,
+        None if turn.finish_reason in {None, "stop", "tool_calls"} else f"ended by {turn.finish_reason}",
+    )
+    return " · ".join(map(visible, filter(None, parts)))
 
 
 def said_by(message: Message) -> str:

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import ACTED, Completion, JsonObject, Message, PolicyRef, Task, ToolCall, Trajectory
 from openhands_rl_plugin.training.data.demonstrations import TokenMaker, demonstration_samples, tokenised, turns_for
-from openhands_rl_plugin.trajectories.exchange.episodes import Ending, Origin, end_of, finished
+from openhands_rl_plugin.trajectories.exchange.episodes import finished
 
 sys.path.append(str(Path(__file__).parents[2] / "core" / "templates"))
 
@@ -67,9 +67,7 @@ def episode(
             tree.commit(tree.propose(Completion(message=message, policy=POLICY, metadata=metadata)))
         else:
             tree.head = tree.append(message)
-    return finished(
-        tree, Origin("sft-native", Task(id="t", environment="swe")), Ending(end_of(messages), {})
-    ).trajectory
+    return finished(tree, "sft-native", Task(id="t", environment="swe")).trajectory
 
 
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
@@ -207,6 +205,6 @@ def test_every_segment_of_a_condensed_episode_is_trained_once() -> None:
     tree.head = told
     tree.head = tree.append(Message(role="user", content="In short: a look was taken."))
     tree.commit(tree.propose(Completion(message=Message(role="assistant", content="Again."), policy=POLICY)))
-    condensed = finished(tree, Origin("x", Task(id="t", environment="swe")), Ending(end_of(CODE), {})).trajectory
+    condensed = finished(tree, "x", Task(id="t", environment="swe")).trajectory
     texts = trained(tokenizer_of("qwen2.5"), condensed)
     assert sorted(texts) == sorted([CALLS["qwen2.5"][0], "It is done.<|im_end|>", "Again.<|im_end|>"])

@@ -13,7 +13,7 @@ from verifier_store import episode
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_tokenizer
-from openhands_rl_plugin.trajectories.exchange.verifier import prompt, rows
+from openhands_rl_plugin.trajectories.exchange.rows import joined, log_sections, question, verifier_rows
 
 PATCH = "diff --git a/shop.py b/shop.py\n-bought = 0\n+bought = 1\n"
 
@@ -30,12 +30,12 @@ def text_of(judge_model: Path, ids: tuple[int, ...]) -> str:
 def test_it_is_the_exported_row_up_to_the_label(judge_model: Path, prompts: VerifierPrompts) -> None:
     one = episode(3, 1, success=True)
     tokenizer = load_tokenizer(str(judge_model))
-    (row,) = rows(one, ())
+    (row,) = verifier_rows(one, ())
     whole = str(tokenizer.apply_chat_template(row["messages"], tokenize=False))  # pyright: ignore[reportArgumentType]
     asked = text_of(judge_model, prompts.of(one).ids)
     assert asked.endswith("<judgement>") and whole.startswith(f"{asked}YES</judgement>")
     rendered = tokenizer.apply_chat_template(
-        prompt(one.messages(), one.tools),  # pyright: ignore[reportArgumentType]
+        question(joined(log_sections(one.messages(), one.tools))),  # pyright: ignore[reportArgumentType]
         tokenize=False,
         add_generation_prompt=True,
     )

@@ -13,9 +13,9 @@ from exchange_samples import CODE, TOOLS, same_talk, trajectory
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Message, Trajectory
-from openhands_rl_plugin.trajectories.exchange import llm_completions
+from openhands_rl_plugin.trajectories.exchange import v0
 from openhands_rl_plugin.trajectories.exchange.conversations import describe_tools
-from openhands_rl_plugin.trajectories.exchange.writing import Folder
+from openhands_rl_plugin.trajectories.exchange.writing import folder_of_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 
@@ -58,7 +58,7 @@ def logged_by_openhands(folder: Path, messages: list[Message], *, native: bool) 
 
 
 def only(path: Path) -> Trajectory:
-    (unit,) = llm_completions.source(path).units
+    (unit,) = v0.completions_source(path).units
     return unit.read().trajectory
 
 
@@ -110,17 +110,17 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     played = trajectory()
     other = trajectory(SINGLE, identity="00000000-0000-4000-8000-000000000002")
     target = tmp_path / "llm_completions"
-    with Folder(target) as sink:
+    with folder_of_files(target) as sink:
         for each in (played, other):
-            for name, row in llm_completions.rows(each, ()):
-                sink.write(name, row)
+            for name, row in v0.completion_files(each, ()):
+                sink(name, row)
     # A second attempt at an instance is in a folder of its own.
     assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_dir()) == [
         "attempt_2",
         "attempt_2/repo__repo-1",
         "repo__repo-1",
     ]
-    found = [unit.read().trajectory for unit in llm_completions.source(target).units]
+    found = [unit.read().trajectory for unit in v0.completions_source(target).units]
     assert [each.task.id for each in found] == ["repo__repo-1"] * 2
     assert {len(each.nodes) for each in found} == {len(CODE), len(SINGLE)}
     for each, messages in zip(sorted(found, key=lambda each: -len(each.nodes)), (CODE, SINGLE), strict=True):

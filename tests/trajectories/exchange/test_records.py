@@ -8,9 +8,17 @@ import pytest
 from exchange_samples import CODE, DATA, call, said, score, told, trajectory
 
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, ToolCall
-from openhands_rl_plugin.trajectories.exchange import predictions, trajectories, verifier
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, tools_of
-from openhands_rl_plugin.trajectories.exchange.sft import import_native, native_rows
+from openhands_rl_plugin.trajectories.exchange.rows import (
+    import_native,
+    line_rows,
+    native_rows,
+    prediction_rows,
+    read_line,
+    read_own_line,
+    read_prediction,
+    verifier_rows,
+)
 
 
 def plain(row: JsonObject) -> JsonObject:
@@ -55,7 +63,7 @@ def test_the_verifier_prompt() -> None:
         told("c1", "execute_bash", "a.py"),
     )
     played = trajectory(messages)
-    (row,) = verifier.rows(played, (score(played, 0.0, resolved=False),))
+    (row,) = verifier_rows(played, (score(played, 0.0, resolved=False),))
     system, user, assistant = [each for each in row["messages"] if isinstance(each, dict)]  # pyright: ignore
     rule = "-" * 100
     assert user["content"] == (
@@ -73,36 +81,34 @@ def test_the_verifier_prompt() -> None:
     assert assistant == {"role": "assistant", "content": "<judgement>NO</judgement>"}
     assert row["resolved"] is False and row["run_id"] == "night-3"
     with pytest.raises(LeftOutError, match="not judged"):
-        list(verifier.rows(played, ()))
+        list(verifier_rows(played, ()))
 
 
 def test_predictions_go_both_ways() -> None:
     patch = "diff --git a/a b/a\n+\N{SNOWMAN}\n"
-    (row,) = predictions.rows(trajectory(evidence={"git_patch": patch}), ())
+    (row,) = prediction_rows(trajectory(evidence={"git_patch": patch}), ())
     assert row == {"instance_id": "repo__repo-1", "model_patch": patch, "model_name_or_path": "swe-v000007"}
-    found = predictions.read(plain(row)).trajectory
+    found = read_prediction(plain(row)).trajectory
     assert found.evidence == {"git_patch": patch} and found.nodes == () and found.head is None
-    assert list(predictions.rows(found, ())) == [row]
-    assert predictions.read({"instance_id": "a", "model_patch": None}).trajectory.evidence == {"git_patch": ""}
+    assert list(prediction_rows(found, ())) == [row]
+    assert read_prediction({"instance_id": "a", "model_patch": None}).trajectory.evidence == {"git_patch": ""}
     with pytest.raises(LeftOutError, match="no patch"):
-        list(predictions.rows(trajectory(), ()))
+        list(prediction_rows(trajectory(), ()))
 
 
 def test_our_own_lines_lose_nothing() -> None:
     failure = Failure(kind=FailureKind.ENVIRONMENT, message="away", boundary="env")
     for played in (trajectory(CODE, reward=0.1), trajectory(failure=failure, stop=StopReason.ERROR)):
         scores = (score(played, None), score(played, 0.3, why=["x"]))
-        (row,) = trajectories.rows(played, scores)
-        assert trajectories.read_own(plain(row)) == (played, scores)
-        told, (reward,) = trajectories.read(plain(row))
+        (row,) = line_rows(played, scores)
+        assert read_own_line(plain(row)) == (played, scores)
+        told, (reward,) = read_line(plain(row))
         assert told == played.model_copy(update={"strategy": told.strategy}) and told.strategy.name == "imported"
         assert (reward.reward, reward.reward_version) == (0.3, "imported-1")
     with pytest.raises(ExchangeError, match="schema version 99 is newer"):
-        trajectories.read({"trajectory": {"schema_version": 99}})
+        read_line({"trajectory": {"schema_version": 99}})
     with pytest.raises(ExchangeError, match="another trajectory"):
-        trajectories.read(
-            plain(next(trajectories.rows(played, (score(played, 1.0).model_copy(update={"trajectory_id": "x"}),))))
-        )
+        read_line(plain(next(line_rows(played, (score(played, 1.0).model_copy(update={"trajectory_id": "x"}),)))))
 
 
 def test_the_same_record_is_the_same_trajectory() -> None:

@@ -14,8 +14,12 @@ from openhands.llm import fn_call_converter as reference
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.templates.function_text import Newlines, read_function_text
 from openhands_rl_plugin.core.types import Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.conversations import single_call_turns, until_last_answer
-from openhands_rl_plugin.trajectories.exchange.sft import read_text_messages, text_messages
+from openhands_rl_plugin.trajectories.exchange.conversations import (
+    read_text_messages,
+    single_call_turns,
+    text_messages,
+    until_last_answer,
+)
 
 # OpenHands 1.6 cannot describe the parameters of a tool that has none.
 _TOOLS = [*TOOLS]

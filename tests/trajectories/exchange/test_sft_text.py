@@ -11,11 +11,13 @@ from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.trajectories.exchange.conversations import (
     describe_tools,
     read_system_prompt,
+    read_text_messages,
     single_call_turns,
     system_prompt,
+    text_messages,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
-from openhands_rl_plugin.trajectories.exchange.sft import import_text, read_text_messages, text_messages, text_rows
+from openhands_rl_plugin.trajectories.exchange.rows import import_text, text_rows
 
 
 def test_the_system_prompt_is_that_of_the_published_rows() -> None:

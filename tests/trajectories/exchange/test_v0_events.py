@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, PolicyRef, StopReason
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported
 from openhands_rl_plugin.trajectories.exchange.formats import recognised_source
-from openhands_rl_plugin.trajectories.exchange.v0 import EventReader, read, rows
+from openhands_rl_plugin.trajectories.exchange.v0 import read, read_history, rows
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")]
 
@@ -122,7 +122,7 @@ def test_messages_are_those_that_openhands_makes() -> None:
 
     events = real_events()
     history = json.loads(json.dumps([serialization.event_to_dict(event) for event in events]))
-    tree = EventReader(POLICY).read(history)
+    tree = read_history(history, POLICY)
     # The controller keeps changes of its own state out of the history.
     theirs = openhands_messages([event for event in events if "AgentState" not in type(event).__name__])
     ours = list(tree.messages())
@@ -151,7 +151,7 @@ def test_a_saved_trajectory_is_read_like_a_history(tmp_path: Path) -> None:
     assert names == {"output-jsonl": 2}
     one, other = (found.trajectory for unit in source.units if isinstance(found := unit.read(), Imported))
     history = json.loads(json.dumps([event_to_dict(event) for event in real_events()]))
-    assert one.messages() == EventReader(POLICY).read(history).messages() and one.tools == TOOLS
+    assert one.messages() == read_history(history, POLICY).messages() and one.tools == TOOLS
     assert (one.task.instruction, other.task.instruction) == ("Fix f.", "Fix g.")
     assert one.task.id != other.task.id and one.group_id != other.group_id
 
@@ -167,7 +167,7 @@ def test_events_that_we_write_give_openhands_the_same_messages() -> None:
     events = [serialization.event_from_dict(event) for event in history]
     assert same_talk(openhands_messages(events), spoken)
     again = [json.loads(json.dumps(serialization.event_to_dict(event))) for event in events]
-    assert same_talk(EventReader(POLICY).read(again).messages(), spoken)
+    assert same_talk(read_history(again, POLICY).messages(), spoken)
 
 
 def test_a_row_reads_back_as_the_same_episode() -> None:
@@ -239,5 +239,5 @@ def test_answers_are_told_apart_without_ids_of_their_own(identity: str | None) -
         return {"source": "agent", "action": "run", "args": {}, "tool_call_metadata": metadata}
 
     events = [acted("ls", 0), acted("ls", 0), acted("pwd", 1)]
-    tree = EventReader(PolicyRef(base_model="m")).read(events)
+    tree = read_history(events, PolicyRef(base_model="m"))
     assert [len(node.message.tool_calls) for node in tree.nodes] == [2, 2]

@@ -9,9 +9,8 @@ from typing import Any
 from exchange_samples import CODE, SYSTEM, TOOLS
 
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.trajectories.exchange import llm_completions
-from openhands_rl_plugin.trajectories.exchange.conversations import describe_tools
-from openhands_rl_plugin.trajectories.exchange.sft import text_messages
+from openhands_rl_plugin.trajectories.exchange import v0
+from openhands_rl_plugin.trajectories.exchange.conversations import describe_tools, text_messages
 
 
 def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:
@@ -33,7 +32,7 @@ def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:
             "timestamp": 1000.0 + number,
         }
         (folder / f"m-{1000 + number}.json").write_text(json.dumps(record))
-    (unit,) = llm_completions.source(folder).units
+    (unit,) = v0.completions_source(folder).units
     found = unit.read()
     assert isinstance(found, tuple)
     played = found.trajectory
