@@ -44,6 +44,8 @@ def read(row: JsonObject) -> Imported:
             reasoning, context_only = event.read(str, "reasoning_content"), is_context_only(event.fields)
             messages.append(Said(**dict(message), reasoning=reasoning, context_only=context_only))
             rewards.append(event.read(float, "reward"))
+    if not messages:
+        raise ExchangeError("content: is empty")
     tree = conversation(messages)
     answer: int | None = None
     for at, reward in enumerate(rewards):

@@ -84,7 +84,9 @@ def read(row: JsonObject, file: Path | None = None) -> Imported:
     own, agent = record.record("extra").record(OWN), record.record("agent")
     policy = own.read(_POLICY, "policy") or policy_of(agent.read(str, "model_name"))
     reader = _Reader(policy, tools_of(agent.get("tool_definitions")))
-    for number, step in enumerate(record.read(list, "steps") or ()):
+    if not (steps := record.read(list, "steps")):
+        raise ExchangeError("steps: is empty")
+    for number, step in enumerate(steps):
         with within(f"steps[{number}]"):
             reader.take(Record(step))
     names = (trial.text("task_name"), record.text("session_id"), record.text("trajectory_id"))

@@ -42,7 +42,6 @@ CONVERSATION: list[Any] = [
     }
 ]
 """The Parquet type of a conversation; trainers take null for absent."""
-TOOLS: list[Any] = [JSON]
 _ARGUMENTS = "arguments"
 
 

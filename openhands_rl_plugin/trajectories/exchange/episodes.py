@@ -231,14 +231,11 @@ def times_of(stamps: Iterable[object]) -> Times:
     seconds: list[float] = []
     for stamp in stamps:
         with suppress(ValueError):
-            at = seconds_of(datetime.fromisoformat(stamp)) if isinstance(stamp, str) else stamp
+            date = datetime.fromisoformat(stamp) if isinstance(stamp, str) else None
+            # Records write local times without a zone; those are taken for UTC.
+            at = stamp if date is None else (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
             seconds += [float(at)] if isinstance(at, int | float) and math.isfinite(at) else []
     return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES
-
-
-def seconds_of(date: datetime) -> float:
-    """A date as Unix time. Records write local times without a zone; those are taken for UTC."""
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 RESOLVED_AT = 1.0

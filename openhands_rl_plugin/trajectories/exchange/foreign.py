@@ -244,9 +244,6 @@ def from_text(text: str | bytes) -> JsonValue:
             raise ExchangeError(f"not valid JSON: {error}") from error
 
 
-MAX_LINE = 256 * 2**20
-MAX_DOCUMENT = 1024 * 2**20
-
 _PEEK = 2**20
 
 ROW_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".traj", ".traj.gz")
@@ -321,15 +318,19 @@ def rows_of(file: Path) -> Iterator[Unit]:
         # One object a line, whatever the file is called; a pretty-printed document has not.
         objects = line.startswith(b"{") and line.rstrip().endswith(b"}") and bool(more.strip())
         if objects or (".jsonl" in file.name and not start.startswith(b"[")):
-            yield from _lines(file, stream, raw)
+            for number, line in enumerate(stream, 1):
+                if not line.isspace():
+                    yield Unit(f"{file}:{number}", raw.tell(), lambda line=line: _object(from_text(line)))
         else:
-            yield from _members(file, _document(file, stream), file.stat().st_size)
+            with within(str(file)):
+                document = from_text(stream.read())
+            yield from _members(file, document, file.stat().st_size)
 
 
 def read_document(file: Path) -> JsonObject:
     """A file that is one JSON object. Raises ``ExchangeError``."""
-    with _opened(file) as (stream, _):
-        return _object(_document(file, stream))
+    with _opened(file) as (stream, _), within(str(file)):
+        return _object(from_text(stream.read()))
 
 
 @contextmanager
@@ -340,27 +341,6 @@ def _opened(file: Path) -> Iterator[tuple[io.BufferedReader[Any], io.FileIO]]:
             yield io.BufferedReader(source, _PEEK), raw
     except (OSError, EOFError, zlib.error) as error:
         raise ExchangeError(f"{file}: cannot be read: {error}") from error
-
-
-def _lines(file: Path, stream: io.BufferedReader[Any], raw: io.FileIO) -> Iterator[Unit]:
-    number = 0
-    while line := stream.readline(MAX_LINE + 1):
-        number += 1
-        at = f"{file}:{number}"
-        if len(line) > MAX_LINE:
-            while (more := stream.readline(MAX_LINE)) and not more.endswith(b"\n"):
-                continue
-            yield Unit(at, raw.tell(), partial(refuse, ExchangeError(f"longer than {MAX_LINE >> 20} MiB")))
-        elif not line.isspace():
-            yield Unit(at, raw.tell(), lambda line=line: _object(from_text(line)))
-
-
-def _document(file: Path, stream: io.BufferedReader[Any]) -> JsonValue:
-    data = stream.read(MAX_DOCUMENT + 1)
-    if len(data) > MAX_DOCUMENT:
-        raise ExchangeError(f"{file}: larger than {MAX_DOCUMENT >> 20} MiB as one document; write it as JSON Lines")
-    with within(str(file)):
-        return from_text(data)
 
 
 def _members(file: Path, document: JsonValue, size: int) -> Iterator[Unit]:

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, unknown_name
 from openhands_rl_plugin.core.judgements import labels_of, preferences
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
 from openhands_rl_plugin.trajectories.exchange import atif, rows, v0, v1
@@ -54,10 +54,10 @@ class Format:
     ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant. ``messages``:
     rows of chat messages, of which it is a matter of taste whether calls stand in their text.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
-    Parquet file, and ``None`` where rows have no fixed ones. ``folder`` formats write a file a row, and their ``rows``
-    are pairs of its name and the row. ``conversations`` are the columns with messages whose calls may have arguments in
-    either form. ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written as they are.
-    Those of a format that ``compares`` are also given the episodes that are worse, as people said.
+    Parquet file, and ``None`` where rows have no fixed ones. Formats with a ``source`` write a folder with a file a
+    row, and their ``rows`` are pairs of its name and the row. ``conversations`` are the columns with messages whose
+    calls may have arguments in either form. ``rows`` is given trajectories and scores without secrets; ``exact`` ones
+    are written as they are. Those of a format that ``compares`` are also given the episodes that people found worse.
     """
 
     name: str
@@ -66,13 +66,17 @@ class Format:
     rows: Callable[..., Iterator[Any]] | None = None
     scope: TrajectoryFilter = _VALID
     columns: Columns | None = None
-    folder: bool = False
     conversations: tuple[str, ...] = ()
     exact: bool = False
     compares: bool = False
     messages: bool = False
     recognises: Callable[[Mapping[str, JsonValue]], bool] = lambda row: False
     source: Callable[[Path], Source] | None = None
+
+    @property
+    def folder(self) -> bool:
+        """Whether it is a folder of files, one a row."""
+        return self.source is not None
 
     @property
     def importable(self) -> bool:
@@ -147,7 +151,6 @@ FORMATS: Mapping[str, Format] = {
             None,
             v0.completion_files,
             _ALL,
-            folder=True,
             recognises=v0.recognises_completion,
             source=v0.completions_source,
         ),
@@ -157,7 +160,6 @@ FORMATS: Mapping[str, Format] = {
             None,
             v1.rows,
             _ALL,
-            folder=True,
             recognises=v1.recognises,
             source=v1.source,
         ),
@@ -446,7 +448,7 @@ async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: 
         known[trajectory.id], judged[trajectory.id] = trajectory, set(map(_as_stored, scores))
     fresh = [each for each in episodes.values() if each.id not in known]
     further = [each for each in episodes.values() if each.id in known and _goes_on(known[each.id], each)]
-    await asyncio.gather(*(_add(each, known.get(each.id), storage) for each in (*fresh, *further)))
+    await asyncio.gather(*(_add(each, storage) for each in (*fresh, *further)))
     added: list[Score] = []
     for each in batch:
         before = judged.setdefault(each.trajectory.id, set())
@@ -462,9 +464,8 @@ async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: 
 
 
 def _goes_on(known: Trajectory, found: Trajectory) -> bool:
-    """Whether ``found`` is the same episode at a later time."""
-    ended = found.stop is not StopReason.UNFINISHED
-    return known.stop is StopReason.UNFINISHED and (ended or len(found.nodes) > len(known.nodes))
+    """Whether ``found`` is the same episode, which ended meanwhile."""
+    return known.stop is StopReason.UNFINISHED and found.stop is not StopReason.UNFINISHED
 
 
 def _as_stored(score: Score) -> str:
@@ -472,16 +473,9 @@ def _as_stored(score: Score) -> str:
     return redact_value(score).model_dump_json()
 
 
-async def _add(trajectory: Trajectory, known: Trajectory | None, storage: TrajectoryStorage) -> None:
-    if trajectory.stop is not StopReason.UNFINISHED:
-        await storage.add(trajectory)
+async def _add(found: Trajectory, storage: TrajectoryStorage) -> None:
+    if found.stop is not StopReason.UNFINISHED:
+        await storage.add(found)
         return
-    await storage.begin(EpisodeStart.of(trajectory))
-    about = {"reward", "simulated", "value", "visits"}
-    marks = tuple(
-        NodeMark(index=at, search=node.metadata.get("search"), **node.model_dump(include=about))
-        for at, node in enumerate(trajectory.nodes[: len(known.nodes) if known is not None else 0])
-    )
-    await storage.grow(
-        EpisodeGrowth(trajectory_id=trajectory.id, first=0, nodes=trajectory.nodes, head=trajectory.head, marks=marks)
-    )
+    await storage.begin(EpisodeStart.of(found))
+    await storage.grow(EpisodeGrowth(trajectory_id=found.id, first=0, nodes=found.nodes, head=found.head))

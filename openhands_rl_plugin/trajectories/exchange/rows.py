@@ -30,7 +30,6 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.trajectories.exchange.conversations import (
     CONVERSATION,
-    TOOLS,
     conversation_of,
     read_text_messages,
     single_call_turns,
@@ -64,38 +63,31 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
 )
 from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
 
-IDENTITY: Columns = {
-    **dict.fromkeys(("trajectory_id", "instance_id", "run_id", "model"), "string"),
-    "score": "float64",
-    "resolved": "bool",
-}
-RECORD: Columns = {"test_result": JSON, "patch": "string", "traj_id": "string"}
+IDENTITY = ("trajectory_id", "instance_id", "run_id", "model", "score", "resolved")
+RECORD = ("test_result", "patch", "traj_id")
 """What a record of others says beside the judgement."""
-TEXT_COLUMNS: Columns = {
-    "messages": [dict.fromkeys(("role", "content", "reasoning_content"), "string")],
-    **IDENTITY,
-    **RECORD,
+COLUMNS: Columns = {
+    **dict.fromkeys(("messages", "prompt", "chosen", "rejected"), CONVERSATION),
+    "tools": [JSON],
+    "test_result": JSON,
+    **dict.fromkeys(("score", "margin", "value"), "float64"),
+    **dict.fromkeys(("chosen_visits", "rejected_visits", "visits"), "int64"),
+    **dict.fromkeys(("resolved", "on_path"), "bool"),
 }
-NATIVE_COLUMNS: Columns = {"messages": CONVERSATION, "tools": TOOLS, **IDENTITY, **RECORD}
-PREFERENCE_COLUMNS: Columns = {
-    **dict.fromkeys(("prompt", "chosen", "rejected"), CONVERSATION),
-    "tools": TOOLS,
-    "margin": "float64",
-    "chosen_visits": "int64",
-    "rejected_visits": "int64",
-    "rejected_id": "string",
-    **IDENTITY,
-}
-VALUE_COLUMNS: Columns = {
-    "messages": CONVERSATION,
-    "tools": TOOLS,
-    "value": "float64",
-    "visits": "int64",
-    "on_path": "bool",
-    **IDENTITY,
-}
-VERIFIER_COLUMNS: Columns = {"messages": [dict.fromkeys(("role", "content"), "string")], **IDENTITY}
-PREDICTION_COLUMNS: Columns = dict.fromkeys(("instance_id", "model_patch", "model_name_or_path"), "string")
+"""The Parquet types of the columns of rows, where they are not texts."""
+_PREFERENCE = ("prompt", "chosen", "rejected", "tools", "margin", "chosen_visits", "rejected_visits", "rejected_id")
+
+
+def _typed(*names: str) -> Columns:
+    return {name: COLUMNS.get(name, "string") for name in names}
+
+
+TEXT_COLUMNS = _typed("messages", *IDENTITY, *RECORD)
+NATIVE_COLUMNS = _typed("messages", "tools", *IDENTITY, *RECORD)
+PREFERENCE_COLUMNS = _typed(*_PREFERENCE, *IDENTITY)
+VALUE_COLUMNS = _typed("messages", "tools", "value", "visits", "on_path", *IDENTITY)
+VERIFIER_COLUMNS = _typed("messages", *IDENTITY)
+PREDICTION_COLUMNS = _typed("instance_id", "model_patch", "model_name_or_path")
 
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:

@@ -86,17 +86,11 @@ from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
 _SILENT = {"agent_state_changed", "null", "recall", "loop_detection", "success"}
 _EDITOR = "str_replace_editor"
-# Actions of old histories, which do not hold the response -> the function that the agent called, and its parameters.
-_OLD_ACTIONS = {
-    "run": ("execute_bash", ("command", "is_input")),
-    "run_ipython": ("execute_ipython_cell", ("code",)),
-    "read": (_EDITOR, ("path", "view_range")),
-    "edit": (_EDITOR, ("command", "path", "file_text", "old_str", "new_str", "insert_line")),
-    "think": ("think", ("thought",)),
-    "finish": ("finish", ("final_thought",)),
-    "browse": ("browser", ("url",)),
-    "browse_interactive": ("browser", ("browser_actions",)),
-}
+# Actions of old histories, which do not hold the response -> the function that the agent called.
+_OLD_ACTIONS = {"run": "execute_bash", "run_ipython": "execute_ipython_cell", "read": _EDITOR, "edit": _EDITOR}
+_OLD_ACTIONS |= {"think": "think", "finish": "finish", "browse": "browser", "browse_interactive": "browser"}
+_PARAMETERS = {"command", "is_input", "code", "path", "view_range", "file_text", "old_str", "new_str", "insert_line"}
+_PARAMETERS |= {"url", "message"}
 _RENAMED = {"final_thought": "message", "browser_actions": "code"}
 
 
@@ -148,12 +142,12 @@ class _EventReader:
             self._reconstruct_call(args, action)
 
     def _reconstruct_call(self, args: Record, action: str) -> None:
-        function, parameters = _OLD_ACTIONS[action]
-        arguments = {_RENAMED.get(name, name): args.fields[name] for name in parameters if name in args.fields}
-        if action == "read":
-            arguments = {"command": "view", **arguments}
+        given = {_RENAMED.get(name, name): value for name, value in args.fields.items()}
+        arguments = {"command": "view"} if action == "read" else {}
+        wanted = {"thought"} if action == "think" else _PARAMETERS
+        arguments |= {name: value for name, value in given.items() if name in wanted}
         name = f"call_{len(self.tree.nodes)}"
-        call = ToolCall(id=name, name=function, arguments=to_json(arguments).decode())
+        call = ToolCall(id=name, name=_OLD_ACTIONS[action], arguments=to_json(arguments).decode())
         thought = None if action == "think" else _text(args.get("thought"))
         thought = None if thought in ("", "null") else thought
         metadata: JsonObject = {"calls": "made from the action; the response is not in the record"}
@@ -210,80 +204,55 @@ def _text(value: JsonValue) -> str:
 
 
 _SHELL = {"execute_bash", "execute_powershell", "terminal"}
-_MCP = "call_tool_mcp"
 
 
-def history(trajectory: Trajectory, messages: Sequence[Message]) -> list[JsonObject]:
+def _history(trajectory: Trajectory, messages: Sequence[Message]) -> list[JsonValue]:
     """The events, numbered; the first has the time at which the episode started and the last that of its end."""
-    events = list(_events(trajectory, messages))
+    events: list[JsonObject] = []
+    # Calls by their ids, each with the metadata of its events.
+    asked: dict[str, tuple[ToolCall, JsonObject]] = {}
+    for number, message in enumerate(messages):
+        content = message.content or ""
+        event: JsonObject = {"source": "user" if message.role == "user" else "agent", "message": content}
+        match message.role:
+            case "system":
+                args: JsonObject = {"tools": [*trajectory.tools], "agent_class": trajectory.strategy.name}
+                events.append({**event, "action": "system", "args": {"content": content, **args}})
+            case "tool":
+                call, metadata = asked.get(message.tool_call_id or "", (None, None))
+                about: JsonObject = {"observation": "mcp", "extras": {"name": message.name or "", "arguments": {}}}
+                if call is not None and call.name in _SHELL:
+                    command = _text((arguments_object(call.arguments) or {}).get("command"))
+                    extras: JsonObject = {"command": command, "metadata": {"exit_code": -1}, "hidden": False}
+                    about = {"observation": "run", "extras": extras}
+                held = present(tool_call_metadata=metadata)
+                events.append({"source": "agent", "message": "", "content": content, **held, **about})
+            case _ if message.tool_calls:
+                response = response_of(f"{trajectory.id}-{number}", trajectory.policy.served_name, wire_of(message))
+                for call in message.tool_calls:
+                    metadata = {"function_name": call.name, "tool_call_id": call.id, "model_response": response}
+                    metadata["total_calls_in_response"] = len(message.tool_calls)
+                    asked[call.id] = (call, metadata)
+                    action, args = _action(call)
+                    args = {**args, "thought": content}
+                    events.append({**event, "action": action, "args": args, "tool_call_metadata": metadata})
+            case _:
+                args = {"content": content, "image_urls": None, "file_urls": None, "wait_for_response": False}
+                events.append({**event, "action": "message", "args": args})
     times = trajectory.times
     step = (times.finished - times.started) / max(1, len(events) - 1)
     stamps = (date_of(times.started + number * step).replace(tzinfo=None) for number in range(len(events)))
-    return [
-        {"id": at, "timestamp": stamp.isoformat(), **event}
-        for at, (stamp, event) in enumerate(zip(stamps, events, strict=True))
-    ]
+    return [{"id": at, "timestamp": next(stamps).isoformat(), **event} for at, event in enumerate(events)]
 
 
-def _events(trajectory: Trajectory, messages: Sequence[Message]) -> Iterator[JsonObject]:
-    asked: dict[str, JsonObject] = {}
-    functions: dict[str, ToolCall] = {}
-    for number, message in enumerate(messages):
-        if message.role == "assistant" and message.tool_calls:
-            response = response_of(f"{trajectory.id}-{number}", trajectory.policy.served_name, wire_of(message))
-            for call in message.tool_calls:
-                asked[call.id] = {
-                    "function_name": call.name,
-                    "tool_call_id": call.id,
-                    "model_response": response,
-                    "total_calls_in_response": len(message.tool_calls),
-                }
-                functions[call.id] = call
-                yield {**_action(call, message.content or ""), "tool_call_metadata": asked[call.id]}
-        elif message.role == "tool":
-            yield _observation(message, asked, functions)
-        else:
-            yield _message(message, trajectory)
-
-
-def _message(message: Message, trajectory: Trajectory) -> JsonObject:
-    content = message.content or ""
-    if message.role == "system":
-        args: JsonObject = {"content": content, "tools": [*trajectory.tools], "agent_class": trajectory.strategy.name}
-        return {"source": "agent", "message": content, "action": "system", "args": args}
-    source = "agent" if message.role == "assistant" else "user"
-    args = {"content": content, "image_urls": None, "file_urls": None, "wait_for_response": False}
-    return {"source": source, "message": content, "action": "message", "args": args}
-
-
-def _action(call: ToolCall, thought: str) -> JsonObject:
+def _action(call: ToolCall) -> tuple[str, JsonObject]:
+    """The action of a call and its arguments."""
     arguments = arguments_object(call.arguments) or {}
     if call.name in _SHELL and isinstance(command := arguments.get("command"), str):
-        args: JsonObject = {
-            "command": command,
-            "is_input": arguments.get("is_input") in (True, "true"),
-            "thought": thought,
-        }
-        return {"source": "agent", "message": f"Running command: {command}", "action": "run", "args": args}
+        return "run", {"command": command, "is_input": arguments.get("is_input") in (True, "true")}
     if call.name == "finish":
-        final = arguments.get("message")
-        args = {"final_thought": final if isinstance(final, str) else "", "outputs": {}, "thought": thought}
-        return {"source": "agent", "message": thought, "action": "finish", "args": args}
-    args = {"name": call.name, "arguments": arguments, "thought": thought}
-    return {"source": "agent", "message": f"Calling {call.name}", "action": _MCP, "args": args}
-
-
-def _observation(message: Message, asked: dict[str, JsonObject], functions: dict[str, ToolCall]) -> JsonObject:
-    content, called = message.content or "", message.tool_call_id or ""
-    call = functions.get(called)
-    event: JsonObject = {"source": "agent", "message": "", "content": content}
-    if called in asked:
-        event["tool_call_metadata"] = asked[called]
-    if call is not None and call.name in _SHELL:
-        command = (arguments_object(call.arguments) or {}).get("command")
-        extras: JsonObject = {"command": command if isinstance(command, str) else "", "metadata": {"exit_code": -1}}
-        return {**event, "observation": "run", "extras": {**extras, "hidden": False}}
-    return {**event, "observation": "mcp", "extras": {"name": message.name or "", "arguments": {}}}
+        return "finish", {"final_thought": _text(arguments.get("message")), "outputs": {}}
+    return "call_tool_mcp", {"name": call.name, "arguments": arguments}
 
 
 def response_of(identity: str, model: str, message: JsonValue, finish: str = "tool_calls", at: int = 0) -> JsonObject:
@@ -306,20 +275,34 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
     messages = spoken(trajectory, transcript_nodes(trajectory))
     if not messages:
         raise LeftOutError("nothing was said in it")
-    test_result: JsonObject = {"git_patch": patch_of(trajectory) or ""}
-    judged = resolved(trajectory, scores)
-    held = trajectory.evidence.get("test_result")
-    if isinstance(held, dict):
-        test_result = {**held, **test_result}
+    judged, held = resolved(trajectory, scores), object_at(trajectory.evidence, "test_result")
+    test_result: JsonObject = {**held, "git_patch": patch_of(trajectory) or ""}
+    usage: JsonObject = {
+        "model": trajectory.policy.served_name,
+        "prompt_tokens": trajectory.usage.prompt_tokens,
+        "completion_tokens": trajectory.usage.completion_tokens,
+        "cache_read_tokens": trajectory.usage.cached_tokens,
+    }
     if judged is not None and "report" not in test_result:
         test_result["report"] = {"resolved": judged, "empty_generation": not test_result["git_patch"]}
     row: JsonObject = {
         "instance_id": trajectory.task.id,
         "test_result": test_result,
         "instruction": trajectory.task.instruction,
-        "metadata": _metadata(trajectory),
-        "history": [*history(trajectory, messages)],
-        "metrics": {"accumulated_token_usage": _usage(trajectory)},
+        # The harness requires each of these, if only as an empty value.
+        "metadata": {
+            "agent_class": trajectory.strategy.name,
+            "llm_config": {"model": trajectory.policy.served_name},
+            "max_iterations": trajectory.task.limits.max_turns if trajectory.task.limits else len(trajectory.nodes),
+            "eval_output_dir": trajectory.run_id,
+            "start_time": date_of(trajectory.times.started).strftime("%Y-%m-%d %H:%M:%S"),
+            "git_commit": "",
+            "dataset": trajectory.task.environment,
+            "data_split": trajectory.task.split,
+            "details": {"trajectory_id": trajectory.id, "stop": trajectory.stop.value},
+        },
+        "history": _history(trajectory, messages),
+        "metrics": {"accumulated_token_usage": usage},
         "instance": trajectory.task.data,
         "run_id": trajectory.run_id,
     }
@@ -329,11 +312,8 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
 def read(row: JsonObject) -> Imported:
     """An episode of a row: an instance of a run, or the events of a saved trajectory. Raises ``ExchangeError``."""
     record = Record(row)
-    history, test_result, error = (
-        record.read(list, "history") or [],
-        object_at(row, "test_result"),
-        record.text("error"),
-    )
+    history, error = record.read(list, "history") or [], record.text("error")
+    test_result = object_at(row, "test_result")
     if not history and not test_result and not error:
         raise ExchangeError("history: is required, or test_result or error of an instance that was not run")
     metadata, data = record.record("metadata"), without_nulls(record.record("instance").fields)
@@ -366,31 +346,6 @@ def read(row: JsonObject) -> Imported:
         failure=failure,
         times=times_of(at_path(event, "timestamp") for event in history),
     )
-
-
-def _metadata(trajectory: Trajectory) -> JsonObject:
-    # The harness requires each of these, if only as an empty value.
-    return {
-        "agent_class": trajectory.strategy.name,
-        "llm_config": {"model": trajectory.policy.served_name},
-        "max_iterations": trajectory.task.limits.max_turns if trajectory.task.limits else len(trajectory.nodes),
-        "eval_output_dir": trajectory.run_id,
-        "start_time": date_of(trajectory.times.started).strftime("%Y-%m-%d %H:%M:%S"),
-        "git_commit": "",
-        "dataset": trajectory.task.environment,
-        "data_split": trajectory.task.split,
-        "details": {"trajectory_id": trajectory.id, "stop": trajectory.stop.value},
-    }
-
-
-def _usage(trajectory: Trajectory) -> JsonObject:
-    usage = trajectory.usage
-    return {
-        "model": trajectory.policy.served_name,
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "cache_read_tokens": usage.cached_tokens,
-    }
 
 
 def _ending(error: str) -> tuple[StopReason | None, Failure | None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -85,15 +84,13 @@ Succeeded = Callable[[TrajectorySummary, float], bool]
 """Whether an episode with this reward is a success."""
 
 _MOST_RESAMPLED = 300
-_CURVE_POINTS = 24
 
 
 class GroupFigures(Frozen):
     """One group. Success, reward and turns are over its valid episodes: finished, without a failure, and
     with a reward.
 
-    ``success`` is the share of successes, with its Wilson interval. ``curve`` has the mean reward
-    of up to 24 stretches of equal length, oldest first. ``gaps``: what answers lack for training, by cause.
+    ``success`` is the share of successes, with its Wilson interval. ``gaps``: what answers lack for training, by cause.
     ``segments``: how many there are, by why they begin. ``opinions``: means of what people and verifiers say, which
     have no say in the reward.
     """
@@ -110,7 +107,6 @@ class GroupFigures(Frozen):
     calls: int
     stops: dict[str, int]
     failures: dict[str, int]
-    curve: tuple[float, ...]
     gaps: dict[str, int] = Field(default_factory=dict)
     segments: dict[str, int] = Field(default_factory=dict)
     opinions: dict[str, Estimate] = Field(default_factory=dict)
@@ -152,7 +148,6 @@ def _figures(
         calls=sum(each.usage.calls for each in group),
         stops=_counted(each.stop.value for each in group),
         failures=_counted(each.failure.value for each in group if each.failure is not None),
-        curve=_curve(rewards),
         gaps=_counted(cause for each in noted for cause in each.gaps.elements()),
         segments=_counted(cause for each in noted for cause in each.segments.elements()),
         opinions={column: mean_of(values) for column, values in said.items()},
@@ -178,12 +173,6 @@ def mean_of(values: Sequence[float]) -> Estimate:
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
     half = NORMAL_95 * spread / math.sqrt(len(values))
     return Estimate(mean=mean, low=mean - half, high=mean + half, n=len(values))
-
-
-def _curve(rewards: Sequence[float]) -> tuple[float, ...]:
-    points = min(_CURVE_POINTS, len(rewards))
-    cuts = [at * len(rewards) // points for at in range(points + 1)] if points else [0]
-    return tuple(sum(rewards[low:high]) / (high - low) for low, high in pairwise(cuts))
 
 
 async def rewarded_by(

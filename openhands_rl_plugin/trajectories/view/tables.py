@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import TURN, Message
 from openhands_rl_plugin.trajectories.view.episode import Episode, Turn
 from openhands_rl_plugin.trajectories.view.figures import GroupFigures, reward_of
-from openhands_rl_plugin.trajectories.view.terminal import number, sparkline, table
+from openhands_rl_plugin.trajectories.view.terminal import number, table
 
 SHORTEST_ID = 8
 _LONGEST_NAME = 40
@@ -61,12 +61,11 @@ def stats_table(groups: Sequence[GroupFigures], by: Sequence[str]) -> Table:
             f"{group.sampled_tokens:,}",
             _counts(group.stops),
             _counts(group.failures) or "-",
-            sparkline(group.curve),
         )
         for group in groups
     ]
     figures = ("episodes", "judged", "success", "reward", *opinions, "turns", "prompt tokens", "sampled tokens")
-    return table((*by, *figures, "stops", "failures", "reward over time"), rows, numbers=figures)
+    return table((*by, *figures, "stops", "failures"), rows, numbers=figures)
 
 
 def short_ids(ids: Sequence[str]) -> list[str]:

@@ -5,7 +5,6 @@ visible. Bars are on stderr, and only where that is a terminal.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import Frozen
 
 _WIDTH_OF_FILES = 200
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def console() -> Console:
@@ -51,18 +49,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Seq
     for row in rows:
         made.add_row(*(Text(visible(cell)) for cell in row))
     return made
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """The values as bars, the lowest to the highest; equal ones are in the middle, and missing ones are blank."""
-    heights = [value for value in values if math.isfinite(value)]
-    if not heights:
-        return ""
-    low, span = min(heights), max(heights) - min(heights)
-    middle = len(_BARS) // 2
-    places = (round((value - low) / span * (len(_BARS) - 1)) if span else middle for value in heights)
-    bars = iter([_BARS[place] for place in places])
-    return "".join(next(bars) if math.isfinite(value) else " " for value in values)
 
 
 def number(value: float | None) -> str:

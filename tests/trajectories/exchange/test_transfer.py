@@ -13,8 +13,8 @@ import pytest
 from exchange_samples import CODE, SHOP, score, trajectory
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
-from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Node, Score, StopReason, Times, Trajectory
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, StopReason, Times, Trajectory
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
 from openhands_rl_plugin.trajectories.exchange.rows import Line
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -264,31 +264,6 @@ def test_help_has_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
         assert run(command, "--help") == 0
         printed = capsys.readouterr().out
         assert all(f"\n  {name} " in printed for name in FORMATS)
-
-
-def test_an_episode_that_goes_on_is_followed(store: Path, tmp_path: Path) -> None:
-    out, other = tmp_path / "all.jsonl", tmp_path / "other"
-    run("export", store, "--format", "trajectories", "--out", out, "--unfinished")
-    run("import", out, "--format", "store", "--into", other)
-
-    async def go_on() -> None:
-        known = len(UNFINISHED.nodes)
-        mark = NodeMark(index=known - 1, reward=0.5)
-        node = Node(parent=known - 1, message=CODE[known])
-        async with FileTrajectoryStorage(store) as storage:
-            await storage.grow(
-                EpisodeGrowth(trajectory_id=UNFINISHED.id, first=known, nodes=(node,), head=known, marks=(mark,))
-            )
-
-    asyncio.run(go_on())
-    later = tmp_path / "later.jsonl"
-    run("export", store, "--format", "trajectories", "--out", later, "--unfinished")
-    # What is older than what is known changes nothing.
-    for file in (later, out):
-        run("import", file, "--format", "store", "--into", other)
-    (expected,) = [each for each, _ in stored(store) if each.stop is StopReason.UNFINISHED]
-    ((found, _),) = stored(other)
-    assert (found.nodes, found.head) == (expected.nodes, expected.head)
 
 
 def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
