@@ -91,7 +91,8 @@ def read(row: JsonObject) -> Imported:
         identity=_identity(record.text("id")),
         evidence=metadata,
         times=_times(record.read(str, "timestamp")),
-        **named,
+        model=named.get("model"),
+        run_id=named.get("run_id"),
     )
 
 

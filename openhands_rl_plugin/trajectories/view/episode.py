@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.messages import transcript_nodes
@@ -161,7 +162,7 @@ def _turns(trajectory: Trajectory) -> tuple[Turn, ...]:
     for index, node in enumerate(trajectory.nodes):
         sampled, segments, context = counted[node.parent] if node.parent is not None else (0, 0, 0)
         sampled += node.sampled
-        lengths: dict[str, int | None] = {}
+        lengths: dict[str, Any] = {}
         if (tokens := node.tokens) is not None:
             segments += not (tokens.extends and segments)
             new = {"prompt_tokens": len(tokens.prompt_ids), "sampled_tokens": len(tokens.sampled_ids)}
