@@ -1,4 +1,4 @@
-"""The only module that names hosts: their runners in this process, and one task in a folder.
+"""The only module that names hosts: their runners, in this process and in workers, and one task in a folder.
 
 Importing it does not import OpenHands.
 """
@@ -12,7 +12,8 @@ import sys
 import threading
 import tomllib
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -22,13 +23,16 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import read_document, starting_config, table_of, toml_of
 from openhands_rl_plugin.config.work import NO_KEY, OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.machine import without_collection
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Score, Trajectory
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.options import HostOptions, check_prompt
+from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
+from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.session_runner import EnvironmentSessions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
@@ -61,7 +65,11 @@ def local_runner(
     OpenHands has no part in episodes of an environment. Raises ``ConfigError`` for settings that the host cannot use.
     """
     options = options or HostOptions()
-    check_prompt(settings, options)
+    if settings.workspace.is_compact and not options.environment_mode and options.agent != RL_AGENT:
+        raise ConfigError(
+            f"[rl.workspace] prompt: \"compact\" is RLAgent's, and {options.agent} has OpenHands' own instructions; "
+            "choose RLAgent (evaluate: --agent RLAgent), or remove the line"
+        )
     if options.environment_mode:
         return EnvironmentSessions(settings, options, storage=storage)
     for name, value in _QUIET.items():
@@ -74,6 +82,44 @@ def local_runner(
     from openhands_rl_plugin.hosts.v1.driver import ConversationRunner
 
     return ConversationRunner(settings, options, storage=storage)
+
+
+def make_runner(
+    settings: RLSettings,
+    options: HostOptions | None = None,
+    *,
+    storage: TrajectoryStorage | None = None,
+    workers: int = 0,
+) -> HostRunner:
+    """A runner over ``workers`` workers, of the kind that ``[rl] executor`` names; 0 runs sessions in this process.
+
+    With a ``storage`` every episode is stored while it runs. Raises ``ConfigError`` for settings that the host cannot
+    use, and as ``join_cluster``.
+    """
+    if not workers:
+        return local_runner(settings, options, storage=storage)
+    if settings.executor == "ray":
+        from openhands_rl_plugin.hosts.pool.ray_workers import RayWorker, join_cluster
+
+        join_cluster()
+        return WorkerPoolRunner(settings, options, workers=workers, storage=storage, kind=RayWorker)
+    return WorkerPoolRunner(settings, options, workers=workers, storage=storage)
+
+
+@asynccontextmanager
+async def open_runner(
+    settings: RLSettings,
+    options: HostOptions | None = None,
+    *,
+    storage: TrajectoryStorage | None = None,
+    workers: int = 0,
+) -> AsyncIterator[HostRunner]:
+    """``make_runner``, closed at the end of the block."""
+    runner = make_runner(settings, options, storage=storage, workers=workers)
+    try:
+        yield runner
+    finally:
+        await runner.close()
 
 
 def run_task(
@@ -90,10 +136,10 @@ def run_task(
     host = host_of(work.settings)
     for name, value in {**_QUIET, **({"LOG_LEVEL": "WARNING"} if host == "v1" else {})}.items():
         os.environ.setdefault(name, value)
-    from openhands_rl_plugin.hosts.shared.run_checks import ModelServer, check_workspace_strategy
+    from openhands_rl_plugin.hosts.shared.run_checks import check_model, check_workspace_strategy
     from openhands_rl_plugin.hosts.shared.standalone_run import RUN_VARIABLE, OwnRun, group_summary, run_summary
 
-    ModelServer(work.settings, work.llm).check()
+    check_model(work.settings, work.llm)
     check_workspace_strategy(work.settings)
     workspace = workspace.resolve()
     folders = [workspace] if attempts == 1 else _copies(workspace, work.settings, attempts)

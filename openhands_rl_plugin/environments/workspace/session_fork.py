@@ -80,27 +80,14 @@ def fork_session(
         forked = fork_tree(tree, private, limits=limits, methods=methods, stop=stop)
         over = sandbox.over(forked.directory, forked.mounting())
         new = Shell(over, variables, bounds, start=stands.cwd)
-        copy_temporary(shell.path_from_host(TEMPORARY), new, over, limits=limits, stop=stop)
+        held, copied = shell.path_from_host(TEMPORARY), new.path_from_host(TEMPORARY)
+        copy_tree(held, copied, limits=limits, stop=stop, leave_out=over.host_names_in_tmp)
     except BaseException:
         if new is not None:
             new.close()
         remove_tree(private)
         raise
     return SessionFork(private, forked, over, new)
-
-
-def copy_temporary(
-    source: Path,
-    new: Shell,
-    sandbox: BubblewrapSandbox,
-    *,
-    limits: ForkLimits,
-    stop: threading.Event,
-    without: frozenset[str] = frozenset(),
-) -> None:
-    """Copy a session's ``/tmp`` into that of ``new``, but for what the sandbox itself has there and ``without``."""
-    left_out = sandbox.host_names_in_tmp | without
-    copy_tree(source, new.path_from_host(TEMPORARY), limits=limits, stop=stop, leave_out=left_out)
 
 
 def changes_in(baseline: Baseline, tree: Tree, sandbox: Sandbox, shell: Shell | None = None) -> JsonObject:

@@ -33,8 +33,7 @@ from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, Suite, graded_by
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
-from openhands_rl_plugin.hosts.local import HostRunner
-from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.local import HostRunner, open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 
 SCRATCH = ".work"
@@ -277,7 +276,7 @@ def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOption
         token_ids=plan.agent == RL_AGENT if plan.model.token_ids is None else plan.model.token_ids,
         stuck_detection=suite.software,
         llm_retries=plan.model.num_retries,
-        replies=REPLIES if suite.software else None,
+        replies=REPLIES if suite.software else (),
     )
 
 

@@ -17,7 +17,6 @@ from openhands_rl_plugin.evals.runs.own_suites import Suite as Suite
 from openhands_rl_plugin.evals.runs.own_suites import own_suite, own_suite_of, require_own_suite
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.hosts.shared.options import UserReplies
 
 _INSTRUCTION = """\
 <uploaded_files>
@@ -45,16 +44,14 @@ the error
 Your thinking should be thorough and so it's fine if it's very long.
 """
 
-REPLIES = UserReplies(
-    first=(
-        "Please continue working on the task on whatever approach you think is suitable.\n"
-        "If you think you have solved the task, please first send your answer to user through message and then finish"
-        " the interaction.\n"
-        "IMPORTANT: YOU SHOULD NEVER ASK FOR HUMAN HELP.\n"
-    ),
-    later='If you want to give up, use the "finish" tool to finish the interaction.\n',
+_GO_ON = (
+    "Please continue working on the task on whatever approach you think is suitable.\n"
+    "If you think you have solved the task, please first send your answer to user through message and then finish"
+    " the interaction.\n"
+    "IMPORTANT: YOU SHOULD NEVER ASK FOR HUMAN HELP.\n"
 )
-"""The answers to a message without a tool call."""
+REPLIES = (_GO_ON, f'{_GO_ON}If you want to give up, use the "finish" tool to finish the interaction.\n')
+"""The user's replies to messages without a tool call: to the first, and to each later one."""
 
 
 def instruction_of(instance: Instance) -> str:

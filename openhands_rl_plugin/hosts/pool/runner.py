@@ -37,10 +37,9 @@ from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import failed_episode
 
-# Seconds beyond an episode's time limit, which the worker enforces: to open, close and store the session.
-_TIME_BEYOND_LIMIT = 60.0
-# Seconds. Importing OpenHands takes ten on an idle machine, and a cluster may have to start a machine first.
-_START_TIMEOUT = 600.0
+# Seconds beyond an episode's time limit, which the worker enforces: to start the worker (importing OpenHands takes ten
+# on an idle machine, and a cluster may have to start a machine first), and to open, close and store the session.
+_TIME_BEYOND_LIMIT = 600.0
 # Seconds for a worker to close its sessions; one takes up to five (``_CLOSE_PATIENCE`` of a host's runner).
 _CLOSE_TIMEOUT = 10.0
 # Seconds without an episode after which the workers are ended. A worker holds half a gigabyte, and starts anew in ten
@@ -56,6 +55,8 @@ _LONGEST_LINE = 10_000
 
 
 type Outcome = tuple[Any, RLError | None]
+type Given = tuple[RLSettings, HostOptions, bool]
+"""What a worker makes its runner of; and whether the pool has a storage."""
 
 
 async def outcome(work: Awaitable[Any]) -> Outcome:
@@ -77,9 +78,9 @@ class Worker(ABC):
 
     def __init__(self, settings: RLSettings, options: HostOptions, storage: TrajectoryStorage | None) -> None:
         self.load = 0
+        self._given: Given = settings, options, storage is not None
         self._storage = storage
         self._cancelled: set[str] = set()
-        self._started = asyncio.create_task(self._call("start", settings, options, storage is not None))
         self._storing = asyncio.create_task(self._store_records())
 
     @property
@@ -92,15 +93,13 @@ class Worker(ABC):
         seconds (it is killed then), and errors that must stop the run."""
         self.load += 1
         self._cancelled.discard(trajectory_id(request))
-        limit = timeout if timeout is None or self._started.done() else timeout + _START_TIMEOUT
         try:
-            async with asyncio.timeout(limit):
-                await asyncio.shield(self._started)
-                return await self._call("run", request, workspace)
+            async with asyncio.timeout(timeout):
+                return await self._call("run", self._given, request, workspace)
         except TimeoutError as error:
             self.kill()
             await asyncio.wait({self._storing})
-            raise InfrastructureError(f"a worker did not answer within {limit:g} s and was ended") from error
+            raise InfrastructureError(f"a worker did not answer within {timeout:g} s and was ended") from error
         except asyncio.CancelledError:
             # The worker goes on while the caller takes the workspace away: what becomes of it is nobody's episode.
             self._cancelled.add(trajectory_id(request))
@@ -215,7 +214,7 @@ class WorkerPoolRunner:
         self._storage = storage
         self._kind = kind
         self._free_sessions = asyncio.Semaphore(workers * sessions)
-        self._workers: list[Worker | None] = [None] * workers
+        self._count, self._workers = workers, list[Worker]()
         self._starting = asyncio.Lock()
         self._idle_timeout = idle_timeout
         self._episodes = 0
@@ -236,7 +235,6 @@ class WorkerPoolRunner:
             finally:
                 self._episodes -= 1
                 if not self._episodes:
-                    self._end_idle()
                     self._idle = asyncio.create_task(self._end_workers(after=self._idle_timeout))
 
     async def close(self) -> None:
@@ -252,20 +250,16 @@ class WorkerPoolRunner:
         await asyncio.sleep(after)
         # An episode that comes meanwhile waits for this, and starts workers anew.
         async with self._starting:
-            workers = [worker for worker in self._workers if worker is not None]
-            self._workers = [None] * len(self._workers)
+            workers, self._workers = self._workers, []
             await shielded(asyncio.gather(*(worker.close() for worker in workers)))
 
     async def _least_busy(self) -> Worker:
         async with self._starting:
-            for index, worker in enumerate(self._workers):
-                if worker is not None and worker.alive:
-                    continue
-                if worker is not None:
-                    await worker.close()
-                self._workers[index] = self._kind(self._settings, self._options, self._storage)
-        # If the worker has died since, it returns an error for the episode.
-        return min((worker for worker in self._workers if worker is not None), key=lambda worker: worker.load)
+            self._workers = [worker for worker in self._workers if worker.alive]
+            while len(self._workers) < self._count:
+                self._workers.append(self._kind(self._settings, self._options, self._storage))
+            # If the worker has died since, it returns an error for the episode.
+            return min(self._workers, key=lambda worker: worker.load)
 
     async def _failed(self, request: EpisodeRequest, error: InfrastructureError, started: float) -> Trajectory:
         """The episode of a dead worker, with its stored part, which may even be complete."""

@@ -16,13 +16,10 @@ from contextlib import suppress
 from functools import partialmethod
 from typing import Any, cast
 
-from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
-from openhands_rl_plugin.hosts.pool.runner import LENGTH_BYTES, Outcome, outcome
-from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.pool.runner import LENGTH_BYTES, Given, Outcome, outcome
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 _CLOSE_SECONDS = 2.0
@@ -45,20 +42,17 @@ class EpisodeWorker:
         self._episodes: set[asyncio.Task[Trajectory]] = set()
         self._records = asyncio.Queue[tuple[str, Any, asyncio.Future[Outcome]]]()
         self._sent: list[asyncio.Future[Outcome]] = []
-        self._closed = False
 
     async def answer(self, call: bytes) -> bytes:
         """Call a method by its name and arguments; returns its ``outcome``. Both are pickled."""
         method, arguments = pickle.loads(call)
         return pickle.dumps(await outcome(getattr(self, method)(*arguments)))
 
-    async def start(self, settings: RLSettings, options: HostOptions, stores: bool) -> None:
-        """Get ready to run episodes; ``stores``: whether the pool has a storage. Raises ``ConfigError``."""
-        self._runner = local_runner(settings, options, storage=cast(EpisodeSink, self) if stores else None)
-
-    async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
-        """As a host's runner."""
-        assert self._runner is not None
+    async def run(self, given: Given, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
+        """As a host's runner, which the first call makes of what is ``given``."""
+        if self._runner is None:
+            settings, options, stores = given
+            self._runner = local_runner(settings, options, storage=cast(EpisodeSink, self) if stores else None)
         episode = asyncio.create_task(self._runner.run(request, workspace))
         self._episodes.add(episode)
         episode.add_done_callback(self._episodes.discard)
@@ -77,15 +71,12 @@ class EpisodeWorker:
 
     async def close(self) -> None:
         """Cancel the episodes; returns when their sessions are closed."""
-        self._closed = True
         episodes = tuple(self._episodes)
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
 
     async def _store(self, method: str, record: Any) -> Any:
-        if self._closed:
-            raise StorageError("the worker pool is gone")
         done = asyncio.get_running_loop().create_future()
         self._records.put_nowait((method, record, done))
         value, error = await done
@@ -98,6 +89,7 @@ class EpisodeWorker:
     grow = partialmethod(_store, "grow")
     end = partialmethod(_store, "end")
     drop = partialmethod(_store, "drop")
+    add_scores = partialmethod(_store, "add_scores")
 
 
 async def _serve(calls: socket.socket) -> None:

@@ -14,13 +14,6 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject, StrategySpec
 RL_AGENT = "RLAgent"
 
 
-class UserReplies(Frozen):
-    """Replies of a simulated user who cannot help: ``first``, and from the second reply on ``first`` plus ``later``."""
-
-    first: str
-    later: str = ""
-
-
 class HostOptions(Frozen):
     """How a host runs its sessions.
 
@@ -29,9 +22,9 @@ class HostOptions(Frozen):
     ``[rl.workspace]`` says. ``sessions`` limits concurrent sessions (default: ``[rl] max_workers``),
     ``command_timeout`` is in seconds. ``agent`` is ``RLAgent`` or an agent of OpenHands, which does not use the
     strategy. ``token_ids``: request token ids and logprobs, which some servers reject. ``stuck_detection`` is
-    OpenHands' own. ``replies`` answer an agent that sends a message without a tool call (default: OpenHands' own
-    text). ``condenser`` is a section ``[agent.NAME.condenser]`` of OpenHands, whose model is the policy; by default
-    there is none, so that every prompt is a prefix of the next one.
+    OpenHands' own. ``replies``: what a simulated user replies to each message without a tool call, the last of them
+    from then on (default: OpenHands' own text). ``condenser`` is a section ``[agent.NAME.condenser]`` of OpenHands,
+    whose model is the policy; by default there is none, so that every prompt is a prefix of the next one.
     """
 
     environment_mode: bool = True
@@ -43,7 +36,7 @@ class HostOptions(Frozen):
     token_ids: bool = True
     stuck_detection: bool = False
     llm_retries: int = Field(default=2, ge=1)
-    replies: UserReplies | None = None
+    replies: tuple[str, ...] = ()
     condenser: JsonObject = Field(default_factory=dict)
 
     def strategy_spec(self, settings: RLSettings) -> StrategySpec:
@@ -51,15 +44,6 @@ class HostOptions(Frozen):
         if self.agent != RL_AGENT:
             return StrategySpec(name=self.agent)
         return strategy_spec(settings)
-
-
-def check_prompt(settings: RLSettings, options: HostOptions) -> None:
-    """Raises ``ConfigError`` where ``prompt = "compact"`` would be left unheeded."""
-    if settings.workspace.is_compact and not options.environment_mode and options.agent != RL_AGENT:
-        raise ConfigError(
-            f"[rl.workspace] prompt: \"compact\" is RLAgent's, and {options.agent} has OpenHands' own instructions; "
-            "choose RLAgent (evaluate: --agent RLAgent), or remove the line"
-        )
 
 
 def check_engine_setting(settings: RLSettings) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 from openhands_rl_plugin.config.build import make_strategy
-from openhands_rl_plugin.config.rl import AUTO, RLSettings
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.config.rl import AUTO, RLSettings, ServingSettings
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.hosts.shared.litellm_calls import (
@@ -16,15 +19,19 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import (
     missing_keys,
     split_provider,
 )
-from openhands_rl_plugin.hosts.shared.standalone_run import adapter_in_use
-from openhands_rl_plugin.models.engines.server_models import check_model_server
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.server_models import ListedModel, check_model_server, listed_models
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 
+_SECONDS = 10.0
 _WANTED_CONTEXT = 16_384
 _START = (
     "start one with `openhands-rl serve --model DIR --served-model-name model`, and name it in config.toml: [llm] "
     'model = "openai/model", base_url = "http://127.0.0.1:8100/v1"'
 )
+
+# OpenHands' own logger, by its name: nothing here imports OpenHands.
+log = logging.getLogger("openhands")
 
 
 def check_workspace_strategy(settings: RLSettings) -> None:
@@ -36,47 +43,58 @@ def check_workspace_strategy(settings: RLSettings) -> None:
         strategy.check_world(EnvInfo(emits_rewards=False) if isolated else None)
 
 
-class ModelServer:
-    """The server that one agent asks.
+class AskedServer(NamedTuple):
+    """The model server that an agent asks: the model by the server's name, its URL, and its key."""
 
-    ``llm``: ``model``, ``base_url``, ``api_key`` and ``custom_llm_provider`` of ``[llm]``, by litellm's names.
+    model: str
+    url: str
+    key: str | None
+
+
+def check_model(settings: RLSettings, llm: Mapping[str, object]) -> AskedServer | None:
+    """The server of ``[llm]``, which answers and serves the model; ``None`` where another one is asked.
+
+    ``llm``: ``model``, ``base_url``, ``api_key`` and ``custom_llm_provider`` of ``[llm]``, by litellm's names. Raises
+    ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model.
     """
+    if settings.engine not in (AUTO, "openai"):
+        return None
+    named = str(llm["model"])
+    provider, model = split_provider(named)
+    provider = str(llm.get("custom_llm_provider") or provider)
+    url, key = str(llm.get("base_url") or "").rstrip("/"), str(llm.get("api_key") or "") or None
+    if url and provider in OPENAI_COMPATIBLE:
+        server = AskedServer(model, url, key or os.environ.get(KEY_VARIABLES.get(provider, "OPENAI_API_KEY")))
+        check_model_server(url, model, server.key, named_by="[llm] base_url")
+        return server
+    # Without [llm] OpenHands asks for a model of a vendor that nobody named.
+    if not url and not key and (missing := missing_keys(named)) and not any(map(os.environ.get, missing)):
+        raise ConfigError(f"[llm] names no server, and {named} needs a key ({', '.join(missing)}): {_START}")
+    return None
 
-    def __init__(self, settings: RLSettings, llm: Mapping[str, object]) -> None:
-        self._settings = settings
-        self._full_name = str(llm["model"])
-        provider, self._model = split_provider(self._full_name)
-        self._provider = str(llm.get("custom_llm_provider") or provider)
-        self._url = str(llm.get("base_url") or "").rstrip("/")
-        self._key = str(llm.get("api_key") or "") or None
-        served = settings.engine in (AUTO, "openai")
-        self._asks = served and bool(self._url) and self._provider in OPENAI_COMPATIBLE
-        if self._asks:
-            self._key = self._key or os.environ.get(KEY_VARIABLES.get(self._provider, "OPENAI_API_KEY"))
 
-    def check(self) -> None:
-        """Raises ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model."""
-        if self._asks:
-            check_model_server(self._url, self._model, self._key, named_by="[llm] base_url")
-        elif not self._url and self._settings.engine in (AUTO, "openai"):
-            self._check_vendor()
+def adapter_in_use(serving: ServingSettings, *, model: str, url: str, key: str | None) -> str | None:
+    """The served name of the version that ``[rl.serving]`` points to, if the server has it on this model. Blocks.
 
-    def adapter_in_use(self) -> str | None:
-        """The served name of the adapter version that ``[rl.serving]`` points to, if the server has it on this model.
-
-        ``None``: sample from the model of ``[llm]``, because nothing was published there.
-        """
-        serving = self._settings.serving
-        return adapter_in_use(serving, model=self._model, url=self._url, key=self._key) if self._asks else None
-
-    def _check_vendor(self) -> None:
-        """A hosted model needs its key; without ``[llm]`` OpenHands asks for one of a vendor that nobody named."""
-        if self._key:
-            return
-        missing = missing_keys(self._full_name)
-        if missing and not any(os.environ.get(name) for name in missing):
-            keys = ", ".join(missing)
-            raise ConfigError(f"[llm] names no server, and {self._full_name} needs a key ({keys}): {_START}")
+    ``url``: where ``[rl.serving]`` names no server, that of the LLM. ``None``: sample from ``model``, because nothing
+    was published there, or the server lists nothing: whether it is away the first completion will say.
+    """
+    current = AdapterStore(serving.adapters_directory).current(serving.adapter)
+    if current is None or (not serving.base_url and current.base_model != model):
+        return None
+    listed: Sequence[ListedModel] = ()
+    with suppress(ConfigError, InfrastructureError):
+        listed = listed_models(url, key, _SECONDS) or ()
+    for each in listed:
+        if each.id in (current.name, f"{model}:{current.name}") and each.parent in (None, model):
+            return each.id
+    if listed:
+        log.warning(
+            "%s is not loaded on %s at %s, so that model itself is sampled; load it with: openhands-rl adapters "
+            "publish --adapters %s --adapter %s --version %s --base-url %s",
+            *(current.name, model, url, serving.adapters_directory, serving.adapter, current.version, url),
+        )
+    return None
 
 
 def too_long(settings: RLSettings) -> str:

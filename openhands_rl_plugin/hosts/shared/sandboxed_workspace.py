@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import atexit
 import copy
-import os
 import re
 import signal
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import calls_in, text_of
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
@@ -36,7 +33,6 @@ from openhands_rl_plugin.environments.workspace.session_fork import (
     TEMPORARY,
     changes_in,
     check_in,
-    copy_temporary,
     fork_session,
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
@@ -110,22 +106,18 @@ class SandboxedWorkspace:
         )
         self.variables = dict(task.variables) if task is not None else {}
         self.forks = isolated
-        try:
-            root = (task.root if task is not None else folder or private / "workspace").expanduser().resolve()
-            root.mkdir(parents=True, exist_ok=True)
-            if isolated:
-                self._sandbox = BubblewrapSandbox(
-                    root,
-                    network=settings.network,
-                    temporary=self._limits.temporary,
-                    task_workspace=task,
-                    paths=HostPaths(visible=settings.visible_paths, writable=settings.writable_paths),
-                )
-            else:
-                self._sandbox = SubprocessSandbox(root, private)
-        except (ConfigError, OSError):
-            remove_tree(private)
-            raise
+        root = (task.root if task is not None else folder or private / "workspace").expanduser().resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        if isolated:
+            self._sandbox = BubblewrapSandbox(
+                root,
+                network=settings.network,
+                temporary=self._limits.temporary,
+                task_workspace=task,
+                paths=HostPaths(visible=settings.visible_paths, writable=settings.writable_paths),
+            )
+        else:
+            self._sandbox = SubprocessSandbox(root, private)
         self._within = task.repository if task is not None else ""
         self.start = f"{INSIDE}/{self._within}" if self._within else INSIDE
         self._tree = Tree(root)
@@ -172,17 +164,9 @@ class SandboxedWorkspace:
         kill_all((pid for pid, (_, session, *_) in table.items() if session in own), signal.SIGINT)
 
     def restart(self) -> None:
-        """End all processes, and go on with a new shell in the session's first folder. Files stay, in ``/tmp`` too."""
-        assert isinstance(self._sandbox, BubblewrapSandbox), "only a shell in bubblewrap can be started again"
-        old, self._shell = self._shell, self._new_shell()
-        # Nothing may run while the host copies, or a link could come in a folder's place: whoever holds a folder in
-        # memory keeps it beyond the end of its sandbox.
-        with suppress(InfrastructureError, BadEnvironmentError), _held(old.path_from_host(TEMPORARY)) as source:
-            old.close()
-            own = frozenset({Path(self._sandbox.state).parent.name})
-            limits, stop = self.fork_limits, threading.Event()
-            copy_temporary(source, self._shell, self._sandbox, limits=limits, stop=stop, without=own)
-        old.close()
+        """End all processes, and go on with a new shell in the session's first folder. ``/tmp`` is empty then."""
+        self._shell.close()
+        self._shell = self._new_shell()
 
     def fork(self, stop: threading.Event) -> Self:
         """Copies of the files and of the shell's state. The caller closes it; until then this one must not change.
@@ -233,15 +217,6 @@ class SandboxedWorkspace:
 
     def _new_shell(self) -> Shell:
         return Shell(self._sandbox, self.variables, self._limits, start=self.start)
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[Path]:
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
 
 
 def _arguments(pid: int) -> list[str]:

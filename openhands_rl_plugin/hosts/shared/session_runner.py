@@ -4,25 +4,126 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pydantic import SecretStr
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary
 from openhands_rl_plugin.core.machine import without_collection
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
-from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
+from openhands_rl_plugin.core.records import LAST_ERROR
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Limits, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.host_session import HostSession
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
+from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.models.engines.server_models import ServedEngines
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import SessionRunner
-from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.session import Session, bind_episode
+
+ITERATIONS_A_TURN = 4
+"""Of OpenHands: one, or several with several tool calls, a summary, or an answer that cannot be read."""
+
+# Characters of OpenHands' last error in the evidence: enough for its message, without a long response body.
+_LONGEST_ERROR = 2000
+
+
+class HostSession(ABC):
+    """One session of a host, for one episode of a runner. ``ended``: it has ended, or a part of it has failed.
+
+    ``open``, ``conclude`` and ``close`` block and are called on threads; the constructor on the event loop.
+    """
+
+    def __init__(self, episode: Session, options: HostOptions, sid: str) -> None:
+        self._episode = episode
+        self._options = options
+        self._sid = sid
+        self._loop = asyncio.get_running_loop()
+        self.ended = asyncio.Event()
+        # ``close`` waits for an ``open`` that is still running.
+        self._opening = threading.Lock()
+        self._end: Failure | RLError | str | None = None
+
+    def open(self) -> None:
+        """Create the session and give it the task. Raises ``CaughtFailure``."""
+        task = self._episode.request.task
+        with self._opening, boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
+            self._start(task.instruction or task.id)
+
+    def conclude(self, *, timed_out: bool = False, failure: Failure | None = None) -> Trajectory:
+        """The episode's trajectory. Raises the ``RLError`` that ended the session, if it must stop the run."""
+        self._cancel()
+        episode, end = self._episode, self._end
+        if (error := episode.error or (end if isinstance(end, RLError) else None)) is not None:
+            raise error
+        failure = failure or (end if isinstance(end, Failure) else None)
+        stop, failure = self._reason(timed_out, None if timed_out else failure)
+        evidence, failure = end_evidence(runtime_of(self._sid), episode, failure)
+        if said := self._last_error():
+            evidence = {**(evidence or episode.evidence or {}), LAST_ERROR: said[:_LONGEST_ERROR]}
+        return episode.freeze(stop=stop, failure=failure, evidence=evidence)
+
+    def close(self) -> None:
+        """Release the session, and wait until its threads have finished their current call."""
+        with self._opening:
+            # After opening: before, the runtime may not be registered.
+            self._cancel()
+            self._release()
+
+    def _finish(self, end: Failure | RLError | str) -> None:
+        """The session has ended, by a failure or in a state of the host. Only the first reason counts."""
+        if self._end is None:
+            self._end = end
+        self._loop.call_soon_threadsafe(self.ended.set)
+
+    def _reply(self, said: int, otherwise: str) -> str:
+        """What the simulated user says, after so many replies."""
+        replies = self._options.replies
+        return replies[min(said, len(replies) - 1)] if replies else otherwise
+
+    @abstractmethod
+    def _start(self, instruction: str) -> None: ...
+
+    @abstractmethod
+    def _cancel(self) -> None:
+        """End a decision that is under way."""
+
+    @abstractmethod
+    def _reason(self, timed_out: bool, failure: Failure | None) -> tuple[StopReason | None, Failure | None]:
+        """Why the episode ended; ``None``: as its agent noted."""
+
+    @abstractmethod
+    def _last_error(self) -> str: ...
+
+    @abstractmethod
+    def _release(self) -> None: ...
+
+
+def llm_settings(settings: RLSettings, options: HostOptions, served: str, limits: Limits) -> dict[str, Any]:
+    """Fields of OpenHands' LLM, which both hosts have; ``served``: the name of the model on its server."""
+    serving = settings.serving
+    return {
+        "model": f"openai/{served}",
+        "base_url": serving.base_url,
+        "api_key": SecretStr(serving.api_key() or "none"),
+        "native_tool_calling": options.native_tool_calling,
+        "timeout": max(1, round(serving.request_timeout)),
+        "num_retries": options.llm_retries,
+        "retry_min_wait": 1,
+        "retry_max_wait": 2,
+        "max_output_tokens": limits.max_response_length,
+        "caching_prompt": False,
+        "disable_vision": True,
+    }
+
 
 _UNUSED = "StandardReAct"
 # Seconds to wait for a session's threads. They end at once, except during a model call; then they end by themselves.
@@ -98,7 +199,7 @@ class SessionHostRunner(ABC):
         try:
             async with asyncio.timeout(timeout):
                 await self._in_thread(session.open)
-                await session.ended()
+                await session.ended.wait()
         except TimeoutError:
             timed_out = True
         except CaughtFailure as caught:

@@ -19,11 +19,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
-from pydantic import ValidationError
-
 from openhands_rl_plugin.config.build import make_reward, make_strategy, open_storage, strategy_spec
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
@@ -34,8 +31,6 @@ from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
 from openhands_rl_plugin.core.statistics import pass_at_k
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Frozen, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import workspace_command
-from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.server_models import ListedModel, ListedModels, models_answer
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.session.session import Session
 
@@ -186,39 +181,6 @@ class RunBeside:
     def keep(self, failure: Failure | None = None) -> None:
         """Close the episode; called once. Raises ``StorageError``."""
         background().wait_for(self._episode.end(self._episode.freeze(failure=failure)))
-
-
-_SECONDS = 10.0
-
-
-def adapter_in_use(serving: ServingSettings, *, model: str, url: str, key: str | None) -> str | None:
-    """The served name of the version that ``[rl.serving]`` points to, if the server has it on this model. Blocks.
-
-    ``url``: where ``[rl.serving]`` names no server, that of the LLM. ``None``: sample from ``model``, because nothing
-    was published there, or the server lists nothing: whether it is away the first completion will say.
-    """
-    current = AdapterStore(serving.adapters_directory).current(serving.adapter)
-    if current is None or (not serving.base_url and current.base_model != model):
-        return None
-    listed = _listed_models(url, key)
-    for each in listed:
-        if each.id in (current.name, f"{model}:{current.name}") and each.parent in (None, model):
-            return each.id
-    if listed:
-        log.warning(
-            "%s is not loaded on %s at %s, so that model itself is sampled; load it with: openhands-rl adapters "
-            "publish --adapters %s --adapter %s --version %s --base-url %s",
-            *(current.name, model, url, serving.adapters_directory, serving.adapter, current.version, url),
-        )
-    return None
-
-
-def _listed_models(url: str, key: str | None) -> Sequence[ListedModel]:
-    try:
-        answer = models_answer(url, key, _SECONDS)
-        return ListedModels.model_validate_json(answer.content).data if answer.is_success else ()
-    except (httpx.TransportError, ValidationError):
-        return ()
 
 
 SHORT_ID = 8

@@ -71,7 +71,7 @@ from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, J
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, described, system_prompt
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, response_of, split_provider, upstream_of
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
-from openhands_rl_plugin.hosts.shared.run_checks import ModelServer, too_long
+from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, too_long
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import command_seconds
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of, workspace_command
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
@@ -164,9 +164,8 @@ class RLAgent(CodeActAgent):
         check_engine_setting(self._settings)
         llm = self.llm.config
         key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
-        server = ModelServer(self._settings, llm.model_dump() | key)
-        server.check()
-        return server.adapter_in_use()
+        server = check_model(self._settings, llm.model_dump() | key)
+        return adapter_in_use(self._settings.serving, **server._asdict()) if server is not None else None
 
     def step(self, state: State) -> Action:
         """The next action: a pending one, or the first of a new answer. OpenHands' controller handles its exceptions.

@@ -39,9 +39,13 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, unknown_name
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason
-from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
-from openhands_rl_plugin.hosts.shared.session_runner import SessionHostRunner
+from openhands_rl_plugin.hosts.shared.session_runner import (
+    ITERATIONS_A_TURN,
+    HostSession,
+    SessionHostRunner,
+    llm_settings,
+)
 from openhands_rl_plugin.hosts.v0.agent import WORKSPACE_RUNTIME, RLAgent, controller_end, record_agent
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 from openhands_rl_plugin.models.engines.seeded import merge_sampling

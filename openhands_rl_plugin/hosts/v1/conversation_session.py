@@ -20,8 +20,8 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.host_session import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
+from openhands_rl_plugin.hosts.shared.session_runner import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.conversation_episode import BOUNDARY, ConversationEpisode, said_finish
 from openhands_rl_plugin.hosts.v1.session_llm import price_of

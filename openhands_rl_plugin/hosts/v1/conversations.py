@@ -34,10 +34,10 @@ from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
+from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use
 from openhands_rl_plugin.hosts.shared.standalone_run import (
     RunBeside,
     StandaloneRun,
-    adapter_in_use,
     standalone_episode,
     workspace_task,
 )

@@ -10,9 +10,8 @@ import os
 
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
-from openhands_rl_plugin.hosts.shared.host_session import HostSession
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
-from openhands_rl_plugin.hosts.shared.session_runner import SessionHostRunner
+from openhands_rl_plugin.hosts.shared.session_runner import HostSession, SessionHostRunner
 from openhands_rl_plugin.session.session import Session
 
 STOCK_AGENT = "Agent"

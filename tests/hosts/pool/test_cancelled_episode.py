@@ -26,8 +26,6 @@ class Waiting(EpisodeWorker):
         super().__init__()
         self.asked: asyncio.Queue[asyncio.Future[Trajectory]] = asyncio.Queue()
 
-    async def start(self, *given: Any, **named: Any) -> None: ...
-
     async def run(self, *given: Any, **named: Any) -> Trajectory:
         end = asyncio.get_running_loop().create_future()
         await self.asked.put(end)

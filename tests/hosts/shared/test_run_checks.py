@@ -16,7 +16,7 @@ from openhands_rl_plugin import AdapterStore
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.hosts.shared.run_checks import ModelServer, check_workspace_strategy
+from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, check_workspace_strategy
 
 
 @pytest.fixture
@@ -36,12 +36,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
     logger.removeHandler(caplog.handler)
 
 
-def checked(server: ScriptedModel, tmp_path: Path, model: str = "openai/base", **rl: object) -> ModelServer:
-    serving = {"base_url": server.url, "adapters_path": str(tmp_path / "adapters")}
-    settings = RLSettings.model_validate({"serving": serving, **rl})
-    first = ModelServer(settings, {"model": model, "base_url": server.url, "api_key": "none"})
-    first.check()
-    return first
+def used(server: ScriptedModel, tmp_path: Path, model: str = "openai/base", **serving: object) -> str | None:
+    settings = RLSettings.model_validate({"serving": {"adapters_path": str(tmp_path / "adapters"), **serving}})
+    asked = check_model(settings, {"model": model, "base_url": server.url, "api_key": "none"})
+    assert asked is not None
+    return adapter_in_use(settings.serving, **asked._asdict())
 
 
 def published(tmp_path: Path) -> Adapter:
@@ -52,9 +51,8 @@ def published(tmp_path: Path) -> Adapter:
 
 
 def test_a_server_that_is_away_is_one_line_with_a_remedy() -> None:
-    first = ModelServer(RLSettings(), {"model": "openai/base", "base_url": "http://127.0.0.1:9/v1"})
     with pytest.raises(InfrastructureError, match=r"no model server answers at .*: start it, for example with"):
-        first.check()
+        check_model(RLSettings(), {"model": "openai/base", "base_url": "http://127.0.0.1:9/v1"})
 
 
 NULL = '{"data": [{"id": "m", "owned_by": null}]}'
@@ -64,21 +62,20 @@ LISTS = [respond(text) for text in ('[{"id": "m"}]', NULL, "<html>")]
 @pytest.mark.parametrize("answer", [*LISTS, *(respond("{}", f"{status} X") for status in (400, 403, 404, 429, 500))])
 async def test_a_server_that_lists_nothing_may_still_complete(answer: bytes) -> None:
     async with raw_server(lambda path, body: answer) as server:
-        await asyncio.to_thread(ModelServer(RLSettings(), {"model": "openai/m", "base_url": server.url}).check)
+        await asyncio.to_thread(check_model, RLSettings(), {"model": "openai/m", "base_url": server.url})
 
 
 async def test_a_key_that_is_refused_ends_the_run() -> None:
     async with raw_server(lambda path, body: respond("{}", "401 X")) as server:
-        first = ModelServer(RLSettings(), {"model": "openai/m", "base_url": server.url})
         with pytest.raises(ConfigError, match="refuses the API key"):
-            await asyncio.to_thread(first.check)
+            await asyncio.to_thread(check_model, RLSettings(), {"model": "openai/m", "base_url": server.url})
 
 
 def test_a_name_that_is_neither_listed_nor_answered_is_refused(server: ScriptedModel, tmp_path: Path) -> None:
     server.policies["behind-a-proxy"] = lambda body: {"role": "assistant", "content": "."}
-    checked(server, tmp_path, model="openai/behind-a-proxy")
+    used(server, tmp_path, model="openai/behind-a-proxy")
     with pytest.raises(ConfigError, match=r"does not serve bsae, did you mean base\? It has: base"):
-        checked(server, tmp_path, model="openai/bsae")
+        used(server, tmp_path, model="openai/bsae")
 
 
 @pytest.mark.parametrize(
@@ -99,15 +96,16 @@ def test_a_search_that_can_simulate_nothing_is_refused(rl: dict[str, object], sa
 def test_the_published_adapter_is_sampled_from_when_the_server_has_it(
     server: ScriptedModel, tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
-    assert checked(server, tmp_path).adapter_in_use() is None
+    at = {"base_url": server.url}
+    assert used(server, tmp_path, **at) is None
     adapter = published(tmp_path)
-    assert checked(server, tmp_path).adapter_in_use() is None
+    assert used(server, tmp_path, **at) is None
     assert f"--adapters {tmp_path}/adapters --adapter policy --version 1 --base-url {server.url}" in warnings.text
     server.adapters = {adapter.name: "another"}
-    assert checked(server, tmp_path).adapter_in_use() is None
+    assert used(server, tmp_path, **at) is None
     server.adapters = {adapter.name: "base"}
-    assert checked(server, tmp_path).adapter_in_use() == adapter.name
+    assert used(server, tmp_path, **at) == adapter.name
     # Without [rl.serving] it is the server of the LLM.
-    settings = RLSettings.model_validate({"serving": {"adapters_path": str(tmp_path / "adapters")}})
+    server.policies["another"] = lambda body: {"role": "assistant", "content": "."}
     for model, sampled in (("openai/base", adapter.name), ("openai/another", None)):
-        assert ModelServer(settings, {"model": model, "base_url": server.url}).adapter_in_use() == sampled
+        assert used(server, tmp_path, model=model) == sampled

@@ -280,7 +280,6 @@ class TestWorkerPool:
             playing = [asyncio.create_task(pool.run(shopping(n, ["search[shoes]"]))) for n in range(4)]
             await asyncio.sleep(0.5)
             worker = pool._workers[0]
-            assert worker is not None
             worker.kill()
             for trajectory in await asyncio.gather(*playing):
                 assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
@@ -295,7 +294,6 @@ class TestWorkerPool:
             playing = asyncio.create_task(pool.run(request))
             kept = await until(lambda found: len(list(found.sampled())) == 2, storage, trajectory_id(request))
             worker = pool._workers[0]
-            assert worker is not None
             worker.kill()
             failed = await playing
             replaced = await pool.run(request.model_copy(update={"attempt": 1}))
@@ -337,7 +335,6 @@ class TestWorkerPool:
             playing = asyncio.create_task(pool.run(shopping(1, ["search[x]"])))
             await asyncio.sleep(1.0)
             worker = pool._workers[0]
-            assert worker is not None
             await pool.close()
             assert isinstance(worker, ProcessWorker) and worker.process.wait(1)
             assert (await playing).failure is not None
@@ -349,7 +346,6 @@ class TestWorkerPool:
                 episode = await pool.run(shopping(number, ["search[x]"] * 4))
                 assert episode.failure is None, "played longer than a worker idles, and started again"
                 worker = pool._workers[0]
-                assert worker is not None
                 async with asyncio.timeout(30):
                     while worker.alive:
                         await asyncio.sleep(0.05)

@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
-from openhands_rl_plugin.hosts.shared.options import HostOptions, UserReplies
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
 
 STOCK = HostOptions(
@@ -33,7 +33,7 @@ STOCK = HostOptions(
     token_ids=False,
     stuck_detection=True,
     llm_retries=1,
-    replies=UserReplies(first="Go on.\n", later="Or give up.\n"),
+    replies=("Go on.\n", "Go on.\nOr give up.\n"),
 )
 FINISH = says(None, call("finish", {"message": "done"}))
 

@@ -17,8 +17,8 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.open import open_runner
-from openhands_rl_plugin.hosts.shared.options import HostOptions, UserReplies
+from openhands_rl_plugin.hosts.local import open_runner
+from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 IN_A_WORKSPACE = HostOptions(environment_mode=False)
@@ -103,7 +103,7 @@ async def test_a_request_under_way_ends_with_its_episode_without_a_word(
 
 async def test_an_agent_that_only_talks_is_answered(server: ScriptedModel) -> None:
     server.script("talks", [says("What shall I do?"), says("Really?"), finish()])
-    replies = UserReplies(first="Go on.", later=" Now.")
+    replies = ("Go on.", "Go on. Now.")
     episode = await play(server, "talks", request(), IN_A_WORKSPACE.model_copy(update={"replies": replies}))
     assert [node.message.content for node in episode.nodes if node.message.role == "user"][1:] == [
         "Go on.",

@@ -151,7 +151,7 @@ def test_state_and_files_last_and_nothing_else_of_the_host_is_seen(server: Scrip
             run("cat /tmp/made.py; ln -s /etc/passwd link"),
             edit("view", "/workspace/deep/link"),
             run("", reset=True),
-            run("pwd; echo -$A-; cat /tmp/note"),
+            run("pwd; echo -$A-; ls /tmp/note deep"),
         ],
     )
     conversation.close()
@@ -161,7 +161,7 @@ def test_state_and_files_last_and_nothing_else_of_the_host_is_seen(server: Scrip
     assert "does not exist" in told[3] and "outside of /workspace" in told[6]
     assert told[5].startswith("print(1)")
     assert told[7].startswith("Terminal session has been reset.")
-    assert told[8].startswith("/workspace\n--\nnote\n")
+    assert told[8].startswith("/workspace\n--\nls: cannot access '/tmp/note'") and "link\n" in told[8]
 
 
 def test_a_command_over_its_time_can_be_waited_for_and_interrupted(server: ScriptedModel, workspace: Path) -> None:
