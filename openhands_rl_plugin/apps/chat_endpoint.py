@@ -16,7 +16,8 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import HttpUrl, VariableName
-from openhands_rl_plugin.core.errors import InfrastructureError, ModelError, RLError, StorageError
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import ModelError, StorageError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy, StreamingEngine, TrajectoryStorage
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, listening, read_body, required_key, serving
@@ -89,10 +90,12 @@ class AgentResult(Frozen):
         return self.trajectory.failure
 
     @property
-    def cut(self) -> bool:
-        """Whether the last model response was truncated by ``max_tokens``."""
-        last = next(iter([*self.trajectory.sampled()][-1:]), None)
-        return last is not None and last.finish_reason == "length"
+    def end(self) -> dict[str, str | None]:
+        """``finish_reason``: ``stop`` for an answer, ``length`` when a limit truncated it or ended the episode; and
+        ``stop_reason``, why there is no answer."""
+        cut = [node.finish_reason for node in self.trajectory.sampled()][-1:] == ["length"]
+        reason = "length" if cut or self.answer is None else "stop"
+        return {"finish_reason": reason, "stop_reason": self.stop.value if self.answer is None else None}
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -218,16 +221,6 @@ def tool_event_delta(event: ToolCallStarted | ToolResult) -> Body:
     return {"event": "result", "id": event.call_id, "name": event.name, "content": event.content, "ok": event.ok}
 
 
-def finish_reason(result: AgentResult) -> str:
-    """``stop`` for an answer, ``length`` when a limit truncated it or ended the episode."""
-    return "stop" if result.answer is not None and not result.cut else "length"
-
-
-def stop_reason(result: AgentResult) -> str | None:
-    """The reason why there is no answer; ``None`` with an answer."""
-    return None if result.answer is not None else result.stop.value
-
-
 def usage_of(result: AgentResult) -> Body:
     """Token usage of the whole episode."""
     return usage_body(result.trajectory.usage.prompt_tokens, result.trajectory.usage.completion_tokens)
@@ -235,13 +228,8 @@ def usage_of(result: AgentResult) -> Body:
 
 def completion_response(identifier: str, model: str, result: AgentResult) -> Body:
     """The body of a response that is not streamed."""
-    choice = {
-        "index": 0,
-        "message": assistant_body(result.answer, ()),
-        "logprobs": None,
-        "finish_reason": finish_reason(result),
-        "stop_reason": stop_reason(result),
-    }
+    message = assistant_body(result.answer, ())
+    choice = {"index": 0, "message": message, "logprobs": None, **result.end}
     return chat_body(identifier, model, [choice], usage_of(result))
 
 
@@ -528,7 +516,7 @@ class AgentEndpoints:
         runtime = self._runtime
         assert runtime is not None, "the application runs within its lifespan"
         self._limit.check()
-        name = _new_name()
+        name = uuid.uuid4().hex
         if body.stream:
             events = _Stream(body, served, name).events(runtime, self._limit)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -595,7 +583,7 @@ class _Stream:
 
     def _end(self, result: AgentResult, text: str) -> list[str]:
         delta = {"content": text} if text else {}
-        last = chunk_choice(0, finish_reason(result), delta=delta, stop_reason=stop_reason(result))
+        last = chunk_choice(0, delta=delta, **result.end)
         ending = [sse_event(chunk_body(self._head, [last]))]
         if self._body.stream_options and self._body.stream_options.include_usage:
             ending.append(sse_event(chunk_body(self._head, [], usage=usage_of(result))))
@@ -611,10 +599,6 @@ def _error_of(failure: Failure) -> ServingError:
     return UpstreamFailure(failure.message)
 
 
-def _new_name() -> str:
-    return uuid.uuid4().hex
-
-
 def _identifier(name: str) -> str:
     """The ``id`` of the response; ``name`` is the task id of the recorded episode."""
     return f"chatcmpl-{name}"
@@ -627,39 +611,25 @@ def running_agent(config: AgentConfig, open_runtime: OpenRuntime | None = None) 
     ``open_runtime`` opens the agent; the default uses the configured model server. Raises ``ConfigError`` for invalid
     options, ``StorageError`` for a store that cannot be opened.
     """
-    access = config.access()
-    start = _Start(open_runtime or (lambda: opened_runtime(config)))
-    app = build_app(config, start.opened)
-    with listening(config.host, config.port) as listener:
-        try:
-            with serving(
-                app,
-                listener,
-                access=access,
-                routes=[route.path for route in app.routes if isinstance(route, Route)],
-                max_body_bytes=config.max_body_bytes,
-                log_level="critical",
-                lifespan="on",
-            ) as url:
-                yield url
-        except InfrastructureError:
-            if start.error is None:
-                raise
-            raise start.error from None
+    access, opener = config.access(), open_runtime or (lambda: opened_runtime(config))
+    background().wait_for(_opens(opener))
+    app = build_app(config, opener)
+    with (
+        listening(config.host, config.port) as listener,
+        serving(
+            app,
+            listener,
+            access=access,
+            routes=[route.path for route in app.routes if isinstance(route, Route)],
+            max_body_bytes=config.max_body_bytes,
+            log_level="critical",
+            lifespan="on",
+        ) as url,
+    ):
+        yield url
 
 
-class _Start:
-    """Passes a startup error from the server's thread to the caller."""
-
-    def __init__(self, open_runtime: OpenRuntime) -> None:
-        self._open_runtime = open_runtime
-        self.error: RLError | None = None
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[AgentRuntime]:
-        try:
-            async with self._open_runtime() as runtime:
-                yield runtime
-        except RLError as error:
-            self.error = error
-            raise
+async def _opens(open_runtime: OpenRuntime) -> None:
+    """Raise what prevents a start: an error in the server's own thread is not seen here."""
+    async with open_runtime():
+        pass

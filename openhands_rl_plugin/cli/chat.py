@@ -135,7 +135,7 @@ class _Printer:
                 self._line(f"[{event.name}] {_short(event.arguments)}")
             case Answer():
                 self._end_line() if event.streamed else self._line(event.text)
-                if event.result.cut:
+                if event.result.end["finish_reason"] == "length":
                     self._line("(cut off at --max-tokens)")
             case Stopped():
                 failure = event.result.failure

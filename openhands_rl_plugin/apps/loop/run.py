@@ -44,7 +44,6 @@ from openhands_rl_plugin.hosts.local import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.server_models import ServedEngines
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import needs_logprobs
 from openhands_rl_plugin.training.learn import check_fits
@@ -95,7 +94,6 @@ async def open_parts(
     whole = settings.training.method == "full"
     kind = WeightsPublisher if whole else AdapterPublisher
     publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions, kind=kind)
-    engines = ServedEngines(settings)
     try:
         yield LoopParts(
             runner=runner,
@@ -113,7 +111,6 @@ async def open_parts(
         )
     finally:
         await publisher.aclose()
-        await engines.close()
 
 
 class GradedRunner:

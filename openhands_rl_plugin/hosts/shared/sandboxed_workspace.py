@@ -6,19 +6,23 @@ import atexit
 import copy
 import re
 import signal
+import stat
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
-from openhands_rl_plugin.core.files import remove_tree, temporary_folder
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.files import remove_tree, scratch_folder, temporary_folder
 from openhands_rl_plugin.core.messages import calls_in, text_of
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.bounds import kill_all, processes
-from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree
+from openhands_rl_plugin.environments.workspace.check import check_workspace
+from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree, copy_tree, fork_tree
 from openhands_rl_plugin.environments.workspace.edited_copies import Place
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.patch import Baseline
@@ -29,18 +33,15 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SubprocessSandbox,
     check_bubblewrap,
 )
-from openhands_rl_plugin.environments.workspace.session_fork import (
-    TEMPORARY,
-    changes_in,
-    check_in,
-    fork_session,
-)
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
 from openhands_rl_plugin.session.token_id_text import Json
 
+TEMPORARY = "/tmp"
 _MEBIBYTE = 1024**2
+# What the session left is not copied so slowly that nobody judges it.
+_CHECKED = ForkLimits(seconds=600)
 # The limit of a command, in the arguments of a call or in a call that is text.
 _TIMEOUT = re.compile(r'(?:"timeout"\s*:\s*"?|<parameter=timeout>\s*)(\d+(?:\.\d+)?)')
 # Seconds beside a command's own limit: to copy a workspace, start its shell and end a command that timed out.
@@ -169,29 +170,43 @@ class SandboxedWorkspace:
         self._shell = self._new_shell()
 
     def fork(self, stop: threading.Event) -> Self:
-        """Copies of the files and of the shell's state. The caller closes it; until then this one must not change.
+        """Copies of the files, of ``/tmp`` and of the shell's state. The caller closes it; until then this one must not
+        change.
 
-        Raises as ``fork_session`` does.
+        Raises ``BadEnvironmentError`` when processes run or the workspace cannot be copied, ``InfrastructureError``
+        when copying fails or ``stop`` is set meanwhile.
         """
         assert isinstance(self._sandbox, BubblewrapSandbox), "only a workspace in bubblewrap can be forked"
-        forked = fork_session(
-            self._tree,
-            self._sandbox,
-            self._shell,
-            variables=self.variables,
-            bounds=self._limits,
-            limits=self.fork_limits,
-            methods=self.fork_methods,
-            stop=stop,
-        )
-        twin = copy.copy(self)
-        twin._tree, twin._sandbox, twin._evidence = forked.tree, forked.sandbox, None
-        twin._use(forked.private, forked.shell)
+        stands = self._shell.snapshot()
+        if stands.processes:
+            raise BadEnvironmentError(
+                f"the workspace cannot be forked while processes run in it ({', '.join(stands.processes)}): they "
+                "cannot be copied; end them, or use a strategy that needs no forks"
+            )
+        twin, private, limits = copy.copy(self), temporary_folder("fork"), self.fork_limits
+        new: Shell | None = None
+        try:
+            tree = twin._tree = fork_tree(self._tree, private, limits=limits, methods=self.fork_methods, stop=stop)
+            sandbox = twin._sandbox = self._sandbox.over(tree.directory, tree.mounting())
+            new = Shell(sandbox, self.variables, self._limits, start=stands.cwd)
+            temporary = self._shell.path_from_host(TEMPORARY), new.path_from_host(TEMPORARY)
+            copy_tree(*temporary, limits=limits, stop=stop, leave_out=sandbox.host_names_in_tmp)
+        except BaseException:
+            if new is not None:
+                new.close()
+            remove_tree(private)
+            raise
+        twin._evidence = None
+        twin._use(private, new)
         return twin
 
     def changes(self) -> JsonObject:
-        """The changes since the session began: a patch and the names of the files."""
-        return changes_in(self._baseline, self._tree, self._sandbox, self._shell)
+        """The changes since the session began: a patch and the names of the files. Its processes rest meanwhile."""
+        tree, sandbox = self._tree, self._sandbox
+        if tree.overlay is not None and isinstance(sandbox, BubblewrapSandbox):
+            sandbox = sandbox.over(tree.directory, tree.mounting(read_only=True))
+        with self._at_rest():
+            return self._baseline.changes(sandbox, copied=tree.method == "copy")
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """The changes, and no failure. A second call returns the same."""
@@ -200,15 +215,41 @@ class SandboxedWorkspace:
         return self._evidence, None
 
     def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
-        """As ``check_in``."""
-        session = (self._baseline, self._tree, self._sandbox, self._shell, self.variables, self._limits)
-        return check_in(asked, *session, self.start, stop)
+        """Run a command over a copy of the workspace, with the protected files as they were at the session's start.
+
+        The session's processes rest meanwhile. Without isolation and protected files it is run in the workspace itself.
+        """
+        with self._at_rest(), scratch_folder("check") as private:
+            tree, isolated = self._tree, isinstance(self._sandbox, BubblewrapSandbox)
+            try:
+                if isolated or asked.protected:
+                    methods = METHODS if isolated else METHODS[1:]
+                    tree = fork_tree(tree, private, limits=_CHECKED, methods=methods, stop=stop, live=isolated)
+                if isinstance(self._sandbox, BubblewrapSandbox):
+                    again = self._sandbox.over(tree.directory, tree.mounting())
+                else:
+                    again = SubprocessSandbox(tree.directory, private)
+                if asked.protected:
+                    self._baseline.restore(again, asked.protected)
+            except (BadEnvironmentError, InfrastructureError) as error:
+                who = "prevented" if isinstance(error, BadEnvironmentError) else "error"
+                return asked.did(**{who: str(error)})
+            return check_workspace(asked, again, self.variables, self._limits, start=self.start)
 
     def close(self) -> None:
         """End all processes and remove what is not the folder itself. Idempotent."""
         atexit.unregister(self.close)
         self._shell.close()
         remove_tree(self.private)
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Nothing of the session runs inside the block, and its folder is open to its owner."""
+        with self._shell.held():
+            for folder in (self._tree.directory, *((self._tree.overlay.upper,) if self._tree.overlay else ())):
+                with suppress(OSError):
+                    folder.chmod(stat.S_IMODE(folder.lstat().st_mode) | stat.S_IRUSR | stat.S_IXUSR)
+            yield
 
     def _use(self, private: Path, shell: Shell) -> None:
         self.private, self._shell = private, shell
