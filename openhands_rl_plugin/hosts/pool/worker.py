@@ -36,8 +36,6 @@ class EpisodeWorker:
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("LOG_LEVEL", "ERROR")
-        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
         self._runner: HostRunner | None = None
         self._episodes: set[asyncio.Task[Trajectory]] = set()
         self._records = asyncio.Queue[tuple[str, Any, asyncio.Future[Outcome]]]()

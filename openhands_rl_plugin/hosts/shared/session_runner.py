@@ -16,7 +16,6 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary
-from openhands_rl_plugin.core.machine import without_collection
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Limits, StopReason, Trajectory
@@ -149,8 +148,7 @@ class SessionHostRunner(ABC):
         self._settings = settings
         self._storage = storage
         self._spec = self._options.strategy_spec(settings)
-        with without_collection():
-            self._prepare()
+        self._prepare()
         self._make_strategy()
         sessions = self._options.sessions or settings.max_workers
         self._gate = asyncio.Semaphore(sessions)
@@ -167,7 +165,7 @@ class SessionHostRunner(ABC):
                 strategy=self._make_strategy(),
                 strategy_spec=self._spec,
                 base_model=self._settings.serving.model,
-                environment_mode=self._options.environment_mode,
+                environment_mode=False,
                 workspace=workspace,
                 token_ids=self._options.token_ids,
             )
@@ -188,7 +186,7 @@ class SessionHostRunner(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Import the host. Raises ``ConfigError`` for options that it cannot fulfil."""
+        """Raises ``ConfigError`` for options that the host cannot fulfil."""
 
     @abstractmethod
     def _session(self, episode: Session) -> HostSession:
