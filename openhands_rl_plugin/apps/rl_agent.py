@@ -39,7 +39,7 @@ from openhands_rl_plugin.core.errors import (
 )
 from openhands_rl_plugin.core.files import draft_folder
 from openhands_rl_plugin.core.messages import transcript_nodes
-from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import (
@@ -407,36 +407,6 @@ class EpisodeResult(TypedDict):
     failure: str | None
 
 
-def session_runner(
-    settings: RLSettings,
-    engine: LLMEngine,
-    *,
-    base_model: str,
-    limits: Limits,
-    seed: str,
-    storage: TrajectoryStorage | None = None,
-) -> SessionRunner:
-    """A runner for the episodes of one run over one engine, each with its own environment, strategy and seed.
-
-    With a ``storage``, episodes are stored while they run.
-    """
-
-    def engine_for(request: EpisodeRequest) -> SeededEngine:
-        # Not the request's own seed: that one depends on the run's id, which differs in every run.
-        key = f"{seed}/{request.task.id}/{request.sample}/{request.attempt}"
-        return SeededEngine(engine, settings.sampling_params(), random.Random(key).randrange(_SEEDS))
-
-    return SessionRunner(
-        make_environment=lambda request: make_environment(settings),
-        make_strategy=lambda request: make_strategy(settings),
-        make_engine=engine_for,
-        strategy_spec=strategy_spec(settings),
-        base_model=base_model,
-        limits=limits,
-        storage=storage,
-    )
-
-
 def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult:
     """An episode and its score in the caller's form."""
     conversation = [_message(trajectory, index) for index in transcript_nodes(trajectory)]
@@ -671,12 +641,23 @@ class RLAgent:
             yield
 
     async def _play(self, plan: RolloutPlan, limits: Limits) -> list[EpisodeResult]:
-        engine = self._policy.engine()
-        seed = f"{self.config.sampling.seed}/{self._runs}"
+        engine, config, storage = self._policy.engine(), self.config, self._storage
+        seed = f"{config.sampling.seed}/{self._runs}"
+
+        def engine_for(request: EpisodeRequest) -> SeededEngine:
+            # Not the request's own seed: that one depends on the run's id, which differs in every run.
+            key = f"{seed}/{request.task.id}/{request.sample}/{request.attempt}"
+            return SeededEngine(engine, config.sampling_params(), random.Random(key).randrange(_SEEDS))
+
         try:
-            base_model, storage = self._policy.base_model, self._storage
-            runner = session_runner(
-                self.config, engine, base_model=base_model, limits=limits, seed=seed, storage=storage
+            runner = SessionRunner(
+                make_environment=lambda request: make_environment(config),
+                make_strategy=lambda request: make_strategy(config),
+                make_engine=engine_for,
+                strategy_spec=strategy_spec(config),
+                base_model=self._policy.base_model,
+                limits=limits,
+                storage=storage,
             )
             total = len(plan.tasks) * plan.samples_per_task
             with progress_bar("episodes", total, shown=self._progress) as bar:
@@ -685,7 +666,7 @@ class RLAgent:
             if isinstance(engine, ClosableEngine):
                 await engine.aclose()
         outcomes = await judge_all(self._reward, played)
-        await self._storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
+        await storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
         return [result_of(trajectory, outcome) for trajectory, outcome in zip(played, outcomes, strict=True)]
 
     async def _opening(self, task: Task) -> str:
