@@ -206,7 +206,7 @@ def test_hosts_do_not_know_each_other() -> None:
 
 
 def test_only_hosts_names_a_host() -> None:
-    """Others ask ``hosts.local`` for a runner. Texts of ``doctor`` and of errors may quote a line of config.toml."""
+    """Others ask ``hosts.open`` for a runner. The texts of ``doctor`` and of errors may quote a line of config.toml."""
     quotes = {"cli/doctor.py", "environments/workspace/sandbox.py"}
     wrong = [
         f"{file.relative_to(ROOT)}:{node.lineno}"

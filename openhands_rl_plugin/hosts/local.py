@@ -1,4 +1,4 @@
-"""The only module that names hosts: their runners, in this process and in workers, and one task in a folder.
+"""The only module that names hosts: their runners in this process, and one task in a folder.
 
 Importing it does not import OpenHands.
 """
@@ -12,8 +12,7 @@ import sys
 import threading
 import tomllib
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -26,12 +25,10 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.machine import without_collection
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Score, Trajectory
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.session_runner import EnvironmentSessions
 from openhands_rl_plugin.rollout.journal import EpisodeSink
@@ -82,44 +79,6 @@ def local_runner(
     from openhands_rl_plugin.hosts.v1.driver import ConversationRunner
 
     return ConversationRunner(settings, options, storage=storage)
-
-
-def make_runner(
-    settings: RLSettings,
-    options: HostOptions | None = None,
-    *,
-    storage: TrajectoryStorage | None = None,
-    workers: int = 0,
-) -> HostRunner:
-    """A runner over ``workers`` workers, of the kind that ``[rl] executor`` names; 0 runs sessions in this process.
-
-    With a ``storage`` every episode is stored while it runs. Raises ``ConfigError`` for settings that the host cannot
-    use, and as ``join_cluster``.
-    """
-    if not workers:
-        return local_runner(settings, options, storage=storage)
-    if settings.executor == "ray":
-        from openhands_rl_plugin.hosts.pool.ray_workers import RayWorker, join_cluster
-
-        join_cluster()
-        return WorkerPoolRunner(settings, options, workers=workers, storage=storage, kind=RayWorker)
-    return WorkerPoolRunner(settings, options, workers=workers, storage=storage)
-
-
-@asynccontextmanager
-async def open_runner(
-    settings: RLSettings,
-    options: HostOptions | None = None,
-    *,
-    storage: TrajectoryStorage | None = None,
-    workers: int = 0,
-) -> AsyncIterator[HostRunner]:
-    """``make_runner``, closed at the end of the block."""
-    runner = make_runner(settings, options, storage=storage, workers=workers)
-    try:
-        yield runner
-    finally:
-        await runner.close()
 
 
 def run_task(

@@ -32,7 +32,7 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.protocols import EpisodeRunner
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
-from openhands_rl_plugin.hosts.local import make_runner
+from openhands_rl_plugin.hosts.open import make_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 _SHOP = """
