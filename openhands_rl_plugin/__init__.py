@@ -36,7 +36,7 @@ _EXPORTS = {
     "Score": "core.types",
     "StandardReActStrategy": "rollout.strategies.base",
     "Task": "core.types",
-    "ToTStrategy": "rollout.strategies.tot",
+    "ToTStrategy": "rollout.strategies.base",
     "ToolBase": "environments.tools.environment",
     "ToolEnvironment": "environments.tools.environment",
     "Trajectory": "core.types",

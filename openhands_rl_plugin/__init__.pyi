@@ -28,8 +28,8 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore as AdapterSto
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine as OpenAIEngine
 from openhands_rl_plugin.rollout.session import AgentSession as AgentSession
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy as StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import ToTStrategy as ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy as MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy as ToTStrategy
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage as MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage as FileTrajectoryStorage
 

@@ -38,10 +38,10 @@ Kind = Literal[
 
 BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     "strategies": {
-        "BestOfN": "openhands_rl_plugin.rollout.strategies.best_of_n:BestOfNStrategy",
+        "BestOfN": "openhands_rl_plugin.rollout.strategies.base:BestOfNStrategy",
         "MCTS": "openhands_rl_plugin.rollout.strategies.mcts:MCTSStrategy",
         "StandardReAct": "openhands_rl_plugin.rollout.strategies.base:StandardReActStrategy",
-        "ToT": "openhands_rl_plugin.rollout.strategies.tot:ToTStrategy",
+        "ToT": "openhands_rl_plugin.rollout.strategies.base:ToTStrategy",
     },
     "environments": {
         "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",

@@ -70,7 +70,7 @@ from openhands_rl_plugin.session.replies import ErrorReply, PendingCalls, error_
 from openhands_rl_plugin.session.requests import ClientRequest
 from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
-from openhands_rl_plugin.session.session import EpisodeOver, Session
+from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.session.token_id_text import Json, parse_object
 from openhands_rl_plugin.session.upstream import Upstream
 
@@ -294,11 +294,7 @@ class ClientSession(Session):
         self.connect(upstream)
         body = {**call.document, "messages": list(call.messages), "model": model}
         body.pop("n", None)
-        try:
-            return await on_loop(background().loop, self._answered(call, body, upstream))
-        except EpisodeOver as over:
-            self.stop = over.stop
-            raise
+        return await on_loop(background().loop, self._answered(call, body, upstream))
 
     async def _answered(self, call: ClientRequest, body: Json, upstream: Upstream) -> Json:
         if self._is_aside(call, call.messages):

@@ -237,6 +237,7 @@ class Session(Episode):
                 tree.nodes[0].metadata[PROMPT] = self.settings.workspace.prompt
             tree.tools = tree.tools or tuple(body.get("tools") or ())
             if self.samples and (stop := self.stop or self.limit_reached()) is not None:
+                self.stop = stop
                 raise EpisodeOver(stop)
             chosen = await self._decided(Turn(body, wire, tree.messages(), rewritten))
             self.conversation.acted(chosen)

@@ -1,19 +1,31 @@
-"""The base of the search strategies: the budgets' account, what sampled actions are worth, and the turn's report."""
+"""ReAct, best of n, Tree of Thoughts, and the base of all searches: budgets, values of actions, and a turn's report."""
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
+
+from pydantic import Field
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, info_of
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Failure, Frozen, SamplingParams
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, Spending, note, notes, options_of
-from openhands_rl_plugin.rollout.strategies.search import Search, together
+from openhands_rl_plugin.rollout.strategies.options import (
+    Least,
+    SearchOptions,
+    Spending,
+    ended,
+    note,
+    notes,
+    options_of,
+    times_merged,
+)
+from openhands_rl_plugin.rollout.strategies.search import Search, call_seed, episode_seed, together
 from openhands_rl_plugin.rollout.strategies.value import (
     NoValue,
     RolloutValue,
@@ -196,3 +208,122 @@ class StandardReActStrategy:
         """Propose one completion below ``tree.head`` and return its index."""
         completions = await engine.complete(tree.messages(), tools=tree.tools, sampling=self.options.sampling)
         return tree.propose(completions[0])
+
+
+class BestOfNOptions(SearchOptions):
+    """``n`` actions are sampled each turn, and the best is executed. With ``act = "sampled"`` one of them is, as the
+    policy would act: so that what is trained on (``tree = "proposals"``) are the states that the policy comes to, and
+    also shows what helps after a mistake.
+    """
+
+    n: int = Field(default=4, ge=1)
+    act: Literal["best", "sampled"] = "best"
+
+
+class BestOfNStrategy(SearchStrategy[BestOfNOptions]):
+    """Judges every candidate once: after its step in a fork where the world can fork, else as it was said."""
+
+    Options = BestOfNOptions
+    name = "BestOfN"
+
+    def least_of_a_move(self, judgement: Least) -> Least:
+        """Every sample, its step and its judgement."""
+        return judgement.after(Least(1, 1)).times(self.options.n)
+
+    async def choose(self, search: Search) -> int | None:
+        """Sample, evaluate side by side, take the best, or any."""
+        candidates = await search.candidates(search.root, self.options.n)
+        source = self._source(search)
+        ranked = await self.evaluate_all(search, candidates)
+        if not ranked:
+            return None
+        return _drawn(search, ranked, source) if self.options.act == "sampled" else ranked[0]
+
+    def _source(self, search: Search) -> random.Random:
+        """Repeatable where the calls are: by the search's seed or the episode's."""
+        seed = self.options.seed
+        if seed is None and episode_seed(search.engine) is not None:
+            seed = 0  # the episode's is added
+        return random.Random(None if seed is None else call_seed(seed, search.engine, search.tree, search.root, 0))
+
+
+def _drawn(search: Search, candidates: Sequence[int], source: random.Random) -> int:
+    """One of them, each as likely as it was sampled often."""
+    nodes = search.tree.nodes
+    times = [1 + times_merged(notes(nodes[at])) for at in candidates]
+    return source.choices(candidates, times)[0]
+
+
+class ToTOptions(SearchOptions):
+    """Tree of Thoughts with breadth-first search (Yao et al. 2023, arXiv 2305.10601, algorithm 1), of actions.
+
+    ``num_branches`` proposals from each state, ``depth`` levels, or as many as the episode has turns left; the best
+    ``beam`` states of each level are expanded.
+    """
+
+    num_branches: int = Field(default=3, ge=1)
+    depth: int = Field(default=2, ge=1)
+    beam: int = Field(default=2, ge=1)
+
+
+class ToTStrategy(SearchStrategy[ToTOptions]):
+    """Proposes, values, keeps a beam; executes the first action on the way to the best leaf.
+
+    Where the world can fork, the tree grows over real observations; where it cannot, observations are unknown, so the
+    tree is one level deep, which the report says.
+    """
+
+    Options = ToTOptions
+    name = "ToT"
+
+    def least_of_a_move(self, judgement: Least) -> Least:
+        """Every proposal of the first level, its step and its judgement."""
+        return judgement.after(Least(1, 1)).times(self.options.num_branches)
+
+    async def choose(self, search: Search) -> int | None:
+        """Grow level by level; a branch that ended, or that the budget did not allow to expand, remains a candidate
+        with its current value."""
+        beam: list[tuple[int, ...]] = [()]
+        reached = 0
+        while reached < self._levels(search) and not search.exhausted():
+            live = [path for path in beam if self._goes_on(search, path)]
+            grown = await self._grow(search, live)
+            if not any(path not in beam for path in grown):
+                break
+            reached += 1
+            finished = [path for path in beam if path and path not in live]
+            beam = sorted([*finished, *grown], key=lambda path: -self._worth(search, path))[: self.options.beam]
+        search.log.extra["depth"] = reached
+        best = next((path for path in beam if path and len(search.alive(path)) == len(path)), None)
+        if best is None:
+            return None
+        self._back_up(search, best)
+        return best[0]
+
+    def _goes_on(self, search: Search, path: tuple[int, ...]) -> bool:
+        return not path or (not ended(search.tree.nodes[path[-1]]) and search.goes_on(search.state(path[-1])))
+
+    def _levels(self, search: Search) -> int:
+        return self.options.depth if search.world is not None else 1
+
+    async def _grow(self, search: Search, paths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        states = [search.state(path[-1]) if path else search.root for path in paths]
+        proposed = await together(search.candidates(state, self.options.num_branches) for state in states)
+        judged = await together(self.evaluate_all(search, actions) for actions in proposed)
+        grown: list[tuple[int, ...]] = []
+        for path, actions, known in zip(paths, proposed, judged, strict=True):
+            grown += [(*path, action) for action in known]
+            if path and not known and (not actions or search.alive(actions)):
+                grown.append(path)
+        return grown
+
+    def _worth(self, search: Search, path: tuple[int, ...]) -> float:
+        return search.total(path[:-1]) + (search.tree.nodes[path[-1]].value or 0.0)
+
+    def _back_up(self, search: Search, path: tuple[int, ...]) -> None:
+        """The best leaf's worth is a return that was seen from the actions on that lead to it."""
+        nodes = [search.tree.nodes[at] for at in path]
+        worth = nodes[-1].value or 0.0
+        for node in reversed(nodes[:-1]):
+            worth += node.reward or 0.0
+            count_return(node, worth)

@@ -16,10 +16,9 @@ from openhands_rl_plugin.core.protocols import EnvInfo, Strategy
 from openhands_rl_plugin.core.types import Completion, EpisodeRequest, FailureKind, PolicyRef, StrategySpec, Tokens
 from openhands_rl_plugin.core.types import Message as Said
 from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy, ToTOptions, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.options import SearchBudget, SearchOptions
-from openhands_rl_plugin.rollout.strategies.tot import ToTOptions, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import ModelValue, NoValue, RewardValue, RolloutValue
 from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
 

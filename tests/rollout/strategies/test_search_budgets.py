@@ -16,10 +16,9 @@ from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
 from openhands_rl_plugin.models.engines.seeded import SeededEngine as EpisodeEngine
-from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.options import SearchBudget
-from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
 from openhands_rl_plugin.testing import ScriptedEngine
 

@@ -27,9 +27,8 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rewards.tests import TestsReward
 from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import (
     ModelValue,
     NoValue,

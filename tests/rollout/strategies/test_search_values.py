@@ -13,10 +13,9 @@ from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import Score, Trajectory
-from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.options import SearchBudget
-from openhands_rl_plugin.rollout.strategies.tot import ToTStrategy
 from openhands_rl_plugin.rollout.strategies.value import RewardValue, ValueFunction, VerifierValue, VerifierValueOptions
 
 Make = Callable[[ValueFunction], Strategy]

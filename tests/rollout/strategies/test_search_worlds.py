@@ -13,7 +13,7 @@ from evaluation.performance.search.planning import PlanningEnvironment, Planning
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation
-from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.options import SearchBudget
 from openhands_rl_plugin.rollout.strategies.value import NoValue

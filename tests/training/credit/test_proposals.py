@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.types import (
     Tokens,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNOptions, BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.credit.advantages import times_sampled
 from openhands_rl_plugin.training.credit.credit import (

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.types import StrategySpec
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rollout.session import SessionRunner
-from openhands_rl_plugin.rollout.strategies.best_of_n import BestOfNStrategy
+from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.value import ValueEstimate
 from openhands_rl_plugin.training.loop.asynchronous import make_loop
