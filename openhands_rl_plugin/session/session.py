@@ -149,8 +149,8 @@ class Session(Episode):
         self._strict = strict
         self.follow_tree()
         self._upstream: Upstream | None = None
-        # The live turn and those that forks have reached, by path; the document of each answer; failed requests.
-        self._turns: dict[tuple[Message, ...], Turn] = {}
+        # The live turn and those that forks have reached; the document of each answer; failed requests.
+        self._turns: list[Turn] = []
         self._documents: dict[Message, Json] = {}
         self._failed: dict[object, list[JsonObject]] = {}
         self._numbers, self._seeds, self._spent = itertools.count(), ConversationSeeds(), Usage()
@@ -254,7 +254,7 @@ class Session(Episode):
         self.turn, self._spent = turn, Usage()
         # Earlier turns are dropped, unless search can still reach them.
         start = len(turn.path)
-        self._turns = {path: known for path, known in self._turns.items() if path[:start] == turn.path}
+        self._turns = [known for known in self._turns if known.path[:start] == turn.path]
         self.expect(turn)
         seeds, turns = self._seeds.copy(), self.turns
         try:
@@ -270,7 +270,7 @@ class Session(Episode):
 
     def expect(self, turn: Turn) -> None:
         """Until the next request of the host, conversations that begin with ``turn.path`` go on from ``turn``."""
-        self._turns[turn.path] = turn
+        self._turns = [turn, *(known for known in self._turns if known.path != turn.path)]
 
     def document_of(self, answer: Message) -> Json:
         """A sampled answer as the server sent it."""
@@ -290,8 +290,8 @@ class Session(Episode):
         as the cause, when all fail. Meanwhile the episode so far is stored; raises ``StorageError``.
         """
         path = tuple(messages)
-        lengths = sorted({len(known) for known in self._turns if len(known) <= len(path)}, reverse=True)
-        turn = next((self._turns[path[:length]] for length in lengths if path[:length] in self._turns), None)
+        begun = [known for known in self._turns if path[: len(known.path)] == known.path]
+        turn = max(begun, key=lambda known: len(known.path), default=None)
         if turn is None:
             turn = Turn({name: value for name, value in self.turn.body.items() if name in _KEPT}, ())
         body = turn.body if tools else {name: each for name, each in turn.body.items() if name not in _OF_TOOLS}
@@ -357,7 +357,7 @@ class Session(Episode):
         key = path, asked.get("seed")
         fields = [name for name in upstream.fields if name not in asked] if self.token_ids else []
         asking = upstream.extensions.attempt(str(asked["model"]), fields)
-        attempts = self._failed.pop(key, [])
+        attempts = self._failed.pop(key, []) if self._failed else []  # a long path is slow to hash
         failures = 0
         while True:
             sent: Json = {**asked, **extension_values(asking.fields, asked)}
