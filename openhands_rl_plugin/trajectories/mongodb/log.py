@@ -1,137 +1,381 @@
-"""An episode's content as a log of small documents.
+"""The log of episodes in MongoDB's documents, atomic to readers without transactions, which a single server has not.
 
-Each record (the start, some nodes with later marks, the end) is one document of the ``chunks`` collection or, when it
-is large, several: ``part`` of ``parts``. An ``_id`` is a place in one log (``generation``) of an episode. Two writers
-cannot both take the same place; the first one wins, and the other one reads what it did. A record whose writer died
-before its last part is void as soon as another record follows it.
+An episode has a small document in ``episodes`` and a log (``generation``) of documents in ``chunks``. Each record (the
+start, some nodes with later marks, the end) is one document or, when it is large, several: ``part`` of ``parts``. What
+is new goes into the log first, where no reader looks; then one change of the episode's own document says how many
+``chunks`` are valid. An ``_id`` is a place in a log: of two writers that take the same place the first one wins, and
+the other one reads what it did. A record whose writer died before its last part is void as soon as another follows it.
+
+A score comes first and then the document of its episode; in between, and as long as there is no such episode, the
+score is ``pending``. What is numbered takes its number first: a look in between finds a gap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+import math
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
+from pymongo import UpdateOne
+from pymongo.errors import BulkWriteError, DuplicateKeyError
 
-from openhands_rl_plugin.core.errors import DamagedError
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark
-from openhands_rl_plugin.core.types import Node
-from openhands_rl_plugin.trajectories.storages.header import marked
-from openhands_rl_plugin.trajectories.storages.packing import (
-    pack_document,
-    pack_in_chunks,
-    parsed_end,
-    parsed_json,
-    unpack_document,
-    unpack_nodes,
-)
+from openhands_rl_plugin.core.errors import DamagedError, describe
+from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of, page_lost
+from openhands_rl_plugin.trajectories.storages.log import KINDS, Content, Episode, Judged, Kind, Noted, Record
+from openhands_rl_plugin.trajectories.storages.packing import PackedNodes, pack_document, unpack_document
+
+Query = dict[str, Any]
 
 PART_BYTES = 4 * 1024 * 1024
 """A document holds so much of a record at most; MongoDB takes no document of 16 MB."""
 
-_START, _GROWTH, _END = "start", "growth", "end"
+_COMPUTED: dict[TrajectoryOrder, Query] = {
+    TrajectoryOrder.TOKENS: {"$add": ["$prompt_tokens", "$completion_tokens"]},
+    TrajectoryOrder.SECONDS: {"$subtract": ["$finished", "$started"]},
+}
+_NUMBERS = {"episodes": "order", "scores": "_id", "labels": "order"}
+_SIGNS = {"=": "$eq", ">=": "$gte", "<=": "$lte"}
 _MARKS = TypeAdapter(tuple[NodeMark, ...])
+_DUPLICATE_KEY = 11000
+# An episode that is replaced while it is read is read again; that happens to it once.
+_ATTEMPTS = 5
+_MOST_GAPS = 256
 
 
-class LogEntry(NamedTuple):
-    """One entry of the log. The last one of a growth ``closes`` it: it holds the ``head`` and the packed ``marks``."""
+class _Place(NamedTuple):
+    """Where an episode's content is: a log, and how many documents it has, valid or not."""
 
-    kind: str
-    data: bytes
-    closes: bool = False
-    head: int | None = None
-    marks: bytes = b""
-
-
-class Replayed(NamedTuple):
-    """The content of the ``length`` documents of a log."""
-
-    start: EpisodeStart
+    generation: str
     length: int
-    nodes: tuple[Node, ...]
-    head: int | None
-    end: EpisodeEnd | None
 
 
-def start_record(packed: bytes) -> LogEntry:
-    """The first record of every log."""
-    return LogEntry(_START, packed)
+class MongoLog:
+    """As in ``Log``."""
+
+    def __init__(self, database: MongoDatabase) -> None:
+        self._database = database
+
+    async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
+        if where.limit == 0:
+            return []
+        stages = [{"$match": _query_of(where)}, *_key_of(where.sort)]
+        if where.after is not None:
+            stages.append({"$match": await self._after(where)})
+        direction = -1 if where.descending else 1
+        order = {} if where.sort is TrajectoryOrder.STORED else {where.sort.value: direction, "order": 1}
+        first = {"unrewarded": 1} if where.sort is TrajectoryOrder.REWARD else {}
+        stages += [{"$sort": {**first, **order} or {"order": direction}}, {"$skip": where.offset}]
+        stages += [{"$limit": where.limit}] if where.limit else []
+        found = await self._database["episodes"].aggregate([*stages, {"$project": {"_id": 1}}], allowDiskUse=True)
+        return [document["_id"] async for document in found]
+
+    async def _after(self, where: TrajectoryFilter) -> Query:
+        """The query of what comes after an episode in that order."""
+        stages = [{"$match": {"_id": where.after}}, *_key_of(where.sort)]
+        found = await (await self._database["episodes"].aggregate(stages)).to_list()
+        if not found:
+            raise page_lost(where)
+        last, key, sign = found[0], where.sort.value, "$lt" if where.descending else "$gt"
+        if where.sort is TrajectoryOrder.STORED:
+            return {"order": {sign: last["order"]}}
+        later = {"order": {"$gt": last["order"]}}
+        if last[key] is None:
+            return {key: None, **later}
+        either: list[Query] = [{key: {sign: last[key]}}, {key: last[key], **later}]
+        return {"$or": [*either, {"unrewarded": True}] if where.sort is TrajectoryOrder.REWARD else either}
+
+    async def count(self, where: TrajectoryFilter) -> int:
+        return await self._database["episodes"].count_documents(_query_of(where))
+
+    async def headers(self, ids: Sequence[str]) -> list[Episode]:
+        found = self._database["episodes"].find({"_id": {"$in": list(ids)}})
+        return [
+            Episode(
+                [each["_id"], *(each.get(name) for name in EpisodeHeader._fields[1:])],
+                each["order"],
+                each["chunks"],
+                each["score"],
+                _Place(each["generation"], each["chunks"]),
+            )
+            async for each in found
+        ]
+
+    async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
+        read: dict[str, Episode] = {}
+        missing = list(ids)
+        for _ in range(_ATTEMPTS):
+            known = await self.headers(missing)
+            ends = [None if unseen and each.header.open else each.revision for each in known]
+            ranges = [_range(each.place.generation, 0, end) for each, end in zip(known, ends, strict=True)]
+            logs = defaultdict[str, list[Mapping[str, Any]]](list)
+            found = self._database["chunks"].find({"$or": ranges}).sort("_id", 1)
+            for document in await found.to_list() if ranges else ():
+                logs[document["episode"]].append(document)
+            read |= {each.fields[0]: _with_content(each, logs[each.fields[0]]) for each in known}
+            missing = [each.fields[0] for each in known if len(logs[each.fields[0]]) < each.revision]
+            if not missing:
+                break
+        return list(read.values())
+
+    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
+        chunks, records = self._database["chunks"], _records(content)
+        if before is None or (content is not None and content.start is not None):
+            place = _Place(uuid.uuid4().hex, 0)
+        else:
+            place = before.place
+        documents = list(_documents(header.id, place, records))
+        length = place.length + len(documents)
+        if documents:
+            try:
+                await chunks.insert_many(documents)
+            except BulkWriteError as error:
+                if {each["code"] for each in error.details["writeErrors"]} == {_DUPLICATE_KEY}:
+                    return None
+                raise
+        state = Episode(header, 0, length, place=_Place(place.generation, length))
+        if before is None:
+            done = await self._insert(header, state)
+        elif place.generation != before.place.generation:
+            done = await self._replace(before, header, state)
+        else:
+            done = before.revision == length or await self._make_valid(header, state)
+        if done:
+            return state
+        if place.length == 0:
+            await self._delete(place.generation)
+        else:
+            now = await self._database["episodes"].find_one({"_id": header.id, "generation": place.generation})
+            if now is None or now["chunks"] < length:
+                # Closed or gone, so what comes after the valid part will not be read any more.
+                await chunks.delete_many(_range(place.generation, place.length))
+        return None
+
+    async def _insert(self, header: EpisodeHeader, state: Episode) -> bool:
+        row = {"_id": header.id, "order": await self._database.next("episodes"), **_row(header, state)}
+        reward = _reward(header.sorting_reward(None))
+        try:
+            await self._database["episodes"].insert_one({**row, "scored": 0, "score": None, **reward})
+        except DuplicateKeyError:
+            return False
+        return True
+
+    async def _replace(self, before: Episode, header: EpisodeHeader, state: Episode) -> bool:
+        done = await self._update({"generation": before.place.generation, "open": True}, header, state)
+        if done:
+            await self._delete(before.place.generation)
+        return done
+
+    async def _make_valid(self, header: EpisodeHeader, state: Episode) -> bool:
+        where = {"generation": state.place.generation, "open": True, "chunks": {"$lt": state.revision}}
+        return await self._update(where, header, state)
+
+    async def _update(self, where: Query, header: EpisodeHeader, state: Episode) -> bool:
+        """Make an episode this one; a judgement that it has still decides what it is found by, unless it failed."""
+        decides = header.failure_kind is not None or {"$eq": ["$score", None]}
+        change = _literal(_row(header, state)) | _chosen(decides, _reward(header.sorting_reward(None)))
+        found = await self._database["episodes"].update_one({"_id": header.id, **where}, [{"$set": change}])
+        return found.matched_count == 1
+
+    async def _delete(self, generation: str) -> None:
+        await self._database["chunks"].delete_many(_range(generation))
+
+    async def correct(self, episode: Episode, header: EpisodeHeader) -> None:
+        again = {"scored": 0, "score": None, **_reward(header.sorting_reward(None))}
+        change = _row(header, episode) | again
+        await self._database["episodes"].update_one({"_id": header.id}, {"$set": change})
+
+    async def drop(self, episode: Episode) -> bool:
+        identity, generation = episode.fields[0], episode.place.generation
+        where = {"_id": identity, "generation": generation, "open": True}
+        if (await self._database["episodes"].delete_one(where)).deleted_count == 0:
+            return False
+        await self._delete(generation)
+        for name in ("scores", "labels"):
+            await self._database[name].delete_many({"episode": identity})
+        return True
+
+    async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
+        kind = "scores" if isinstance(values[0], Score) else "labels"
+        first = await self._database.next(kind, len(values))
+        changes: list[UpdateOne] = []
+        for number, (value, document) in enumerate(zip(values, packed, strict=True), first):
+            row: Query = {"episode": value.trajectory_id, kind[:-1]: document}
+            row |= {"reward": value.reward, "pending": True} if isinstance(value, Score) else {"order": number}
+            identity = number if isinstance(value, Score) else value.id
+            changes.append(UpdateOne({"_id": identity}, {"$setOnInsert": row}, upsert=True))
+        await self._database[kind].bulk_write(changes)
+
+    async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
+        number = _NUMBERS[kind]
+        found = self._database[kind].find({"episode": {"$in": list(ids)}}).sort(number, 1)
+        return [Record(each[number], each["episode"], each[kind[:-1]]) async for each in found]
+
+    async def judge(self, judged: Sequence[Judged]) -> None:
+        changes: list[UpdateOne] = []
+        for episode, numbers, newest in judged:
+            reward, header = newest and newest.reward, episode.header
+            found_by = _reward(header.episode_return if newest is None else newest.reward)
+            valid = {"$eq": ["$failure_kind", None]}
+            change = _literal({"scored": max(numbers), "score": reward}) | _chosen(valid, found_by)
+            changes.append(UpdateOne({"_id": header.id, "scored": {"$lte": max(numbers)}}, [{"$set": change}]))
+        await self._database["episodes"].bulk_write(changes, ordered=False)
+        settled = [number for each in judged for number in each.numbers]
+        await self._database["scores"].update_many({"_id": {"$in": settled}}, {"$unset": {"pending": ""}})
+
+    async def unjudged(self) -> Sequence[str]:
+        found = self._database["scores"].find({"pending": True}, {"episode": 1})
+        return list({each["episode"] async for each in found})
+
+    async def apart[Answer](self, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.to_thread(work)
+
+    async def last(self) -> Mapping[Kind, int]:
+        found = {each["_id"]: each.get("value", 0) async for each in self._database["counters"].find()}
+        return {kind: found.get(kind, 0) for kind in KINDS}
+
+    async def gaps(self, kind: Kind, last: int) -> Sequence[int]:
+        first = max(0, last - _MOST_GAPS)
+        written = {each.number for each in await self.later(kind, first, (), 0)}
+        return [number for number in range(first + 1, last + 1) if number not in written]
+
+    async def later(self, kind: Kind, after: int, among: Sequence[int], most: int) -> list[Noted]:
+        number = _NUMBERS[kind]
+        where: Query = {number: {"$gt": after}}
+        where = {"$or": [where, {number: {"$in": list(among)}}]} if among else where
+        found = self._database[kind].find(where, {number: 1, "episode": 1, "open": 1, "chunks": 1}).sort(number, 1)
+        return [
+            Noted(each[number], each.get("episode", each["_id"]), each.get("open", False), each.get("chunks", 0))
+            async for each in found.limit(most)
+        ]
+
+    async def open_ones(self, most: int) -> Mapping[int, int]:
+        found = self._database["episodes"].find({"open": True}, {"order": 1, "chunks": 1}).sort("order", -1)
+        return {each["order"]: each["chunks"] async for each in found.limit(most)}
 
 
-def end_record(packed: bytes) -> LogEntry:
-    """The last record of a finished episode; of several the last one holds."""
-    return LogEntry(_END, packed)
+def _query_of(where: TrajectoryFilter) -> Query:
+    query: Query = defaultdict(dict)
+    for name, sign, value in conditions_of(where):
+        query[name][_SIGNS[sign]] = value
+    if "reward" in query:
+        query["unrewarded"] = False  # The index begins with whether the reward is known.
+    if where.ids is not None:
+        query["_id"] = {"$in": list(where.ids)}
+    if where.finished is not None:
+        query["open"] = not where.finished
+    if where.failed is not None:
+        # Combined with the filter's own kind.
+        query["$and"] = [{"failure_kind": {"$ne": None} if where.failed else None}]
+    if where.contains is not None:
+        # The server takes no NUL in a pattern.
+        pattern = re.escape(where.contains).replace("\0", r"\x00")
+        query["$or"] = [{"_id" if name == "id" else name: {"$regex": pattern}} for name in SEARCHED]
+    return dict(query)
 
 
-def growth_records(nodes: Sequence[Node], first: int, head: int | None, marks: Sequence[NodeMark]) -> list[LogEntry]:
-    """One append to an episode, in packs that are read one by one."""
-    packs = [chunk.blob for chunk in pack_in_chunks(nodes, first)] or [b""]
-    last = LogEntry(_GROWTH, packs[-1], True, head, pack_document(_MARKS.dump_json(tuple(marks))) if marks else b"")
-    return [*(LogEntry(_GROWTH, pack) for pack in packs[:-1]), last]
+def _key_of(sort: TrajectoryOrder) -> list[Query]:
+    """The stage that computes a sort key that is not stored."""
+    return [{"$addFields": {sort.value: _COMPUTED[sort]}}] if sort in _COMPUTED else []
 
 
-def log_documents(episode: str, generation: str, first: int, records: Iterable[LogEntry]) -> list[dict[str, Any]]:
-    """``records`` as documents, of which the first takes the place ``first`` in the log."""
-    contents = (content for record in records for content in _contents(record))
-    return [
-        {"_id": place(generation, seq), "episode": episode, "seq": seq, **content}
-        for seq, content in enumerate(contents, first)
-    ]
+def _row(header: EpisodeHeader, state: Episode) -> Query:
+    columns = {name: value for name, value in header._asdict().items() if name != "id"}
+    return {"generation": state.place.generation, "chunks": state.revision, "open": header.open, **columns}
 
 
-def place(generation: str, seq: int) -> str:
-    """Where a document stands; as text it sorts by number."""
-    return f"{generation}/{seq:08d}"
+def _reward(value: float | None) -> Query:
+    """The reward of filters and sorting. A NaN counts as unknown."""
+    known = None if value is None or math.isnan(value) else value
+    return {"reward": known, "unrewarded": known is None}
 
 
-def generation_of(document: Mapping[str, Any]) -> str:
-    """The log that a document belongs to."""
-    return document["_id"].partition("/")[0]
+def _literal(values: Query) -> Query:
+    """In a pipeline a text that begins with a dollar sign would be a field otherwise."""
+    return {name: {"$literal": value} for name, value in values.items()}
 
 
-def log_range(generation: str, first: int = 0, end: int | None = None) -> dict[str, Any]:
+def _chosen(condition: Any, values: Query) -> Query:
+    return {name: {"$cond": [condition, {"$literal": value}, f"${name}"]} for name, value in values.items()}
+
+
+def _range(generation: str, first: int = 0, end: int | None = None) -> Query:
     """The query for the documents from ``first`` to before ``end``, or to the last."""
     # "0" comes right after "/".
-    until = f"{generation}0" if end is None else place(generation, end)
-    return {"_id": {"$gte": place(generation, first), "$lt": until}}
+    until = f"{generation}0" if end is None else f"{generation}/{end:08d}"
+    return {"_id": {"$gte": f"{generation}/{first:08d}", "$lt": until}}
 
 
-def replay(episode: str, documents: Iterable[Mapping[str, Any]]) -> Replayed:
-    """Read a log from its first document on. Raises ``StorageError`` when it is damaged."""
-    start: EpisodeStart | None = None
+def _records(content: Content | None) -> Iterator[Query]:
+    if content is None:
+        return
+    if content.start is not None:
+        yield {"kind": "start", "data": content.start}
+    if content.packs or content.marks or (content.start is None and content.end is None):
+        *packs, last = [each.blob for each in content.packs] or [b""]
+        yield from ({"kind": "growth", "data": pack} for pack in packs)
+        marks = pack_document(_MARKS.dump_json(tuple(content.marks))) if content.marks else b""
+        # The last one of a growth closes it.
+        yield {"kind": "growth", "data": last, "closes": True, "head": content.head, "marks": marks}
+    if content.end is not None:
+        yield {"kind": "end", "data": content.end}
+
+
+def _documents(episode: str, place: _Place, records: Iterator[Query]) -> Iterator[Query]:
+    """``records`` as documents, of which the first takes the next place in the log."""
+    seq = place.length
+    for record in records:
+        count = max(1, -(-len(record["data"]) // PART_BYTES))
+        for part in range(count):
+            data = record["data"][part * PART_BYTES : (part + 1) * PART_BYTES]
+            row = {
+                "_id": f"{place.generation}/{seq:08d}",
+                "episode": episode,
+                "seq": seq,
+                "closes": False,
+                "head": None,
+            }
+            yield {**row, "marks": b"", **record, "part": part, "parts": count, "data": data}
+            seq += 1
+
+
+def _with_content(episode: Episode, documents: Sequence[Mapping[str, Any]]) -> Episode:
+    """What its log says, from the first document on."""
+    missing = f"a part of episode {episode.fields[0]!r} is missing; restore the database from a backup"
+    start: bytes | None = None
     end: bytes | None = None
     head: int | None = None
-    nodes: list[Node] = []
+    packs: list[PackedNodes] = []
     marks: list[NodeMark] = []
-    length = 0
     parts: list[bytes] = []
-    for length, document in enumerate(documents, 1):
-        # A first part makes void what came before it without its last part.
-        parts = [*(parts if document["part"] else ()), document["data"]]
-        if document["seq"] != length - 1 or document["part"] != len(parts) - 1:
-            raise _damaged(episode)
-        if len(parts) < document["parts"]:
-            continue
-        data = b"".join(parts)
-        if document["kind"] == _START:
-            start = parsed_json(EpisodeStart, episode, data)
-        elif document["kind"] == _END:
-            end = data
-        else:
-            nodes += unpack_nodes(data) if data else ()
-            marks += _MARKS.validate_json(unpack_document(document["marks"])) if document["marks"] else ()
-            head = document["head"] if document["closes"] else head
-    if start is None:
-        raise _damaged(episode)
-    return Replayed(start, length, marked(nodes, marks), head, None if end is None else parsed_end(start, end))
-
-
-def _contents(record: LogEntry) -> Iterator[dict[str, Any]]:
-    count = max(1, -(-len(record.data) // PART_BYTES))
-    for part in range(count):
-        data = record.data[part * PART_BYTES : (part + 1) * PART_BYTES]
-        yield {**record._asdict(), "part": part, "parts": count, "data": data}
-
-
-def _damaged(episode: str) -> DamagedError:
-    return DamagedError(f"a part of episode {episode!r} is missing; restore the database from a backup")
+    damage = missing if len(documents) < episode.revision else ""
+    try:
+        for at, document in enumerate(documents):
+            # A first part makes void what came before it without its last part.
+            parts = [*(parts if document["part"] else ()), document["data"]]
+            if document["seq"] != at or document["part"] != len(parts) - 1:
+                raise DamagedError(missing)
+            if len(parts) < document["parts"]:
+                continue
+            data = b"".join(parts)
+            if document["kind"] == "start":
+                start = data
+            elif document["kind"] == "end":
+                end = data
+            else:
+                packs += [PackedNodes(0, 0, data)] if data else []
+                marks += _MARKS.validate_json(unpack_document(document["marks"])) if document["marks"] else ()
+                head = document["head"] if document["closes"] else head
+    except DamagedError as error:
+        damage = str(error)
+    except (KeyError, ValueError, TypeError) as error:
+        damage = f"a part of episode {episode.fields[0]!r} is damaged: {describe(error)}"
+    place = _Place(episode.place.generation, len(documents))
+    return episode._replace(content=Content(start, packs, marks, head, end), place=place, damage=damage)

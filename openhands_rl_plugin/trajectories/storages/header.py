@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark, TrajectorySummary
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import (
     ACTED,
     KIND,
@@ -66,67 +66,43 @@ class EpisodeHeader(NamedTuple):
         """
         if "\0" in start.id:
             raise StorageError(f"episode {start.id!r} cannot be stored: its id has a NUL character; leave that out")
-        policy, started = start.policy, _finite(start.id, start.started)
-        return cls(
-            id=start.id,
-            run_id=start.run_id,
-            group_id=start.group_id,
-            task_id=start.task.id,
-            environment=start.task.environment,
-            split=start.task.split,
-            strategy=start.strategy.name,
-            base_model=policy.base_model,
-            adapter=policy.adapter,
-            policy_version=policy.version,
-            stop=StopReason.UNFINISHED.value,
-            failure_kind=None,
-            nodes=0,
-            turns=0,
-            episode_return=None,
-            started=started,
-            finished=started,
-        )
+        task, policy, started = start.task, start.policy, _finite(start.id, start.started)
+        ids = start.id, start.run_id, start.group_id, task.id, task.environment, task.split, start.strategy.name
+        sampler = policy.base_model, policy.adapter, policy.version
+        return cls(*ids, *sampler, StopReason.UNFINISHED.value, None, 0, 0, None, started, started)
 
-    def grown(self, spine: Spine, head: int | None, at: float) -> Self:
+    def grown(self, spine: Spine, head: int | None, at: float, evidence: JsonObject | None = None) -> Self:
         """That of the episode with these nodes, which last grew at the time ``at``."""
-        turns, episode_return = spine.along(head)
-        known = paid_return(episode_return, self.environment)
+        turns, total = spine.along(head)
+        # 0.0 only says that steps were executed, where the environment pays nothing.
+        known = total if total or pays_rewards(self.environment, evidence or {}) else None
         return self._replace(nodes=len(spine), turns=turns, episode_return=known, finished=at)
 
     def ended(self, spine: Spine, end: EpisodeEnd) -> Self:
         """That of the finished episode. Raises ``StorageError`` when it did not end, or its time is no number."""
         if end.stop is StopReason.UNFINISHED:
             raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
-        grown = self.grown(spine, end.head, _finite(end.trajectory_id, end.finished))
-        known = paid_return(grown.episode_return, self.environment, end.evidence)
+        grown = self.grown(spine, end.head, _finite(end.trajectory_id, end.finished), end.evidence)
+        if end.failure is not None:
+            grown = grown._replace(episode_return=None, failure_kind=end.failure.kind.value)
         return grown._replace(
-            episode_return=known if end.failure is None else None,
             base_model=end.policy.base_model,
             adapter=end.policy.adapter,
             policy_version=end.policy.version,
             stop=end.stop.value,
-            failure_kind=None if end.failure is None else end.failure.kind.value,
             **end.usage.model_dump(),
         )
 
     def summary(self, reward: float | None) -> TrajectorySummary:
         """The summary for lists; ``reward`` is the newest judgement of the outcome."""
+        row = self._asdict()
         return TrajectorySummary(
-            id=self.id,
-            run_id=self.run_id,
-            group_id=self.group_id,
-            task_id=self.task_id,
-            environment=self.environment,
-            split=self.split,
-            strategy=self.strategy,
+            **{name: row[name] for name in TrajectorySummary.model_fields if name in row and name != "stop"},
             policy=PolicyRef(base_model=self.base_model, adapter=self.adapter, version=self.policy_version),
             stop=StopReason(self.stop),
             failure=None if self.failure_kind is None else FailureKind(self.failure_kind),
-            nodes=self.nodes,
-            turns=self.turns,
-            episode_return=self.episode_return,
             reward=reward,
-            usage=Usage(**{name: getattr(self, name) for name in Usage.model_fields}),
+            usage=Usage(**{name: row[name] for name in Usage.model_fields}),
             times=Times(started=self.started, finished=self.finished),
         )
 
@@ -135,17 +111,27 @@ class EpisodeHeader(NamedTuple):
 
         A failed episode has none, even if it was scored.
         """
-        return self.episode_return if newest is None or self.failed else newest.reward
+        return self.episode_return if newest is None or self.failure_kind is not None else newest.reward
 
     @property
-    def failed(self) -> bool:
-        """Whether it is no valid sample of the policy."""
-        return self.failure_kind is not None
+    def open(self) -> bool:
+        """Whether it has not ended."""
+        return self.stop == StopReason.UNFINISHED
 
 
-def paid_return(total: float | None, environment: str, evidence: JsonObject | None = None) -> float | None:
-    """As ``Trajectory.known_return``: where the environment pays nothing, 0.0 only says that steps were executed."""
-    return total if total or pays_rewards(environment, evidence or {}) else None
+def conditions_of(where: TrajectoryFilter) -> Iterator[tuple[str, str, Any]]:
+    """What a filter compares: columns, signs and values; ``ids``, ``finished``, ``failed`` and ``contains`` aside."""
+    for name in EpisodeHeader._fields:
+        if name not in ("id", "finished") and (value := getattr(where, name, None)) is not None:
+            yield name, "=", str(value) if isinstance(value, str) else value
+    bounds = ("reward", where.reward_at_least, where.reward_at_most), ("finished", where.since, where.until)
+    for name, least, most in bounds:
+        yield from ((name, sign, value) for sign, value in ((">=", least), ("<=", most)) if value is not None)
+
+
+def page_lost(where: TrajectoryFilter) -> StorageError:
+    """The error of a page whose place in the list is not known any more."""
+    return StorageError(f"the episode {where.after!r}, after which a page begins, is gone; begin with the first page")
 
 
 class _Vertebra(NamedTuple):
@@ -200,39 +186,13 @@ class Spine:
 
 
 def whole(start: EpisodeStart, nodes: Sequence[Node], end: EpisodeEnd) -> Trajectory:
-    """A finished episode put together again."""
+    """An episode put together again."""
     if start.schema_version > SCHEMA_VERSION:
         raise newer_schema(start.id, start.schema_version)
-    return Trajectory(
-        schema_version=start.schema_version,
-        id=start.id,
-        run_id=start.run_id,
-        group_id=start.group_id,
-        task=start.task,
-        strategy=start.strategy,
-        policy=end.policy,
-        nodes=tuple(nodes),
-        head=end.head,
-        stop=end.stop,
-        tools=end.tools,
-        evidence=end.evidence,
-        failure=end.failure,
-        usage=end.usage,
-        times=Times(started=start.started, finished=end.finished),
-    )
-
-
-def so_far(start: EpisodeStart, nodes: Sequence[Node], head: int | None, grown: float) -> Trajectory:
-    """An unfinished episode as it stands, ``grown`` last at that time. Its usage and evidence are not known yet."""
-    end = EpisodeEnd(
-        trajectory_id=start.id,
-        head=head,
-        stop=StopReason.UNFINISHED,
-        policy=start.policy,
-        tools=start.tools,
-        finished=grown,
-    )
-    return whole(start, nodes, end)
+    parts: dict[str, Any] = {name: value for name, value in start if name != "started"} | {
+        name: value for name, value in end if name not in ("trajectory_id", "finished")
+    }
+    return Trajectory(**parts, nodes=tuple(nodes), times=Times(started=start.started, finished=end.finished))
 
 
 def marked(nodes: Sequence[Node], marks: Iterable[NodeMark]) -> tuple[Node, ...]:

@@ -14,8 +14,8 @@ from itertools import count
 
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.testing.samples import sample_episode, steps_of
+from openhands_rl_plugin.trajectories.mongodb.log import MongoLog
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
-from openhands_rl_plugin.trajectories.mongodb.writing import MongoEpisodeWriter
 
 
 async def play(storage: MongoDBTrajectoryStorage, step: EpisodeStart | EpisodeGrowth | EpisodeEnd) -> None:
@@ -28,14 +28,14 @@ async def play(storage: MongoDBTrajectoryStorage, step: EpisodeStart | EpisodeGr
 
 
 def die_before(method: str, nth: int) -> None:
-    original, calls = getattr(MongoEpisodeWriter, method), count(1)
+    original, calls = getattr(MongoLog, method), count(1)
 
     async def dying(*args: object, **kwargs: object) -> object:
         if next(calls) == nth:
             os.kill(os.getpid(), signal.SIGKILL)
         return await original(*args, **kwargs)
 
-    setattr(MongoEpisodeWriter, method, dying)
+    setattr(MongoLog, method, dying)
 
 
 async def main(url: str, database: str, identity: str, adds: bool) -> None:

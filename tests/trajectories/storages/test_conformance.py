@@ -17,8 +17,8 @@ from openhands_rl_plugin.core.records import (
 )
 from openhands_rl_plugin.core.types import Score, Trajectory, Usage
 from openhands_rl_plugin.testing import check_storage
-from openhands_rl_plugin.trajectories.sqlite.reading import Found
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from openhands_rl_plugin.trajectories.storages.log import Found
 
 pytestmark = pytest.mark.contract
 

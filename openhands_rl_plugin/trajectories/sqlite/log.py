@@ -1,0 +1,207 @@
+"""The log of episodes in SQLite's tables. No call waits, so that a thread can run what works with it to its end."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.types import Score
+from openhands_rl_plugin.trajectories.sqlite.database import FINISHED, KEYS, UNFINISHED
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of, page_lost
+from openhands_rl_plugin.trajectories.storages.log import KINDS, Content, Episode, Judged, Kind, Noted, Record
+from openhands_rl_plugin.trajectories.storages.packing import PackedNodes
+
+_FIELDS = EpisodeHeader._fields
+_COLUMNS = ", ".join(_FIELDS)
+_SOME = "IN (SELECT value FROM json_each(?))"
+_INSERT = f"INSERT INTO episodes ({_COLUMNS}, head, scored, reward) VALUES ({'?, ' * len(_FIELDS)}?, 0, ?)"
+
+
+class SqliteLog:
+    """As in ``Log``, inside of transactions that the caller opens and ends."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._run = connection.execute
+        self._run_many = connection.executemany
+
+    async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
+        condition, values = _condition_of(where)
+        key, direction = KEYS[where.sort], "DESC" if where.descending else "ASC"
+        # An index has finished episodes only: an open one changes with every turn, and is sorted when it is asked for.
+        parts = {True: [FINISHED], False: [UNFINISHED], None: [FINISHED, UNFINISHED]}[where.finished]
+        arms, bound = list[str](), list[Any]()
+        for part in parts:
+            for after, more in self._after(where):
+                arms.append(f"SELECT id, row, {key} FROM episodes WHERE {part} AND {condition} AND {after}")
+                bound += [*values, *more]
+        # Downwards what is unknown comes last by itself.
+        last = " NULLS LAST" if where.sort is TrajectoryOrder.REWARD and not where.descending else ""
+        query = f"{' UNION ALL '.join(arms)} ORDER BY 3 {direction}{last}, 2 LIMIT ? OFFSET ?"
+        limit = -1 if where.limit is None else where.limit
+        return [each for each, _, _ in self._run(query, (*bound, limit, where.offset))]
+
+    def _after(self, where: TrajectoryFilter) -> list[tuple[str, tuple[Any, ...]]]:
+        """What comes after an episode in that order, in parts that exclude each other."""
+        if where.after is None:
+            return [("TRUE", ())]
+        key, sign = KEYS[where.sort], "<" if where.descending else ">"
+        found = self._run(f"SELECT row, {key} FROM episodes WHERE id = ?", (where.after,)).fetchone()
+        if found is None:
+            raise page_lost(where)
+        row, value = found
+        if where.sort is TrajectoryOrder.STORED:
+            return [(f"row {sign} ?", (row,))]
+        if value is None:
+            return [(f"({key} IS NULL AND row > ?)", (row,))]
+        # The first comparison is what an index finds.
+        known = (f"({key} {sign}= ? AND ({key} {sign} ? OR row > ?))", (value, value, row))
+        return [known, (f"{key} IS NULL", ())] if where.sort is TrajectoryOrder.REWARD else [known]
+
+    async def count(self, where: TrajectoryFilter) -> int:
+        condition, values = _condition_of(where)
+        part = {True: FINISHED, False: UNFINISHED, None: "TRUE"}[where.finished]
+        return self._run(f"SELECT count(*) FROM episodes WHERE {part} AND {condition}", values).fetchone()[0]
+
+    async def headers(self, ids: Sequence[str]) -> list[Episode]:
+        query = f"SELECT row, revision, score, {_COLUMNS} FROM episodes WHERE id {_SOME}"
+        return [
+            Episode(fields, row, revision, None if score is None else float(score))
+            for row, revision, score, *fields in self._run(query, (_json(ids),))
+        ]
+
+    async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
+        query = (
+            f"SELECT row, revision, head, documents.start, documents.end, {_COLUMNS} FROM episodes "
+            f"LEFT JOIN documents ON episode = row WHERE id {_SOME}"
+        )
+        found = self._run(query, (_json(ids),)).fetchall()
+        rows = json.dumps([row for row, *_ in found])
+        packs, marks = defaultdict[int, list[PackedNodes]](list), defaultdict[int, list[str]](list)
+        query = f"SELECT episode, first, count, nodes FROM chunks WHERE episode {_SOME} ORDER BY episode, first"
+        for row, *pack in self._run(query, (rows,)):
+            packs[row].append(PackedNodes(*pack))
+        for row, mark in self._run(f"SELECT episode, mark FROM marks WHERE episode {_SOME}", (rows,)):
+            marks[row].append(mark)
+        episodes = list[Episode]()
+        for row, revision, head, start, end, *fields in found:
+            damage, known = "", list[NodeMark]()
+            try:
+                known = [NodeMark.model_validate_json(mark) for mark in marks[row]]
+            except ValueError as error:
+                damage = f"a mark is damaged ({error}); restore the file from a backup"
+            content = Content(start, packs[row], known, head, end)
+            episodes.append(Episode(fields, row, revision, content=content, damage=damage))
+        return episodes
+
+    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
+        fields, reward = _fields_of(header), header.sorting_reward(None)
+        if before is None:
+            assert content is not None
+            row, revision = self._run(_INSERT, (*fields, content.head, reward)).lastrowid or 0, 0
+        elif content is None:
+            return before
+        else:
+            row, revision = before.number, before.revision + 1
+            changed = {name: new for name, new, old in zip(_FIELDS, fields, before.fields, strict=True) if new != old}
+            query = (
+                f"UPDATE episodes SET {''.join(f'{name} = ?, ' for name in changed)}head = ?, revision = ?, "
+                f"reward = iif(scored AND NOT ?, reward, ?) WHERE row = ? AND revision = ? AND {UNFINISHED}"
+            )
+            failed = header.failure_kind is not None
+            bound = (*changed.values(), content.head, revision, failed, reward, row, before.revision)
+            if self._run(query, bound).rowcount == 0:
+                return None
+        if content.start is not None:
+            self._empty(row)
+            self._run("INSERT INTO documents VALUES (?, ?, ?)", (row, content.start, content.end))
+        elif content.end is not None:
+            self._run("UPDATE documents SET end = ? WHERE episode = ?", (content.end, row))
+        self._run_many("INSERT INTO chunks VALUES (?, ?, ?, ?)", [(row, *pack) for pack in content.packs])
+        marks = [(row, mark.index, mark.model_dump_json(exclude_defaults=True)) for mark in content.marks]
+        self._run_many("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", marks)
+        return Episode(fields, row, revision)
+
+    async def correct(self, episode: Episode, header: EpisodeHeader) -> None:
+        changes = ", ".join(f"{name} = ?" for name in _FIELDS)
+        query = f"UPDATE episodes SET {changes}, scored = 0, score = NULL, reward = ? WHERE row = ?"
+        self._run(query, (*_fields_of(header), header.sorting_reward(None), episode.number))
+
+    async def drop(self, episode: Episode) -> bool:
+        self._empty(episode.number)
+        for table, key in (("episodes", "id"), ("scores", "trajectory_id"), ("labels", "trajectory_id")):
+            self._run(f"DELETE FROM {table} WHERE {key} = ?", (episode.fields[0],))
+        return True
+
+    async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
+        for value, document in zip(values, packed, strict=True):
+            if isinstance(value, Score):
+                query = "INSERT INTO scores (trajectory_id, score) VALUES (?, ?)"
+                self._run(query, (value.trajectory_id, document))
+            else:
+                query = "INSERT OR IGNORE INTO labels (id, trajectory_id, label) VALUES (?, ?, ?)"
+                self._run(query, (value.id, value.trajectory_id, document))
+
+    async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
+        query = f"SELECT row, trajectory_id, {kind[:-1]} FROM {kind} WHERE trajectory_id {_SOME} ORDER BY row"
+        return [Record(*each) for each in self._run(query, (_json(ids),))]
+
+    async def judge(self, judged: Sequence[Judged]) -> None:
+        for episode, _, newest in judged:
+            values = newest is not None, newest and newest.reward, episode.header.sorting_reward(newest)
+            query = "UPDATE episodes SET scored = ?, score = ?, reward = ? WHERE row = ?"
+            self._run(query, (*values, episode.number))
+
+    async def unjudged(self) -> Sequence[str]:
+        return ()
+
+    async def apart[Answer](self, work: Callable[[], Answer]) -> Answer:
+        return work()
+
+    async def last(self) -> Mapping[Kind, int]:
+        found = dict(self._run("SELECT name, seq FROM sqlite_sequence").fetchall())
+        return {kind: found.get(kind, 0) for kind in KINDS}
+
+    async def gaps(self, kind: Kind, last: int) -> Sequence[int]:
+        return ()
+
+    async def later(self, kind: Kind, after: int, among: Sequence[int], most: int) -> list[Noted]:
+        columns = f"id, {UNFINISHED}, revision" if kind == "episodes" else "trajectory_id"
+        query = f"SELECT row, {columns} FROM {kind} WHERE row > ? OR row {_SOME} ORDER BY row LIMIT ?"
+        return [Noted(*each) for each in self._run(query, (after, json.dumps(list(among)), most))]
+
+    async def open_ones(self, most: int) -> Mapping[int, int]:
+        query = f"SELECT row, revision FROM episodes WHERE {UNFINISHED} ORDER BY row DESC LIMIT ?"
+        return dict(self._run(query, (most,)).fetchall())
+
+    def _empty(self, row: int) -> None:
+        for table in ("documents", "chunks", "marks"):
+            self._run(f"DELETE FROM {table} WHERE episode = ?", (row,))
+
+
+def _condition_of(where: TrajectoryFilter) -> tuple[str, list[Any]]:
+    compared = list(conditions_of(where))
+    terms = [f"{name} {sign} ?" for name, sign, _ in compared]
+    values = [value for *_, value in compared]
+    if where.failed is not None:
+        terms.append(f"failure_kind IS {'NOT ' if where.failed else ''}NULL")
+    if where.ids is not None:
+        terms.append(f"id {_SOME}")
+        values.append(_json(where.ids))
+    if where.contains is not None:
+        terms.append(f"({' OR '.join(f'instr({name}, ?)' for name in SEARCHED)})")
+        values += [where.contains] * len(SEARCHED)
+    return " AND ".join(terms) or "TRUE", values
+
+
+def _json(ids: Sequence[str]) -> str:
+    """A query may have only so many values. In JSON a NUL ends a text, and no id has one."""
+    return json.dumps([each for each in ids if "\0" not in each])
+
+
+def _fields_of(header: EpisodeHeader) -> tuple[Any, ...]:
+    """NULL is not allowed for a return."""
+    return header if header.episode_return is not None else header._replace(episode_return="none")  # type: ignore[arg-type]

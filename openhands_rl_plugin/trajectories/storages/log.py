@@ -1,0 +1,619 @@
+"""What every store does, above the few operations of a log: episodes that grow, judgements, labels, lists, changes.
+
+A log has headers, of which a filter finds some, the packed content of each episode, and records beside it. Nothing is
+written before its secrets are taken out. A writer says which state of an episode it changes; where another process was
+faster, nothing is changed and the writer looks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import batched
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
+from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.records import (
+    DamagedRecord,
+    EpisodeEnd,
+    EpisodeGrowth,
+    EpisodeStart,
+    Label,
+    NodeMark,
+    StoreChanges,
+    TrajectoryFilter,
+    TrajectorySummary,
+)
+from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_trajectory, redact_value
+from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, mark_fresh, marked, whole
+from openhands_rl_plugin.trajectories.storages.packing import (
+    PackedNodes,
+    pack_in_chunks,
+    packed_end,
+    packed_json,
+    parsed_end,
+    parsed_json,
+    unpack_nodes,
+)
+
+Found = tuple[Trajectory, tuple[Score, ...]]
+Kind = Literal["episodes", "scores", "labels"]
+KINDS: tuple[Kind, ...] = ("episodes", "scores", "labels")
+RECORDS: dict[type[Score | Label], Kind] = {Score: "scores", Label: "labels"}
+
+# Trajectories, or summaries, that a reader holds in one batch; one more batch is read ahead.
+_BATCH, _SUMMARIES = 8, 256
+# So many open episodes are remembered, which spares reading their nodes again whenever they grow.
+_REMEMBERED = 1024
+# Writers of one episode make way for each other; so many conflicts in a row have another cause.
+_ATTEMPTS = 20
+
+
+class Content(NamedTuple):
+    """What is stored of an episode, or added to it: packed documents and nodes, and the newest head."""
+
+    start: bytes | None = None
+    packs: Sequence[PackedNodes] = ()
+    marks: Sequence[NodeMark] = ()
+    head: int | None = None
+    end: bytes | None = None
+
+
+class Episode(NamedTuple):
+    """The state of a stored episode. ``number`` counts the episodes, ``revision`` its changes; ``place`` is the log's.
+
+    ``fields`` are those of the header as they are stored, ``score`` the newest judgement of the outcome. ``damage``:
+    why the content cannot be read.
+    """
+
+    fields: Sequence[Any]
+    number: int
+    revision: int
+    score: float | None = None
+    place: Any = None
+    content: Content = Content()
+    damage: str = ""
+
+    @property
+    def header(self) -> EpisodeHeader:
+        """The header. Where there is no return, some stores have a text."""
+        header = EpisodeHeader._make(self.fields)
+        known = header.episode_return
+        return header._replace(episode_return=None if known in (None, "none") else float(known))
+
+
+class Record(NamedTuple):
+    """A score or a label as it is stored; ``identity`` is that of its episode."""
+
+    number: int
+    identity: str
+    document: bytes
+
+
+class Noted(NamedTuple):
+    """Something with a number: an episode, or a score or label of one."""
+
+    number: int
+    identity: str
+    open: bool = False
+    revision: int = 0
+
+
+class Judged(NamedTuple):
+    """What the scores with these ``numbers`` say of an episode's outcome."""
+
+    episode: Episode
+    numbers: Sequence[int]
+    newest: Score | None
+
+
+class Log(Protocol):
+    """What a store implements. A call that changes something is atomic to readers."""
+
+    async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
+        """The ids of the matches, in the requested order. Raises ``StorageError`` when ``after`` is gone."""
+        ...
+
+    async def count(self, where: TrajectoryFilter) -> int:
+        """How many match, ``offset`` and ``limit`` aside."""
+        ...
+
+    async def headers(self, ids: Sequence[str]) -> list[Episode]:
+        """The episodes of ``ids`` that are there, without content, in any order."""
+        ...
+
+    async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
+        """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
+        ...
+
+    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
+        """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
+
+        Returns its new state, or ``None`` when it is not as ``before`` any more, and nothing is changed.
+        """
+        ...
+
+    async def correct(self, episode: Episode, header: EpisodeHeader) -> None:
+        """Change the header of a finished episode."""
+        ...
+
+    async def drop(self, episode: Episode) -> bool:
+        """Forget an open episode with its scores and labels, unless it has changed."""
+        ...
+
+    async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
+        """Append scores or labels; a label whose id is known stays as it is."""
+        ...
+
+    async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
+        """The scores, or labels, of these episodes, oldest first."""
+        ...
+
+    async def judge(self, judged: Sequence[Judged]) -> None:
+        """Note the newest judgements in the headers, and by which reward the episodes are found."""
+        ...
+
+    async def unjudged(self) -> Sequence[str]:
+        """The episodes whose newest scores no header says yet."""
+        ...
+
+    async def apart[Answer](self, work: Callable[[], Answer]) -> Answer:
+        """Run a computation where it is in nobody's way."""
+        ...
+
+    async def last(self) -> Mapping[Kind, int]:
+        """The numbers that were given last, also to what is gone."""
+        ...
+
+    async def gaps(self, kind: Kind, last: int) -> Sequence[int]:
+        """Numbers up to ``last`` that were given to what is perhaps still to be written."""
+        ...
+
+    async def later(self, kind: Kind, after: int, among: Sequence[int], most: int) -> list[Noted]:
+        """What has a number above ``after`` or ``among`` these, in order."""
+        ...
+
+    async def open_ones(self, most: int) -> Mapping[int, int]:
+        """Number -> revision of the newest open episodes."""
+        ...
+
+
+@dataclass
+class _Standing:
+    """An open episode before it changes. ``tainted``: nodes that held a secret, or are below one, so that no token ids
+    are kept; ``spoiled``: all of them, because a tool's description held one. ``nodes`` only where it was just read."""
+
+    episode: Episode
+    start: EpisodeStart
+    spine: Spine
+    head: int | None
+    tainted: frozenset[int]
+    spoiled: bool
+    nodes: Sequence[Node] = ()
+
+
+class LogStorage(ABC):
+    """A storage above a log, which ``_read`` and ``_change`` hand to what works with it."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, _Standing] = OrderedDict()
+        self._lost: list[DamagedRecord] | None = None
+
+    @abstractmethod
+    async def _read[Answer](self, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
+        """The answer of ``work``, which only reads. Raises ``StorageError``."""
+
+    @abstractmethod
+    async def _change[Answer](self, identity: str, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
+        """The answer of ``work``, once all that it wrote is durable; of one episode one at a time."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release what is open. The storage can be used again; it then opens it again."""
+
+    async def add(self, trajectory: Trajectory) -> None:
+        """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
+        await self._change(trajectory.id, lambda log: self._add(log, trajectory))
+
+    async def begin(self, start: EpisodeStart) -> None:
+        """Open an episode; one whose id is known stays as it is. Raises ``StorageError``."""
+        await self._change(start.id, lambda log: self._begin(log, start))
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        """Append to an open episode; the head and the marks of the last call hold. Raises ``StorageError``."""
+        await self._change(growth.trajectory_id, lambda log: self._grow(log, growth))
+
+    async def end(self, end: EpisodeEnd) -> None:
+        """Close an open episode; a finished one stays as it is. Raises ``StorageError``."""
+        await self._change(end.trajectory_id, lambda log: self._end(log, end))
+
+    async def drop(self, trajectory_ids: Sequence[str]) -> int:
+        """Forget unfinished episodes with their scores and return how many. Raises ``StorageError``."""
+        calls = (self._change(each, lambda log, each=each: self._drop(log, each)) for each in trajectory_ids)
+        return sum(await asyncio.gather(*calls))
+
+    async def add_scores(self, scores: Sequence[Score]) -> None:
+        """Append judgements. Raises ``StorageError``."""
+        if scores:
+            await self._change("", lambda log: self._append(log, scores))
+
+    async def add_labels(self, labels: Sequence[Label]) -> None:
+        """Append labels; one whose id is known stays as it is. Raises ``StorageError``."""
+        if labels:
+            await self._change("", lambda log: self._append(log, labels))
+
+    async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
+        """The labels of these episodes, oldest first. Raises ``StorageError``."""
+        found = await self._read(lambda log: _parsed(log, Label, trajectory_ids, self._lost))
+        return tuple(label for _, label in found)
+
+    async def scores(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
+        """As in ``ReadsScores``. Raises ``StorageError``."""
+        return _by_episode(await self._read(lambda log: _parsed(log, Score, trajectory_ids, self._lost)))
+
+    async def get(self, trajectory_id: str) -> Found | None:
+        """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
+        return await anext(self.find(TrajectoryFilter(ids=(trajectory_id,), finished=None)), None)
+
+    async def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[Found]:
+        """Stream the matches with their scores (oldest first). By default in the order in which it was begun or added.
+
+        A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
+        episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
+        """
+        async for found in self._stream(where, self._load, _BATCH):
+            yield found
+
+    async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
+        """Like ``find``, without reading any node. Raises ``StorageError``."""
+        async for summary in self._stream(where, self._load_summaries, _SUMMARIES):
+            yield summary
+
+    async def count(self, where: TrajectoryFilter | None = None) -> int:
+        """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
+
+        async def counted(log: Log) -> int:
+            await _judge(log, await log.unjudged())
+            return await log.count(where or TrajectoryFilter())
+
+        return await self._read(counted)
+
+    async def changed_since(self, cursor: str | None) -> StoreChanges:
+        """As in ``TellsChanges``. Raises ``StorageError``."""
+        return await self._read(lambda log: _changes(log, cursor))
+
+    async def revision(self, trajectory_id: str | None = None) -> str:
+        """As in ``TellsChanges``. Raises ``StorageError``."""
+
+        async def revised(log: Log) -> str:
+            if trajectory_id is None:
+                return await _cursor(log)
+            states = [(each.number, each.revision, each.place) for each in await log.headers([trajectory_id])]
+            of = [await log.records(kind, [trajectory_id]) for kind in RECORDS.values()]
+            return f"{states} {[[each.number for each in records] for records in of]}"
+
+        return await self._read(revised)
+
+    def skip_damaged(self) -> list[DamagedRecord]:
+        """As in ``SkipsDamage``."""
+        self._lost = self._lost or []
+        return self._lost
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _stream[Item](
+        self,
+        where: TrajectoryFilter | None,
+        load: Callable[[Log, Sequence[str]], Coroutine[Any, Any, list[Item]]],
+        size: int,
+    ) -> AsyncIterator[Item]:
+        async def matching(log: Log) -> Sequence[str]:
+            await _judge(log, await log.unjudged())
+            return await log.ids(where or TrajectoryFilter())
+
+        ahead: asyncio.Task[list[Item]] | None = None
+        try:
+            for ids in batched(await self._read(matching), size):
+                ready = [] if ahead is None else await ahead
+                # One at a time: two threads that make objects only wait for each other.
+                ahead = asyncio.create_task(self._read(lambda log, ids=ids: load(log, ids)))
+                for item in ready:
+                    yield item
+            for item in [] if ahead is None else await ahead:
+                yield item
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
+
+    async def _load(self, log: Log, ids: Sequence[str]) -> list[Found]:
+        episodes = await log.episodes(ids)
+        trajectories = await log.apart(lambda: dict(self._sound(episodes, _trajectory)))
+        scores = _by_episode(await _parsed(log, Score, list(trajectories), self._lost))
+        return [(trajectories[each], scores.get(each, ())) for each in ids if each in trajectories]
+
+    async def _load_summaries(self, log: Log, ids: Sequence[str]) -> list[TrajectorySummary]:
+        found = dict(self._sound(await log.headers(ids), lambda each: each.header.summary(each.score)))
+        return [found[each] for each in ids if each in found]
+
+    def _sound[Made](self, episodes: Iterable[Episode], make: Callable[[Episode], Made]) -> Iterator[tuple[str, Made]]:
+        """Id -> what is made of the episode; a damaged one is named, and left out if it is skipped."""
+        for each in episodes:
+            try:
+                yield each.fields[0], make(each)
+            except (DamagedError, ValueError, LookupError, TypeError, OverflowError) as error:
+                cause = str(error) if isinstance(error, DamagedError) else f"a record is damaged: {describe(error)}"
+                record = DamagedRecord(what="episode", id=each.fields[0], row=each.number, cause=cause)
+                _lose(self._lost, record, error)
+
+    async def _add(self, log: Log, trajectory: Trajectory) -> None:
+        trajectory = redact_trajectory(trajectory)
+        self._open.pop(trajectory.id, None)
+        start, end = EpisodeStart.of(trajectory), EpisodeEnd.of(trajectory)
+        header = EpisodeHeader.begun(start).ended(Spine(trajectory.nodes), end)
+        packs = tuple(pack_in_chunks(trajectory.nodes))
+        await _put(log, header, Content(packed_json(start), packs, (), trajectory.head, packed_end(start, end)))
+
+    async def _begin(self, log: Log, start: EpisodeStart) -> None:
+        clean = redact_value(start)
+        episode = await _put(log, EpisodeHeader.begun(clean), Content(packed_json(clean)))
+        if episode is not None:
+            # A secret in the description of a tool is a part of every prompt.
+            self._remember(_Standing(episode, clean, Spine(), None, frozenset(), clean.tools != start.tools))
+
+    async def _grow(self, log: Log, growth: EpisodeGrowth) -> None:
+        identity = growth.trajectory_id
+        # A strategy may have noted what an environment said.
+        noted = any(mark.search for mark in growth.marks)
+        marks = redact_value(growth.model_copy(update={"nodes": ()})).marks if noted else growth.marks
+        for _ in range(_ATTEMPTS):
+            standing = await self._standing(log, identity, growth.first)
+            spine, known = standing.spine, len(standing.spine)
+            if not standing.episode.header.open:
+                new = growth.first + len(growth.nodes) > known or not all(0 <= mark.index < known for mark in marks)
+                if new or marked(standing.nodes, marks) != tuple(standing.nodes):
+                    raise StorageError(f"episode {identity!r} is finished and grows no more")
+                return
+            if growth.first > known:
+                raise StorageError(
+                    f"episode {identity!r} has {known} nodes and cannot grow from node {growth.first} on; "
+                    "store the nodes between them first"
+                )
+            more = growth.nodes[known - growth.first :]
+            nodes, standing.tainted = redact_nodes(more, first=known, tainted=standing.tainted)
+            if standing.spoiled:
+                nodes = tuple(node.model_copy(update={"tokens": None}) if node.tokens else node for node in nodes)
+            spine.extend(nodes)
+            spine.mark(marks)
+            header = standing.episode.header.grown(spine, growth.head, time.time())
+            same = not nodes and not marks and growth.head == standing.head
+            content = None if same else Content(None, tuple(pack_in_chunks(nodes, known)), marks, growth.head)
+            if (episode := await log.write(standing.episode, header, content)) is not None:
+                standing.episode, standing.head = episode, growth.head
+                self._remember(standing)
+                return
+        raise _contested(identity)
+
+    async def _end(self, log: Log, end: EpisodeEnd) -> None:
+        end = redact_value(end)
+        for _ in range(_ATTEMPTS):
+            standing = await self._standing(log, end.trajectory_id, 0 if end.head is None else end.head + 1)
+            if not standing.episode.header.open:
+                return
+            header = standing.episode.header.ended(standing.spine, end)
+            content = Content(head=end.head, end=packed_end(standing.start, end))
+            if await log.write(standing.episode, header, content) is not None:
+                return
+        raise _contested(end.trajectory_id)
+
+    async def _drop(self, log: Log, identity: str) -> bool:
+        self._open.pop(identity, None)
+        return any([await log.drop(each) for each in await log.headers([identity]) if each.header.open])
+
+    async def _append(self, log: Log, values: Sequence[Score] | Sequence[Label]) -> None:
+        clean: Any = [redact_value(value) for value in values]
+        await log.add(clean, [packed_json(value) for value in clean])
+        if isinstance(clean[0], Score):
+            await _judge(log, {value.trajectory_id for value in clean})
+
+    async def _standing(self, log: Log, identity: str, nodes: int) -> _Standing:
+        """Where an episode stands. Raises ``StorageError`` when it is not known.
+
+        Taken out of what is remembered, because after an error it may be wrong; put it back when all is written. With
+        fewer ``nodes`` than the caller knows of it is out of date: another process has appended some.
+        """
+        standing = self._open.pop(identity, None)
+        if standing is not None and len(standing.spine) >= nodes:
+            return standing
+        found = await log.episodes([identity], unseen=True)
+        if not found:
+            raise StorageError(f"episode {identity!r} is not open; begin() it first")
+        try:
+            start, stored = _opened(found[0])
+        except DamagedError as error:
+            raise DamagedError(f"trajectory {identity!r}: {error}") from error
+        return _Standing(found[0], start, Spine(stored), found[0].content.head, *_secrets_of(start, stored), stored)
+
+    def _remember(self, standing: _Standing) -> None:
+        standing.nodes = ()
+        self._open[standing.start.id] = standing
+        if len(self._open) > _REMEMBERED:
+            self._open.popitem(last=False)
+
+
+async def upgrade(log: Log) -> None:
+    """Count and judge every episode again: earlier releases took the newest score of any version, the last segment of
+    a condensed episode, and a session's 0 as its return. What is damaged is named when it is read."""
+    ids = await log.ids(TrajectoryFilter(finished=None))
+    for identity in ids:
+        with suppress(StorageError, ValueError, LookupError, TypeError):
+            (episode,) = await log.episodes([identity])
+            trajectory = _trajectory(episode)
+            end = EpisodeEnd.of(trajectory)
+            if end.stop is not StopReason.UNFINISHED:
+                await log.correct(episode, episode.header.ended(Spine(trajectory.nodes), end))
+    await _judge(log, ids)
+
+
+async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | None:
+    """Store an episode, unless it is known, and not as an unfinished one while this one has ended."""
+    for _ in range(_ATTEMPTS):
+        before = next(iter(await log.headers([header.id])), None)
+        if before is not None and (content.end is None or not before.header.open):
+            return None
+        if (episode := await log.write(before, header, content)) is not None:
+            await _judge(log, [] if before else [header.id])
+            return episode
+    raise _contested(header.id)
+
+
+async def _judge(log: Log, ids: Iterable[str]) -> None:
+    """Write the newest judgement into every episode's header. One that is damaged is named when it is read."""
+    for some in batched(ids, 1000):
+        scores: dict[str, list[tuple[int, Score]]] = defaultdict(list)
+        for number, score in await _parsed(log, Score, some, []):
+            scores[score.trajectory_id].append((number, score))
+        judged: list[Judged] = []
+        for episode in await log.headers(list(scores)) if scores else ():
+            known = scores[episode.fields[0]]
+            newest = newest_outcome(score for _, score in known)
+            judged.append(Judged(episode, [number for number, _ in known], newest))
+        if judged:
+            await log.judge(judged)
+
+
+async def _parsed[Value: (Score, Label)](
+    log: Log, kind: type[Value], ids: Sequence[str], lost: list[DamagedRecord] | None
+) -> list[tuple[int, Value]]:
+    """The scores, or labels, with their numbers. With ``lost`` a damaged one is added to it instead of being an
+    error."""
+    found: list[tuple[int, Value]] = []
+    for number, identity, document in await log.records(RECORDS[kind], ids) if ids else ():
+        try:
+            found.append((number, parsed_json(kind, identity, document)))
+        except DamagedError as error:
+            _lose(lost, DamagedRecord(what=kind.__name__.lower(), id=identity, row=number, cause=str(error)), error)
+    return found
+
+
+def _lose(lost: list[DamagedRecord] | None, record: DamagedRecord, error: Exception) -> None:
+    """Add a record once, however often it is met. Raises ``DamagedError`` when none may be left out."""
+    if lost is None:
+        raise DamagedError(record.in_words()) from error
+    if not any((each.what, each.id, each.row) == (record.what, record.id, record.row) for each in lost):
+        lost.append(record)
+
+
+def _by_episode(scores: Iterable[tuple[int, Score]]) -> dict[str, tuple[Score, ...]]:
+    found: dict[str, tuple[Score, ...]] = {}
+    for _, score in scores:
+        found[score.trajectory_id] = (*found.get(score.trajectory_id, ()), score)
+    return found
+
+
+def _opened(episode: Episode) -> tuple[EpisodeStart, tuple[Node, ...]]:
+    identity, content = episode.fields[0], episode.content
+    if episode.damage or content.start is None:
+        raise DamagedError(episode.damage or f"the documents of {identity!r} are missing; restore a backup")
+    start = parsed_json(EpisodeStart, identity, content.start)
+    if start.id != identity:
+        raise DamagedError(f"trajectory {start.id!r} stands under {identity!r}; restore a backup")
+    nodes = [node for pack in content.packs for node in unpack_nodes(pack.blob)]
+    for mark in content.marks:
+        mark_fresh(nodes[mark.index], mark)
+    return start, tuple(nodes)
+
+
+def _trajectory(episode: Episode) -> Trajectory:
+    header, content = episode.header, episode.content
+    start, nodes = _opened(episode)
+    if len(nodes) != header.nodes or (content.end is None and not header.open):
+        raise DamagedError(f"trajectory {header.id!r} has {len(nodes)} of {header.nodes} nodes; restore a backup")
+    if content.end is not None:
+        return whole(start, nodes, parsed_end(start, content.end))
+    end = EpisodeEnd(
+        trajectory_id=start.id,
+        head=content.head,
+        stop=StopReason.UNFINISHED,
+        policy=start.policy,
+        tools=start.tools,
+        finished=header.finished,
+    )
+    return whole(start, nodes, end)
+
+
+def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> tuple[frozenset[int], bool]:
+    """Which nodes are tainted, and whether all are: where a secret was, the text says so, and no ids are left."""
+    clean: set[int] = set()
+    for at in reversed(range(len(nodes))):
+        if at in clean or nodes[at].tokens:
+            clean |= {at, -1 if (parent := nodes[at].parent) is None else parent}
+    if not clean and any(REDACTED in str(tool) for tool in start.tools):
+        return frozenset(), True
+    tainted: set[int] = set()
+    for at, node in enumerate(nodes):
+        if at not in clean and (node.parent in tainted or REDACTED in node.model_dump_json(exclude={"tokens"})):
+            tainted.add(at)
+    return frozenset(tainted), False
+
+
+def _contested(identity: str) -> StorageError:
+    return StorageError(
+        f"episode {identity!r} is written by several processes at once, again and again; let one of them write it"
+    )
+
+
+# A look tells so much at most, and a cursor watches so many open episodes.
+_MOST, _WATCHED = 1000, 1000
+_CURSOR = re.compile(r"e(\d{1,18})\.s(\d{1,18})\.l(\d{1,18})\.o((?:\d{1,18}:\d{1,18},)*)\.g((?:[esl]\d{1,18},)*)")
+
+
+async def _cursor(log: Log) -> str:
+    """The last numbers, the revisions of open episodes, and the numbers of what is perhaps still to be written."""
+    watched, last = await log.open_ones(_WATCHED), await log.last()
+    gaps = "".join([f"{kind[0]}{at}," for kind in KINDS for at in await log.gaps(kind, last[kind])])
+    numbers = ".".join(f"{kind[0]}{last[kind]}" for kind in KINDS)
+    return f"{numbers}.o{''.join(f'{number}:{revision},' for number, revision in watched.items())}.g{gaps}"
+
+
+async def _changes(log: Log, cursor: str | None) -> StoreChanges:
+    """What happened since. Numbers only grow, and of unfinished episodes the cursor knows the revision."""
+    following = await _cursor(log)
+    if cursor is None:
+        return StoreChanges(cursor=following)
+    if (found := _CURSOR.fullmatch(cursor)) is None:
+        raise StorageError("the cursor is none of this store's; begin without one")
+    pairs = (each.split(":") for each in found[4].split(",") if each)
+    watched = {int(number): int(revision) for number, revision in pairs}
+    new: dict[Kind, list[Noted]] = {}
+    for kind, after in zip(KINDS, found.groups(), strict=False):
+        gaps = [int(each[1:]) for each in found[5].split(",") if each.startswith(kind[0])]
+        new[kind] = await log.later(kind, int(after), gaps, _MOST + 1)
+    known = await log.later("episodes", sys.maxsize, list(watched), len(watched))
+    episodes, scored, labelled = (new[kind][:_MOST] for kind in KINDS)
+    return StoreChanges(
+        cursor=following,
+        began=tuple(each.identity for each in episodes if each.open),
+        grew=tuple(each.identity for each in known if each.open and each.revision != watched[each.number]),
+        ended=tuple(each.identity for each in (*known, *episodes) if not each.open),
+        gone=len(watched) - len(known),
+        scored=tuple(dict.fromkeys(each.identity for each in scored)),
+        labelled=tuple(dict.fromkeys(each.identity for each in labelled)),
+        more=any(len(each) > _MOST for each in new.values()),
+    )
