@@ -30,7 +30,7 @@ from openhands_rl_plugin.hosts.v1 import conversations
 from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
 from openhands_rl_plugin.hosts.v1.conversations import adopting
 from openhands_rl_plugin.hosts.v1.critic import judged_in
-from openhands_rl_plugin.hosts.v1.session_llm import SessionLLM
+from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
 
 log = logging.getLogger("openhands")
@@ -177,7 +177,7 @@ def _recorded(condenser: CondenserBase | None, episode: ConversationEpisode) -> 
     changed: dict[str, object] = {}
     llm, inner = getattr(condenser, "llm", None), getattr(condenser, "condensers", None)
     if isinstance(llm, LLM):
-        changed["llm"] = SessionLLM.over(llm, partial(episode.summarize, llm))
+        changed["llm"] = SessionLLM.over(llm, partial(episode.summarize, llm), Prompts(compact=False))
     if isinstance(inner, list):
         changed["condensers"] = [_recorded(each, episode) for each in inner]
     return condenser.model_copy(update=changed) if changed else condenser

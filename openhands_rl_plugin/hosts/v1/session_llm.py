@@ -1,35 +1,35 @@
 """The LLM that an agent's step is given: a session answers its requests, in the place of litellm.
 
-It is the SDK's own ``LLM`` but for the call of litellm at its end. So the prompt, the arguments, retries, the reading
-of calls, metrics and logs are the SDK's. Prompts and tools are written once.
+Its completions are made here, from prompt to response: the SDK formats and copies the whole conversation for each one.
+Prompts and tools are written once; arguments, retries, errors, text calls, costs and logs are the SDK's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, Self
 
 from litellm.llms.base_llm.base_model_iterator import convert_model_response_to_streaming
 from litellm.types.utils import ModelResponse
 from openhands.sdk.llm import LLM, ImageContent, LLMResponse, exceptions
 from openhands.sdk.llm import Message as SdkMessage
+from openhands.sdk.llm.llm import LLM_RETRY_EXCEPTIONS
+from openhands.sdk.llm.options.chat_options import select_chat_options
+from openhands.sdk.llm.utils.telemetry import Telemetry
 from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr, SecretStr
 
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described, is_offered
+from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.upstream import Upstream
-
-
-def has_images(messages: Sequence[SdkMessage]) -> bool:
-    """Whether any message shows an image."""
-    return any(isinstance(part, ImageContent) for message in messages for part in message.content)
 
 
 def price_of(model: str) -> float | None:
@@ -44,36 +44,6 @@ def price_of(model: str) -> float | None:
     return 0.0
 
 
-_RISK = "add_security_risk_prediction"
-
-
-class Written(list[dict[str, Any]]):
-    """Messages as ``LLM.format_messages_for_llm`` returns them, which nobody changes. So a copy is the same."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Written:
-        return self
-
-
-class WrittenTool:
-    """A tool whose schemas are written once, which takes milliseconds; in all else the tool itself."""
-
-    def __init__(self, tool: ToolDefinition, *, compact: bool) -> None:
-        self._tool = tool
-        self._compact = compact
-        self._written: dict[str, Any] = {}
-
-    def to_openai_tool(self, **asked: Any) -> JsonObject:
-        """As of the tool. A copy, in which litellm may write."""
-        key = repr(asked)
-        if key not in self._written:
-            written = self._tool.to_openai_tool(**asked)
-            self._written[key] = compact_tools([written])[0] if self._compact else written
-        return copied(self._written[key])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tool, name)
-
-
 class Prompts:
     """Writes the prompts of one conversation, and its tools, once. ``compact``: fewer tools, with short texts."""
 
@@ -81,12 +51,12 @@ class Prompts:
         self.compact = compact
         self._settings: dict[str, Any] = {}
         self._messages: Sequence[SdkMessage] = ()
-        self._written = Written()
+        self._written: list[JsonObject] = []
         self._tools: tuple[ToolDefinition, ...] = ()
-        self._offered: list[Any] = []
+        self._offered: list[JsonObject] = []
         self._risk = self._fixed = False
 
-    def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> Written:
+    def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> list[JsonObject]:
         """What ``llm.format_messages_for_llm`` returns. Not to be changed: the next prompt shares it.
 
         Of a conversation that goes on from the last prompt, only what is new is written.
@@ -96,23 +66,17 @@ class Prompts:
         new = llm.format_messages_for_llm([each.model_copy() for each in messages[known:]])
         # Without ``self``, an LLM that is changed later would be compared with itself.
         self._settings, self._messages = dict(llm.__dict__), tuple(messages)
-        self._written = Written([*self._written[:known], *new])
+        self._written = [*self._written[:known], *new]
         return self._written
 
-    def offer(
-        self, llm: LLM, tools: Sequence[ToolDefinition], arguments: dict[str, Any]
-    ) -> tuple[list[Any] | None, dict[str, Any]]:
-        """The tools that are sent, and the arguments of the completion."""
-        if self._fixed:
-            return self._offered or None, {**arguments, _RISK: self._risk}
-        if len(tools) != len(self._tools) or not all(map(operator.is_, tools, self._tools)):
-            self._tools = tuple(tools)
-            told = [tool for tool in tools if not self.compact or is_offered(tool.name)]
-            # A log of completions shows the tools' own fields, which are not what is sent of compact ones.
-            plain = llm.log_completions and not self.compact
-            self._offered = told if plain else [WrittenTool(tool, compact=self.compact) for tool in told]
-        self._risk = bool(arguments.get(_RISK))
-        return self._offered or None, arguments
+    def offer(self, tools: Sequence[ToolDefinition], risk: bool) -> tuple[list[JsonObject], bool]:
+        """The tools as they are sent, and whether they have the argument ``security_risk``. Not to be changed."""
+        same = risk == self._risk and len(tools) == len(self._tools) and all(map(operator.is_, tools, self._tools))
+        if not (same or self._fixed):
+            self._tools, self._risk = tuple(tools), risk
+            written = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
+            self._offered = compact_tools(written) if self.compact else [*map(dict, written)]
+        return self._offered, self._risk
 
     def forked(self) -> Prompts:
         """For a copy of the conversation: with the tools of this one, whatever the copy has."""
@@ -126,36 +90,88 @@ class Prompts:
         if not before or llm.__dict__ != self._settings:
             return 0
         # Which messages are marked, and how large an image may be, depends on the others.
-        if llm.is_caching_prompt_active() or has_images(messages):
+        images = any(isinstance(part, ImageContent) for message in messages for part in message.content)
+        if llm.is_caching_prompt_active() or images:
             return 0
         return len(before) if tuple(messages[: len(before)]) == before else 0
 
 
-def copied(value: Any) -> Any:
-    """A deep copy of JSON; ``copy.deepcopy`` takes ten times as long."""
-    if isinstance(value, dict):
-        return {name: copied(each) for name, each in value.items()}
-    return [copied(each) for each in value] if isinstance(value, list) else value
-
-
 MALFORMED = malformed(exceptions)
 """What the SDK raises for an answer of the model that it cannot parse."""
+_RISK, _RISK_IN_TEXT = "add_security_risk_prediction", "include_security_params"
+# Newer than 1.15: a text on the argument ``security_risk`` in text calls, what a completion belongs to, the provider.
+_HAS_RISK_IN_TEXT = _RISK_IN_TEXT in signature(LLM.pre_request_prompt_mock).parameters
+_CONTEXT = "call_context"
+_HAS_CONTEXT = _CONTEXT in signature(select_chat_options).parameters
+_HAS_PROVIDER = "provider_info" in signature(Telemetry.on_response).parameters
 
 
 class Unrecorded(Exception):
     """The plugin itself failed: the model is asked as without it."""
 
 
+class _Metrics:
+    """The metrics of an LLM, of which the telemetry makes no copy for each answer: that takes milliseconds."""
+
+    def __init__(self, metrics: Any) -> None:
+        self._metrics = metrics
+
+    def deep_copy(self) -> Any:
+        return self._metrics
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._metrics, name)
+
+
+class _Request:
+    """One completion, as the SDK makes it: ``body`` without the messages, ``wire``; ``tools`` where calls are text."""
+
+    def __init__(self, llm: SessionLLM, messages: Sequence[SdkMessage], tools: Any, given: Mapping[str, Any]) -> None:
+        self.llm, plain, prompts = llm, llm._plain, llm._prompts
+        named = {name: given[name] for name in given if name not in {"on_token", "stream", _RISK, _CONTEXT}}
+        offered, risk = prompts.offer(tools or (), bool(given.get(_RISK)))
+        self.wire = written = prompts.write(plain, messages)
+        self.tools = offered if llm.should_mock_tool_calls(offered) else []
+        self.risk = {_RISK_IN_TEXT: risk} if _HAS_RISK_IN_TEXT else {}
+        if self.tools:
+            self.wire, named = _as_text(llm, written, offered, named, self.risk, compact=prompts.compact)
+        named["tools"] = native = None if self.tools else offered or None
+        context = {_CONTEXT: given.get(_CONTEXT)} if _HAS_CONTEXT else {}
+        options = select_chat_options(llm, named, has_tools=bool(native), **context)
+        self.body = {"model": llm.model, "seed": llm.seed, **options}
+        longest = getattr(llm, "effective_max_input_tokens", llm.max_input_tokens)
+        self.about: dict[str, Any] = {"context_window": longest or 0}
+        if llm.telemetry.log_enabled:
+            shown = offered if prompts.compact else tools
+            self.about |= {"messages": self.wire, "tools": shown, "kwargs": options}
+            self.about |= {"raw_messages": written} if self.tools else {}
+
+    def answer(self, **again: Any) -> ModelResponse:
+        """One attempt. ``again``: arguments that a retry changes."""
+        llm, sampled = self.llm, None
+        llm.telemetry.on_request(telemetry_ctx=self.about)
+        response = answered(llm._complete, {**self.body, **again, "messages": self.wire})
+        if self.tools:
+            sampled = copy.deepcopy(response)
+            response = llm.post_response_prompt_mock(response, nonfncall_msgs=self.wire, tools=self.tools, **self.risk)
+        provider = {"provider_info": llm._provider_info} if _HAS_PROVIDER else {}
+        llm.telemetry.on_response(response, raw_resp=sampled, **provider)
+        if not response.choices:
+            raise exceptions.LLMNoResponseError(f"the model server answered without a choice: {response}")
+        return response
+
+
 class SessionLLM(LLM):
     """An LLM with the settings, the metrics and the telemetry of ``plain``, whose requests ``complete`` answers.
 
-    It is never stored: the agent that is serialised keeps the plain LLM.
+    It is never stored: the agent that is serialised keeps the plain LLM. It has one model: the ``fallback_strategy`` of
+    ``plain`` is not used.
     """
 
-    _plain: LLM | None = PrivateAttr(default=None)
-    _complete: Complete | None = PrivateAttr(default=None)
+    _plain: LLM = PrivateAttr()
+    _complete: Complete = PrivateAttr()
+    _prompts: Prompts = PrivateAttr()
     _cancel: Callable[[], None] | None = PrivateAttr(default=None)
-    _prompts: Prompts | None = PrivateAttr(default=None)
     _unread: Callable[[str], None] | None = PrivateAttr(default=None)
 
     @classmethod
@@ -163,19 +179,19 @@ class SessionLLM(LLM):
         cls,
         plain: LLM,
         complete: Complete,
-        prompts: Prompts | None = None,
+        prompts: Prompts,
         *,
         cancel: Callable[[], None] | None = None,
         unread: Callable[[str], None] | None = None,
     ) -> Self:
         """``complete`` may raise ``Unrecorded``; ``cancel`` ends its call, and blocks until it has ended. ``prompts``
         writes those of one conversation. ``unread`` is called with the reason why an answer cannot be read."""
-        # Made when it is asked for, and to be shared, else the costs would not reach the conversation.
-        assert plain.telemetry is not None
         # A search may take longer than a completion.
         made = cls.model_construct(_fields_set=set(plain.model_fields_set), **{**plain.__dict__, "timeout": None})
-        shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {})}
+        # It keeps the request under way: in a copy, side by side. The plain one is made when it is asked for.
+        telemetry = plain.telemetry.model_copy(update={"metrics": _Metrics(plain.metrics)})
         own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_cancel": cancel, "_unread": unread}
+        shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {}), "_telemetry": telemetry}
         object.__setattr__(made, "__pydantic_private__", {**shared, **own})
         return made
 
@@ -184,89 +200,90 @@ class SessionLLM(LLM):
         return False
 
     def completion(
-        self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, *more: Any, **arguments: Any
+        self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """As of the plain LLM. A stream is one chunk, when the answer is there: litellm's would bring no prompt ids."""
-        if self._prompts is not None:
-            tools, arguments = self._prompts.offer(self, tools or (), arguments)
-        with self._read():
-            return super().completion(messages, tools, *more, **arguments)
+        try:
+            with self._errors():
+                made = self._retried(_Request(self, messages, tools, named).answer)()
+        except Unrecorded:
+            return self._plain.completion(messages, tools, **named)
+        if (chunk := self._chunk(made, named)) is not None:
+            named["on_token"](chunk)
+        return self._response(made)
 
     async def acompletion(
-        self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, *more: Any, **arguments: Any
+        self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """``completion`` in a thread. Cancelling it ends the request: nothing of it counts as acted on."""
-        if self._prompts is not None:
-            tools, arguments = self._prompts.offer(self, tools or (), arguments)
-        asked: Any = super()  # absent in 1.15
-        with self._read():
-            return await asked.acompletion(messages, tools, *more, **arguments)
 
-    def format_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
-        """As of the plain LLM. Not to be changed: the next prompt shares it."""
-        assert self._plain is not None
-        if self._prompts is None:
-            return self._plain.format_messages_for_llm(messages)
-        return self._prompts.write(self._plain, messages)
+        async def answer(**again: Any) -> ModelResponse:
+            return await asyncio.to_thread(request.answer, **again)
 
-    async def aformat_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
-        """As ``format_messages_for_llm``."""
-        return await asyncio.to_thread(self.format_messages_for_llm, messages)
-
-    def pre_request_prompt_mock(
-        self, messages: list[dict[str, Any]], tools: list[Any], kwargs: dict[str, Any], *more: Any, **named: Any
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """As the SDK's; of a compact prompt with the text of ``compact_prompt``, which is 1,500 tokens shorter."""
-        convert, own = super().pre_request_prompt_mock, [copied(message) for message in messages]
-        if self._prompts is None or not self._prompts.compact:
-            return convert(own, tools, kwargs, *more, **named)
-        # The SDK adds its text where there are tools and a system message.
-        rest = [message for message in own if message["role"] != "system"]
-        converted, arguments = convert(rest, [], kwargs, *more, **named)
-        return described(own, converted, tools), arguments
-
-    def _transport_call(
-        self, *, messages: list[dict[str, Any]], enable_streaming: bool = False, on_token: Any = None, **kwargs: Any
-    ) -> ModelResponse:
         try:
-            response = self._answered(messages, kwargs)
+            with self._errors():
+                request = await asyncio.to_thread(_Request, self, messages, tools, named)
+                made = await self._retried(answer)()
         except Unrecorded:
-            asked = {"messages": copied([*messages]), "enable_streaming": enable_streaming, "on_token": on_token}
-            return self._plain._transport_call(**asked, **kwargs)  # type: ignore[union-attr]
-        if enable_streaming and on_token and response.choices:
-            on_token(convert_model_response_to_streaming(response))
-        return response
-
-    async def _atransport_call(
-        self, *, messages: list[dict[str, Any]], enable_streaming: bool = False, on_token: Any = None, **kwargs: Any
-    ) -> ModelResponse:
-        try:
-            response = await asyncio.to_thread(self._answered, messages, kwargs)
-        except Unrecorded:
-            asked = {"messages": copied([*messages]), "enable_streaming": enable_streaming, "on_token": on_token}
-            return await self._plain._atransport_call(**asked, **kwargs)  # type: ignore[union-attr]
+            return await self._plain.acompletion(messages, tools, **named)
         except asyncio.CancelledError:
             if self._cancel is not None:
                 self._cancel()
             raise
-        if enable_streaming and on_token and response.choices:
-            waiting = on_token(convert_model_response_to_streaming(response))
-            if asyncio.iscoroutine(waiting):
-                await waiting
-        return response
+        if (chunk := self._chunk(made, named)) is not None and asyncio.iscoroutine(heard := named["on_token"](chunk)):
+            await heard
+        return self._response(made)
+
+    def _retried(self, attempt: Callable[..., Any]) -> Callable[..., Any]:
+        if (newer := getattr(self, "_make_retry_decorator", None)) is not None:
+            return newer()(attempt)
+        names = ("num_retries", "retry_min_wait", "retry_max_wait", "retry_multiplier")
+        asked: dict[str, Any] = {name: getattr(self, name) for name in names}
+        asked |= {"retry_exceptions": LLM_RETRY_EXCEPTIONS, "retry_listener": self._retry_listener_fn}
+        return self.retry_decorator(**asked)(attempt)
 
     @contextmanager
-    def _read(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
         try:
             yield
-        except MALFORMED as error:
-            if self._unread is not None:
+        except Unrecorded:
+            raise
+        except Exception as error:
+            self.telemetry.on_error(error)
+            if isinstance(error, MALFORMED) and self._unread is not None:
                 self._unread(describe(error))
+            if (mapped := exceptions.map_provider_exception(error)) is not error:
+                raise mapped from error
             raise
 
-    def _answered(self, messages: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> ModelResponse:
-        assert self._complete is not None
-        return answered(self._complete, {"model": self.model, "seed": self.seed, **kwargs, "messages": messages})
+    def _chunk(self, made: ModelResponse, named: Mapping[str, Any]) -> Any:
+        streams = (self.stream or named.get("stream")) and named.get("on_token")
+        return convert_model_response_to_streaming(made) if streams else None
+
+    def _response(self, made: ModelResponse) -> LLMResponse:
+        choice: Any = made.choices[0]
+        message = SdkMessage.from_llm_chat_message(choice.message)
+        return LLMResponse(message=message, metrics=self.metrics.get_snapshot(), raw_response=made)
+
+
+def _as_text(
+    llm: LLM,
+    written: Sequence[JsonObject],
+    tools: list[JsonObject],
+    named: dict[str, Any],
+    risk: Mapping[str, bool],
+    *,
+    compact: bool,
+) -> tuple[list[Any], dict[str, Any]]:
+    """The prompt with tools and calls in its text, by the SDK; of a compact prompt with the text of ``compact_prompt``,
+    which is 1,500 tokens shorter. And the arguments."""
+    own: Any = copy.deepcopy(written)
+    if not compact:
+        return llm.pre_request_prompt_mock(own, tools, named, **risk)
+    # The SDK adds its text where there are tools and a system message.
+    rest = [message for message in own if message["role"] != "system"]
+    converted, named = llm.pre_request_prompt_mock(rest, [], named, **risk)
+    return described(own, converted, tools), named
 
 
 def model_server(llm: LLM) -> Upstream:
@@ -281,8 +298,9 @@ def model_server(llm: LLM) -> Upstream:
         "extra_body": llm.litellm_extra_body,
     }
 
-    def send(*, model: str, messages: Any, seed: int | None = None, **kwargs: Any) -> ModelResponse:
-        asked: Any = llm.model_copy(update={"model": model, "seed": seed})
-        return asked._transport_call(messages=[*messages], **kwargs)
+    def send(*, model: str, seed: int | None = None, **asked: Any) -> ModelResponse:
+        vendors: Any = llm.model_copy(update={"model": model, "seed": seed})
+        # A copy: litellm may write in it.
+        return vendors._transport_call(**copy.deepcopy(asked))
 
     return upstream_of(given, send)
