@@ -24,7 +24,6 @@ from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.session_runner import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.conversation_episode import BOUNDARY, ConversationEpisode, said_finish
-from openhands_rl_plugin.hosts.v1.session_llm import price_of
 from openhands_rl_plugin.hosts.v1.tools import EDITOR, TERMINAL, open_workspace
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.session import Session, bind_episode
@@ -146,7 +145,6 @@ class ConversationSession(HostSession):
         episode = self._episode
         served = episode.request.served_model or episode.base_model
         given = llm_settings(self._settings, self._options, served, episode.limits)
-        given |= dict.fromkeys(("input_cost_per_token", "output_cost_per_token"), price_of(given["model"]))
         return LLM(usage_id=usage, reasoning_effort=None, **given)
 
     def _condenser(self) -> CondenserBase | None:

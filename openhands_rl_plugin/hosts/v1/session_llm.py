@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Self
 
+from litellm import model_cost
 from litellm.llms.base_llm.base_model_iterator import convert_model_response_to_streaming
 from litellm.types.utils import ModelResponse
 from openhands.sdk.llm import LLM, ImageContent, LLMResponse, exceptions
@@ -30,18 +31,6 @@ from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
 from openhands_rl_plugin.session.branches import Complete
 from openhands_rl_plugin.session.upstream import Upstream
-
-
-def price_of(model: str) -> float | None:
-    """The price of a token, in USD: 0 for a model that is not in litellm's list, else ``None``, which takes that one.
-
-    Otherwise the SDK asks litellm for the price of each answer, and warns each time that there is none.
-    """
-    from litellm import model_cost
-
-    if model in model_cost or model.partition("/")[2] in model_cost:
-        return None
-    return 0.0
 
 
 class Prompts:
@@ -106,6 +95,14 @@ _HAS_CONTEXT = _CONTEXT in signature(select_chat_options).parameters
 _HAS_PROVIDER = "provider_info" in signature(Telemetry.on_response).parameters
 
 
+_COST = {"llm_provider-x-litellm-response-cost": 0.0}
+
+
+def _has_price(llm: LLM) -> bool:
+    """Whether an answer's cost is known. Else the SDK asks litellm for it, and warns each time that there is none."""
+    return llm.input_cost_per_token is not None or not {llm.model, llm.model.partition("/")[2]}.isdisjoint(model_cost)
+
+
 class Unrecorded(Exception):
     """The plugin itself failed: the model is asked as without it."""
 
@@ -154,6 +151,8 @@ class _Request:
         if self.tools:
             sampled = copy.deepcopy(response)
             response = llm.post_response_prompt_mock(response, nonfncall_msgs=self.wire, tools=self.tools, **self.risk)
+        if not _has_price(llm):
+            response._hidden_params = {**response._hidden_params, "additional_headers": _COST}
         provider = {"provider_info": llm._provider_info} if _HAS_PROVIDER else {}
         llm.telemetry.on_response(response, raw_resp=sampled, **provider)
         if not response.choices:

@@ -26,7 +26,6 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.hosts.v1.agent import RLAgent
-from openhands_rl_plugin.hosts.v1.session_llm import price_of
 
 log = logging.getLogger("openhands")
 
@@ -158,9 +157,7 @@ def make_llm(section: JsonObject) -> LLM:
     if unknown := sorted(set(section) - set(known)):
         log.warning("openhands_rl_plugin: [llm] %s: not a setting of this OpenHands, ignored", ", ".join(unknown))
     try:
-        price = price_of(str(known.get("model", "")))
-        costs = {"input_cost_per_token": price, "output_cost_per_token": price}
-        return LLM.model_validate({**_DEFAULTS, **costs, **known})
+        return LLM.model_validate({**_DEFAULTS, **known})
     except ValidationError as error:
         # Never the value: it may be a key.
         lines = (f"[llm] {at[-1] if at else ''}: {what.partition(', got ')[0]}" for at, what in problems(error, LLM))
