@@ -42,7 +42,7 @@ class Prompts:
         self._messages: Sequence[SdkMessage] = ()
         self._written: list[JsonObject] = []
         self._tools: tuple[ToolDefinition, ...] = ()
-        self._offered: list[JsonObject] = []
+        self._offered: list[Any] = []
         self._risk = self._fixed = False
 
     def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> list[JsonObject]:
@@ -58,7 +58,7 @@ class Prompts:
         self._written = [*self._written[:known], *new]
         return self._written
 
-    def offer(self, tools: Sequence[ToolDefinition], risk: bool) -> tuple[list[JsonObject], bool]:
+    def offer(self, tools: Sequence[ToolDefinition], risk: bool) -> tuple[list[Any], bool]:
         """The tools as they are sent, and whether they have the argument ``security_risk``. Not to be changed."""
         same = risk == self._risk and len(tools) == len(self._tools) and all(map(operator.is_, tools, self._tools))
         if not (same or self._fixed):
@@ -198,7 +198,7 @@ class SessionLLM(LLM):
         """Never: token ids come with chat completions only."""
         return False
 
-    def completion(
+    def completion(  # type: ignore[override]
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """As of the plain LLM. A stream is one chunk, when the answer is there: litellm's would bring no prompt ids."""
@@ -211,7 +211,7 @@ class SessionLLM(LLM):
             named["on_token"](chunk)
         return self._response(made)
 
-    async def acompletion(
+    async def acompletion(  # type: ignore[override]
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """``completion`` in a thread. Cancelling it ends the request: nothing of it counts as acted on."""
@@ -268,7 +268,7 @@ class SessionLLM(LLM):
 def _as_text(
     llm: LLM,
     written: Sequence[JsonObject],
-    tools: list[JsonObject],
+    tools: list[Any],
     named: dict[str, Any],
     risk: Mapping[str, bool],
     *,
