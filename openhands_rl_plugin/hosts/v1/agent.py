@@ -29,8 +29,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
 from openhands_rl_plugin.hosts.shared.run_checks import too_long
 from openhands_rl_plugin.hosts.v1 import conversations
-from openhands_rl_plugin.hosts.v1.conversation_episode import ConversationEpisode
-from openhands_rl_plugin.hosts.v1.conversations import adopting
+from openhands_rl_plugin.hosts.v1.conversations import ConversationEpisode, adopting
 from openhands_rl_plugin.hosts.v1.critic import judged_in
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode

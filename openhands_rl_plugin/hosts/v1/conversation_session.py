@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.session_runner import ITERATIONS_A_TURN, HostSession, llm_settings
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
-from openhands_rl_plugin.hosts.v1.conversation_episode import BOUNDARY, ConversationEpisode, said_finish
+from openhands_rl_plugin.hosts.v1.conversations import BOUNDARY, ConversationEpisode, said_finish
 from openhands_rl_plugin.hosts.v1.tools import EDITOR, TERMINAL, open_workspace
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.session import Session, bind_episode

@@ -38,7 +38,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
-from openhands_rl_plugin.hosts.v1.conversation_episode import said_finish
+from openhands_rl_plugin.hosts.v1.conversations import said_finish
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.rollout.scoring import workspace_command
 from openhands_rl_plugin.session.session import Session
