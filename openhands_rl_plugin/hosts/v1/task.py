@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from openhands.sdk import LLM, Conversation, Tool
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, MessageEvent, ObservationEvent
 from openhands.sdk.event.conversation_error import ConversationErrorEvent
-from openhands.sdk.llm import ImageContent, TextContent
-from openhands.sdk.tool.builtins import FinishAction, FinishTool, ThinkAction, ThinkTool
+from openhands.sdk.llm import TextContent
+from openhands.sdk.tool.builtins import FinishAction, FinishTool, ThinkTool
 from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.task_tracker import TaskTrackerTool
 from openhands.tools.terminal import TerminalTool
@@ -26,6 +27,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.hosts.v1.agent import RLAgent
+from openhands_rl_plugin.hosts.v1.conversations import BOUNDARY
 
 log = logging.getLogger("openhands")
 
@@ -42,7 +44,7 @@ _DEFAULTS: JsonObject = {"reasoning_effort": None, "usage_id": "agent"}
 
 
 def run_task(task: str, workspace: Path, work: OwnWork, show: Callable[[str], None]) -> int:
-    """Play until the agent has finished. Returns the exit code, 130 after Ctrl-C, which ends a completion at once.
+    """Work until the agent has finished. Returns the exit code, 130 after Ctrl-C, which ends a completion at once.
 
     ``show`` prints a line. Raises ``ConfigError`` for settings that the SDK refuses.
     """
@@ -52,100 +54,66 @@ def run_task(task: str, workspace: Path, work: OwnWork, show: Callable[[str], No
     callbacks = [_show_event(show, failed)]
     conversation = Conversation(agent=agent, workspace=str(workspace), visualizer=None, callbacks=callbacks)
     assert isinstance(conversation, LocalConversation)
+    stopped: list[int] = []
 
-    def playing() -> None:
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "openhands.conversation"):
-                conversation.send_message(task)
-                _play(conversation)
-        except CaughtFailure as caught:
-            failed.append(caught.failure.message)
+    def stop(pressed: int, _: object) -> None:
+        stopped.append(pressed)
+        signal.signal(signal.SIGINT, before)  # the next one waits for nobody
+        # Before 1.23 it is stopped after its step.
+        getattr(conversation, "interrupt", conversation.pause)()
 
-    thread = threading.Thread(target=playing, name="openhands-conversation", daemon=True)
-    thread.start()
-    interrupted = _wait(thread, conversation)
-    status, played = conversation.state.execution_status, agent.episode_of(conversation)
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with suppress(KeyboardInterrupt), boundary(FailureKind.INFRASTRUCTURE, BOUNDARY):
+            conversation.send_message(task)
+            asyncio.run(conversation.arun()) if hasattr(conversation, "arun") else conversation.run()
+    except CaughtFailure as caught:
+        failed.append(caught.failure.message)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    status, recorded = conversation.state.execution_status, agent.episode_of(conversation)
     conversation.close()
-    if played is not None and isinstance(played.episode.error, ConfigError):
-        raise played.episode.error
+    if recorded is not None and isinstance(recorded.episode.error, ConfigError):
+        raise recorded.episode.error
     for line in failed[:1]:
         show(f"failed: {one_line(line, 500)}")
-    if interrupted:
+    if stopped:
         return INTERRUPTED
     return DONE if status == Status.FINISHED and not failed else FAILED
 
 
-def _wait(thread: threading.Thread, conversation: LocalConversation) -> bool:
-    """Whether it was interrupted. A second interrupt does not wait for the agent."""
-    try:
-        thread.join()
-        return False
-    except KeyboardInterrupt:
-        threading.Thread(target=_stop, args=(conversation,), daemon=True).start()
-    with suppress(KeyboardInterrupt):
-        thread.join()
-    return True
-
-
-def _play(conversation: LocalConversation) -> None:
-    """Until the agent has finished, waits for someone, or is stopped. Blocks; raises the SDK's errors.
-
-    With an SDK that can be stopped in the middle of a completion (1.23 and newer), it can be.
-    """
-    if (arun := getattr(conversation, "arun", None)) is not None:
-        asyncio.run(arun())
-    else:
-        conversation.run()
-
-
-def _stop(conversation: LocalConversation) -> None:
-    """End ``_play``, from any thread. Blocks until a step has ended where the SDK cannot do better."""
-    if (interrupt := getattr(conversation, "interrupt", None)) is not None:
-        interrupt()
-    else:
-        conversation.pause()
-
-
 def _show_event(show: Callable[[str], None], failed: list[str]) -> Callable[[Event], None]:
-    """A callback that shows what is said, which tools are called, and how they fail; what ends the conversation is
-    added to ``failed``."""
+    """A callback that shows what the agent says, which tools it calls, and how they fail; what ends the conversation
+    is added to ``failed``."""
 
-    def show_event(event: Event) -> None:
+    def show_event(event: Any) -> None:
+        quiet, text = getattr(event, "tool_name", "") in _SAYING, ""
         if isinstance(event, ActionEvent):
-            thought = event.action.thought if isinstance(event.action, ThinkAction) else ""
-            if thought := thought or event.reasoning_content or "":
+            if thought := getattr(event.action, "thought", "") or event.reasoning_content:
                 show(f"({one_line(thought, _LONGEST)})")
-            finish = event.action.message if isinstance(event.action, FinishAction) else None
-            if said := _text_of(event.thought) if finish is None else finish:
-                show(said)
-            if event.tool_name not in _SAYING:
-                show(f"[{_title_of(event)}]")
+            text = event.action.message if isinstance(event.action, FinishAction) else _text_of(event.thought)
         elif isinstance(event, MessageEvent) and event.source == "agent":
-            if said := _text_of(event.llm_message.content):
-                show(said)
+            text = _text_of(event.llm_message.content)
         elif isinstance(event, ConversationErrorEvent):
             failed.append(f"{event.code}: {event.detail}")
-        elif isinstance(event, AgentErrorEvent) and event.tool_name not in _SAYING:
-            show(f"  failed: {one_line(event.error, _LONGEST)}")
-        elif isinstance(event, ObservationEvent) and event.observation.is_error and event.tool_name not in _SAYING:
-            show(f"  failed: {one_line(_text_of(event.observation.to_llm_content), _LONGEST)}")
+        elif isinstance(event, AgentErrorEvent) and not quiet:
+            text = f"  failed: {one_line(event.error, _LONGEST)}"
+        elif isinstance(event, ObservationEvent) and event.observation.is_error and not quiet:
+            text = f"  failed: {one_line(_text_of(event.observation.to_llm_content), _LONGEST)}"
+        if text:
+            show(text)
+        if isinstance(event, ActionEvent) and not quiet:
+            fields = event.action.model_dump() if event.action is not None else {}
+            what = " ".join(str(fields[name]) for name in ("command", "path") if fields.get(name))
+            first, _, more = (what or event.tool_call.arguments).strip().partition("\n")
+            cut = first[:_LONGEST_TITLE]
+            show(f"[{event.tool_name}: {cut}{' ...' if more or cut != first else ''}]")
 
     return show_event
 
 
-def _text_of(parts: Sequence[TextContent | ImageContent]) -> str:
+def _text_of(parts: Sequence[Any]) -> str:
     return "\n".join(part.text for part in parts if isinstance(part, TextContent))
-
-
-def _title_of(event: ActionEvent) -> str:
-    """A tool call in one line: the command or the file, else its arguments."""
-    action = event.action
-    fields = action.model_dump() if action is not None else {}
-    command, path = str(fields.get("command") or ""), fields.get("path")
-    what = f"{command} {path}" if path else command
-    first = (what or event.tool_call.arguments).strip().partition("\n")
-    text = f"{first[0]} ..." if first[2] else first[0]
-    return f"{event.tool_name}: {text if len(text) <= _LONGEST_TITLE else text[:_LONGEST_TITLE] + '...'}"
 
 
 def make_llm(section: JsonObject) -> LLM:
