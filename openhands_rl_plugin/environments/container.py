@@ -114,7 +114,7 @@ class ContainerShell:
 
     def __init__(self, place: ContainerPlace) -> None:
         """Makes the session's folder. Raises ``InfrastructureError``, also for an image without a program it needs."""
-        self.place = place
+        self.container = place
         self.failure = ""
         self._one_at_a_time = threading.Lock()
         self._folder = folder = shlex.quote(place.folder)
@@ -133,7 +133,7 @@ class ContainerShell:
         with self._one_at_a_time:
             written = self.put(whole_text(command).encode(errors="surrogateescape"), "command")
             limit = "" if timeout is None else str(max(1, round(timeout)))
-            run = shlex.join(["bash", f"{self.place.folder}/run", limit, self.start])
+            run = shlex.join(["bash", f"{self.container.folder}/run", limit, self.start])
             lines = self._asked(f"{written} && {run} 2>/dev/null", None if timeout is None else timeout + SECONDS)
         try:
             ended, cwd, *parts = lines
@@ -172,7 +172,7 @@ class ContainerShell:
 
     def close(self) -> None:
         """End the command that is running, and remove what is the session's own. What runs in the background stays."""
-        self.ask(end(self.place.folder))
+        self.ask(end(self.container.folder))
 
     def ask(self, command: str, timeout: float | None = SECONDS) -> tuple[int, list[str]]:
         """The exit code and the lines of one command of the session's own. Raises ``InfrastructureError``."""
@@ -180,7 +180,7 @@ class ContainerShell:
         try:
             with socket.socket(socket.AF_UNIX) as line:
                 line.settimeout(None if timeout is None else timeout + _SLACK)
-                line.connect(str(self.place.socket))
+                line.connect(str(self.container.socket))
                 line.sendall(json.dumps({"command": marked, "timeout": timeout}).encode() + b"\n")
                 with line.makefile("rb") as replies:
                     reply = json.loads(replies.readline(LONGEST_LINE))
@@ -260,7 +260,7 @@ class ContainerFiles:
 
     def write(self, path: str, data: bytes) -> None:
         """Replace the file's content in place, or make the file and the folders above it."""
-        source, target = f"{shlex.quote(self._shell.place.folder)}/uploaded", shlex.quote(path)
+        source, target = f"{shlex.quote(self._shell.container.folder)}/uploaded", shlex.quote(path)
         above = shlex.quote(path.rpartition("/")[0] or "/")
         written = self._shell.put(data, "uploaded")
         code, lines = self._shell.ask(f"{written} && mkdir -p {above} && cat {source} > {target} && rm -f {source}")

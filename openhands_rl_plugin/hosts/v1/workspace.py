@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from openhands.sdk.llm import TextContent
 from openhands.sdk.utils import maybe_truncate
@@ -52,6 +51,7 @@ class ConversationWorkspace:
         """As ``SandboxedWorkspace.fork``, with the editor's history."""
         if self.terminal.busy:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
+        assert isinstance(self.sandboxed, SandboxedWorkspace), "a container cannot be forked"
         twin = ConversationWorkspace(self.sandboxed.fork(stop))
         twin.terminal.seconds, twin.editor = self.terminal.seconds, self.editor.forked(twin.sandboxed)
         return twin
@@ -70,11 +70,8 @@ class ConversationWorkspace:
         self.sandboxed.close()
 
 
-_MISSING = "the workspace is a container of another program, which judges it"
-
-
 class NoEvidence:
-    """In the place of a workspace whose changes and files nobody sees; ``why`` is said in their place."""
+    """In the place of a workspace whose changes and files nobody sees; ``why`` is recorded in their place."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -95,7 +92,7 @@ class NoEvidence:
         """Nothing is kept."""
 
 
-class ContainerWorkspace(NoEvidence):
+class ContainerWorkspace(ContainerShell, NoEvidence):
     """As ``SandboxedWorkspace``, without forks and without evidence. All methods block.
 
     The constructor raises ``InfrastructureError``. Where the container's owner fails, so does the episode, whatever the
@@ -104,48 +101,32 @@ class ContainerWorkspace(NoEvidence):
 
     forks = False
 
-    def __init__(self, place: ContainerPlace) -> None:
-        super().__init__(_MISSING)
-        self._shell = ContainerShell(place)
-        self.start = self.inside = self._shell.start
+    def __init__(self, container: ContainerPlace) -> None:
+        NoEvidence.__init__(self, "the workspace is a container of another program, which judges it")
+        super().__init__(container)
+        self.inside = self.start
         self.private = temporary_folder("container")
 
     def begin(self) -> None:
         """Nothing is evidence here."""
-
-    def run(self, command: str, *, timeout: float | None) -> CommandResult:
-        """As ``ContainerShell.run``."""
-        return self._shell.run(command, timeout=timeout)
-
-    def interrupt(self) -> None:
-        """As ``ContainerShell.interrupt``."""
-        self._shell.interrupt()
-
-    def restart(self) -> None:
-        """As ``ContainerShell.restart``."""
-        self._shell.restart()
 
     def place(self, path: str) -> Place:
         """An absolute path of the container, for one use of its files. Raises ``PermissionError``."""
         if "\0" in path or whole_text(path) != path:
             raise PermissionError("a path cannot hold a null character, or half a character")
         name = f"/{path.strip('/')}"
-        return Place(ContainerFiles(self._shell), name, name)
+        return Place(ContainerFiles(self), name, name)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """No evidence, and the failure of the container's owner, if any."""
-        failed = self._shell.failure[:500]
+        failed = self.failure[:500]
         failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=failed, boundary="container") if failed else None
         return self.changes(), failure
-
-    def fork(self, stop: threading.Event) -> NoReturn:
-        """Raises ``BadEnvironmentError``."""
-        raise BadEnvironmentError("a container of another program cannot be forked")
 
     def close(self) -> None:
         """End the command that is running. What runs in the background stays, for those who judge the work."""
         with suppress(InfrastructureError):
-            self._shell.close()
+            super().close()
         remove_tree(self.private)
 
 
