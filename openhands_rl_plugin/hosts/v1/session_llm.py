@@ -131,7 +131,13 @@ class _Request:
         self.tools = offered if llm.should_mock_tool_calls(offered) else []
         self.risk = {_RISK_IN_TEXT: risk} if _HAS_RISK_IN_TEXT else {}
         if self.tools:
-            self.wire, named = _as_text(llm, written, offered, named, self.risk, compact=prompts.compact)
+            # The SDK adds its text where there are tools and a system message: 1,500 tokens more than the compact one.
+            own: Any = copy.deepcopy(written)
+            rest = [message for message in own if message["role"] != "system"] if prompts.compact else own
+            shown = [] if prompts.compact else offered
+            self.wire, named = llm.pre_request_prompt_mock(rest, shown, named, **self.risk)
+            if prompts.compact:
+                self.wire = described(own, self.wire, offered)
         named["tools"] = native = None if self.tools else offered or None
         context = {_CONTEXT: given.get(_CONTEXT)} if _HAS_CONTEXT else {}
         options = select_chat_options(llm, named, has_tools=bool(native), **context)
@@ -174,25 +180,22 @@ class SessionLLM(LLM):
     _unread: Callable[[str], None] | None = PrivateAttr(default=None)
 
     @classmethod
-    def over(
-        cls,
-        plain: LLM,
-        complete: Complete,
-        prompts: Prompts,
-        *,
-        cancel: Callable[[], None] | None = None,
-        unread: Callable[[str], None] | None = None,
-    ) -> Self:
-        """``complete`` may raise ``Unrecorded``; ``cancel`` ends its call, and blocks until it has ended. ``prompts``
-        writes those of one conversation. ``unread`` is called with the reason why an answer cannot be read."""
+    def over(cls, plain: LLM, complete: Complete, prompts: Prompts) -> Self:
+        """``complete`` may raise ``Unrecorded``. ``prompts`` writes those of one conversation."""
         # A search may take longer than a completion.
         made = cls.model_construct(_fields_set=set(plain.model_fields_set), **{**plain.__dict__, "timeout": None})
         # It keeps the request under way: in a copy, side by side. The plain one is made when it is asked for.
         telemetry = plain.telemetry.model_copy(update={"metrics": _Metrics(plain.metrics)})
-        own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_cancel": cancel, "_unread": unread}
+        own = {"_plain": plain, "_complete": complete, "_prompts": prompts}
         shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {}), "_telemetry": telemetry}
         object.__setattr__(made, "__pydantic_private__", {**shared, **own})
         return made
+
+    def heard_by(self, cancel: Callable[[], None], unread: Callable[[str], None]) -> Self:
+        """``cancel`` ends a call, and blocks until it has ended; ``unread`` is called with the reason why an answer cannot
+        be read."""
+        self._cancel, self._unread = cancel, unread
+        return self
 
     def uses_responses_api(self) -> bool:
         """Never: token ids come with chat completions only."""
@@ -265,37 +268,11 @@ class SessionLLM(LLM):
         return LLMResponse(message=message, metrics=self.metrics.get_snapshot(), raw_response=made)
 
 
-def _as_text(
-    llm: LLM,
-    written: Sequence[JsonObject],
-    tools: list[Any],
-    named: dict[str, Any],
-    risk: Mapping[str, bool],
-    *,
-    compact: bool,
-) -> tuple[list[Any], dict[str, Any]]:
-    """The prompt with tools and calls in its text, by the SDK; of a compact prompt with the text of ``compact_prompt``,
-    which is 1,500 tokens shorter. And the arguments."""
-    own: Any = copy.deepcopy(written)
-    if not compact:
-        return llm.pre_request_prompt_mock(own, tools, named, **risk)
-    # The SDK adds its text where there are tools and a system message.
-    rest = [message for message in own if message["role"] != "system"]
-    converted, named = llm.pre_request_prompt_mock(rest, [], named, **risk)
-    return described(own, converted, tools), named
-
-
 def model_server(llm: LLM) -> Upstream:
     """What ``llm`` asks."""
     key = llm.api_key.get_secret_value() if isinstance(llm.api_key, SecretStr) else llm.api_key
-    given = {
-        "model": llm.model,
-        "base_url": llm.base_url,
-        "api_key": key,
-        "timeout": llm.timeout,
-        "extra_headers": llm.extra_headers,
-        "extra_body": llm.litellm_extra_body,
-    }
+    given: dict[str, Any] = {name: getattr(llm, name) for name in ("model", "base_url", "timeout", "extra_headers")}
+    given |= {"api_key": key, "extra_body": llm.litellm_extra_body}
 
     def send(*, model: str, seed: int | None = None, **asked: Any) -> ModelResponse:
         vendors: Any = llm.model_copy(update={"model": model, "seed": seed})
