@@ -29,10 +29,8 @@ from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from openhands.sdk.llm import LLM, TextContent
 from openhands.sdk.subagent import get_agent_factory
 from openhands.sdk.tool.builtins import FinishTool
-from pydantic import SecretStr
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background, bound
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, StorageError, boundary, describe
 from openhands_rl_plugin.core.messages import one_line
@@ -52,7 +50,7 @@ from openhands_rl_plugin.hosts.shared.standalone_run import (
     workspace_task,
 )
 from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
-from openhands_rl_plugin.hosts.v1.session_llm import Prompts, Unrecorded, model_server
+from openhands_rl_plugin.hosts.v1.session_llm import Prompts, Unrecorded, key_of, model_server
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, NoEvidence
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.rollout.forks import World
@@ -283,8 +281,6 @@ class ConversationEpisode:
             now = conversation and (conversation.state.execution_status, self.steps)
             if now is None or (now == seen and now[0] in ENDED and not self.stepping):
                 await background().blocking(self.end)
-            if now is None and _episodes.get(self.session) is self:
-                del _episodes[self.session]
             conversation, seen = None, now
 
     def _end_at_exit(self) -> None:
@@ -342,19 +338,10 @@ KEY = "openhands_rl"
 """In the state's ``agent_state``."""
 
 _LONGEST = 300
-_WITHOUT_FORKS = "StandardReAct"
-
-
-def note_recording(conversation: LocalConversation, episode: Session, *, forks: bool) -> None:
-    """Say where an episode is stored, and of a search without ``forks`` that it has none."""
-    store, short = store_name(episode.settings), trajectory_id(episode.request)[:SHORT_ID]
-    strategy = episode.strategy_spec.name
-    flat = "" if forks or strategy == _WITHOUT_FORKS else f'; {strategy} forks nothing: isolation = "none"'
-    _note(conversation, f"recorded in {store} on {socket.gethostname()} as {short}{flat}")
 
 
 def note_failure(conversation: LocalConversation, why: str) -> None:
-    """Say why the conversation is not recorded from here on."""
+    """Note why the conversation is not recorded from here on."""
     _note(conversation, f"not recorded: {one_line(why, _LONGEST)}")
 
 
@@ -403,8 +390,8 @@ def sub_agent_episode(
     return Session(request, parent.settings, strategy=strategy, base_model=model or parent.base_model, **same)
 
 
-_episodes: dict[str, ConversationEpisode] = {}
-"""The newest of each conversation."""
+_episodes: weakref.WeakValueDictionary[str, ConversationEpisode] = weakref.WeakValueDictionary()
+"""The newest of each conversation, which holds it."""
 _unrecorded: weakref.WeakSet[LocalConversation] = weakref.WeakSet()
 """Conversations that go on without the plugin, which failed."""
 
@@ -418,16 +405,21 @@ def begin_step(agent: RLAgent, conversation: LocalConversation) -> ConversationE
     if conversation in _unrecorded:
         return None
     session = str(conversation.state.id)
-    episode, calls = _episodes.get(session), SampledCalls()
-    if episode is not None:
-        calls = episode.calls
+    if (episode := _episodes.get(session)) is not None:
         if episode.conversation is not conversation or _answered(episode, conversation):
             episode.end(episode.finished[1])
     if episode is None or episode.over:
-        episode = _begin(agent, conversation, calls)
-        if episode is None:
+        calls = episode.calls if episode is not None else SampledCalls()
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
+                episode = _episodes[session] = conversation._rl_episode = _begin(agent, conversation, calls)  # type: ignore[attr-defined]
+        except RLError as error:
+            if agent.parent is None and current_episode() is not None:
+                raise
+            log.warning("openhands_rl_plugin: %s; the conversation runs without it", str(error).splitlines()[0])
+            note_failure(conversation, str(error))
+            _unrecorded.add(conversation)
             return None
-        _episodes[session] = episode
         if episode.standalone:
             background().start(episode.watch())
     episode.stepping, episode.finished = True, (None, None)
@@ -453,28 +445,10 @@ def episode_of(conversation: LocalConversation) -> ConversationEpisode | None:
 
 def close() -> None:
     """End the episodes of the conversations that are being closed. Blocks."""
-    for session, episode in list(_episodes.items()):
+    for episode in list(_episodes.values()):
         # The SDK closes an agent without saying for which of its conversations.
-        if episode.conversation is None or getattr(episode.conversation, "_cleanup_initiated", True):
+        if getattr(episode.conversation, "_cleanup_initiated", True):
             episode.end()
-            _episodes.pop(session, None)
-
-
-def _begin(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls) -> ConversationEpisode | None:
-    bound = current_episode() if agent.parent is None else None
-    try:
-        with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
-            begun = _episode(agent, conversation, calls)
-            if begun.standalone and agent.parent is None:
-                note_recording(conversation, begun.episode, forks=begun.forkable is not None)
-            return begun
-    except RLError as error:
-        if bound is not None:
-            raise
-        log.warning("openhands_rl_plugin: %s; the conversation runs without it", str(error).splitlines()[0])
-        note_failure(conversation, str(error))
-        _unrecorded.add(conversation)
-        return None
 
 
 def _answered(episode: ConversationEpisode, conversation: LocalConversation) -> bool:
@@ -484,15 +458,7 @@ def _answered(episode: ConversationEpisode, conversation: LocalConversation) -> 
     return any(isinstance(event, MessageEvent) and event.source == "user" for event in later)
 
 
-def _published(settings: RLSettings, base_model: str, llm: LLM) -> str | None:
-    """The adapter version in use, if the server of ``[rl.serving]``, or else of the LLM, has it."""
-    serving = settings.serving
-    own = llm.api_key.get_secret_value() if isinstance(llm.api_key, SecretStr) else llm.api_key
-    url, key = (serving.base_url, serving.api_key()) if serving.base_url else (llm.base_url, own)
-    return adapter_in_use(serving, model=base_model, url=url, key=key) if url else None
-
-
-def _episode(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls) -> ConversationEpisode:
+def _begin(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls) -> ConversationEpisode:
     """The bound episode, one of its own, or that of a sub-agent, which ends with its parent's at the latest."""
     llm, exact, session, run = agent.llm, agent.replays_sampled, str(conversation.state.id), None
     named, own = split_provider(llm.model)[1], exact
@@ -507,28 +473,33 @@ def _episode(agent: RLAgent, conversation: LocalConversation, calls: SampledCall
         run = StandaloneRun(episode) if by.standalone else RunBeside(episode, by.episode)
     elif (episode := current_episode()) is None:
         settings = agent.settings()
-        base_model = settings.serving.model or named
+        serving, base_model = settings.serving, settings.serving.model or named
+        url, key = (serving.base_url, serving.api_key()) if serving.base_url else (llm.base_url, key_of(llm))
         episode = standalone_episode(
             settings,
             session=session,
             instruction=instruction,
             base_model=base_model,
             environment_mode=False,
-            served_model=_published(settings, base_model, llm),
+            served_model=adapter_in_use(serving, model=base_model, url=url, key=key) if url else None,
             workspace=str(conversation.workspace.working_dir),
         )
         run = StandaloneRun(episode)
     served = episode.request.served_model or episode.base_model
     upstream = upstream_in(episode.settings, model=served, base_model=episode.base_model) if own else None
-    _check_llm(llm, upstream)
+    if upstream is None and type(llm).completion is not LLM.completion:
+        raise ConfigError(f"RLAgent needs one model for a whole episode, not a router: {type(llm).__name__}")
+    if upstream is None and llm.uses_responses_api():
+        raise ConfigError(f"{llm.model} is asked through the Responses API, which has no token ids: use another model")
     made = ConversationEpisode(episode, conversation, llm, calls=calls, own=upstream, standalone=run, exact=exact)
     if agent.parent is not None:
         agent.parent[0].delegated.add(made)
+    elif run is not None:
+        store, short, strategy = (
+            store_name(episode.settings),
+            trajectory_id(episode.request)[:SHORT_ID],
+            episode.strategy_spec.name,
+        )
+        flat = "" if made.forkable or strategy == "StandardReAct" else f'; {strategy} forks nothing: isolation = "none"'
+        _note(conversation, f"recorded in {store} on {socket.gethostname()} as {short}{flat}")
     return made
-
-
-def _check_llm(llm: LLM, own: Upstream | None) -> None:
-    if own is None and type(llm).completion is not LLM.completion:
-        raise ConfigError(f"RLAgent needs one model for a whole episode, not a router: {type(llm).__name__}")
-    if own is None and llm.uses_responses_api():
-        raise ConfigError(f"{llm.model} is asked through the Responses API, which has no token ids: use another model")

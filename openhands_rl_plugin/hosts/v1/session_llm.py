@@ -192,8 +192,8 @@ class SessionLLM(LLM):
         return made
 
     def heard_by(self, cancel: Callable[[], None], unread: Callable[[str], None]) -> Self:
-        """``cancel`` ends a call, and blocks until it has ended; ``unread`` is called with the reason why an answer cannot
-        be read."""
+        """``cancel`` ends a call, and blocks until it has ended; ``unread`` gets the reason why an answer cannot be
+        read."""
         self._cancel, self._unread = cancel, unread
         return self
 
@@ -268,11 +268,15 @@ class SessionLLM(LLM):
         return LLMResponse(message=message, metrics=self.metrics.get_snapshot(), raw_response=made)
 
 
+def key_of(llm: LLM) -> str | None:
+    """Its API key."""
+    return llm.api_key.get_secret_value() if isinstance(llm.api_key, SecretStr) else llm.api_key
+
+
 def model_server(llm: LLM) -> Upstream:
     """What ``llm`` asks."""
-    key = llm.api_key.get_secret_value() if isinstance(llm.api_key, SecretStr) else llm.api_key
     given: dict[str, Any] = {name: getattr(llm, name) for name in ("model", "base_url", "timeout", "extra_headers")}
-    given |= {"api_key": key, "extra_body": llm.litellm_extra_body}
+    given |= {"api_key": key_of(llm), "extra_body": llm.litellm_extra_body}
 
     def send(*, model: str, seed: int | None = None, **asked: Any) -> ModelResponse:
         vendors: Any = llm.model_copy(update={"model": model, "seed": seed})
