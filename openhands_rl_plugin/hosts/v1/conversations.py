@@ -405,14 +405,14 @@ def begin_step(agent: RLAgent, conversation: LocalConversation) -> ConversationE
     if conversation in _unrecorded:
         return None
     session = str(conversation.state.id)
-    if (episode := _episodes.get(session)) is not None:
-        if episode.conversation is not conversation or _answered(episode, conversation):
-            episode.end(episode.finished[1])
+    episode = _episodes.get(session)
+    if episode is not None and (episode.conversation is not conversation or _answered(episode, conversation)):
+        episode.end(episode.finished[1])
     if episode is None or episode.over:
         calls = episode.calls if episode is not None else SampledCalls()
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
-                episode = _episodes[session] = conversation._rl_episode = _begin(agent, conversation, calls)  # type: ignore[attr-defined]
+                episode = _episodes[session] = _begin(agent, conversation, calls)
         except RLError as error:
             if agent.parent is None and current_episode() is not None:
                 raise
@@ -420,6 +420,7 @@ def begin_step(agent: RLAgent, conversation: LocalConversation) -> ConversationE
             note_failure(conversation, str(error))
             _unrecorded.add(conversation)
             return None
+        conversation._rl_episode = episode  # type: ignore[attr-defined]
         if episode.standalone:
             background().start(episode.watch())
     episode.stepping, episode.finished = True, (None, None)
@@ -495,11 +496,8 @@ def _begin(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls)
     if agent.parent is not None:
         agent.parent[0].delegated.add(made)
     elif run is not None:
-        store, short, strategy = (
-            store_name(episode.settings),
-            trajectory_id(episode.request)[:SHORT_ID],
-            episode.strategy_spec.name,
-        )
+        store, strategy = store_name(episode.settings), episode.strategy_spec.name
+        short = trajectory_id(episode.request)[:SHORT_ID]
         flat = "" if made.forkable or strategy == "StandardReAct" else f'; {strategy} forks nothing: isolation = "none"'
         _note(conversation, f"recorded in {store} on {socket.gethostname()} as {short}{flat}")
     return made
