@@ -19,15 +19,14 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Score, StopReaso
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     UNKNOWN_TIMES,
     Imported,
+    conversation,
     date_of,
     finished,
-    policy_of,
-    say,
     score_of,
     task_of,
     times_of,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, Record, present
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, Record, chat_message, present
 from openhands_rl_plugin.trajectories.exchange.formats import Format
 
 _ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -42,11 +41,11 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
         raise LeftOutError("nothing was said in it")
     if any(node.message.tool_calls for node in nodes):
         raise LeftOutError("it has native tool calls, which AgentGym records do not have")
-    conversation: list[JsonValue] = []
+    listed: list[JsonValue] = []
     text = ""
     for node in nodes:
         speaker, content = _FROM[node.message.role], node.message.content or ""
-        conversation.append({"from": speaker, "value": content, "loss": node.sampled if speaker == "gpt" else None})
+        listed.append({"from": speaker, "value": content, "loss": node.sampled if speaker == "gpt" else None})
         text += f"\n{_SPEAKERS[speaker]}: {content}"
     metadata: JsonObject = {
         "task_description": trajectory.task.instruction,
@@ -62,7 +61,7 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
         "task_id": trajectory.task.id,
         "timestamp": date_of(trajectory.times.finished).isoformat(),
         "metadata": metadata,
-        "trajectory": {"reward": score_of(trajectory, scores), "conversation": conversation, "text": text},
+        "trajectory": {"reward": score_of(trajectory, scores), "conversation": listed, "text": text},
     }
 
 
@@ -105,18 +104,14 @@ def _identity(own: str) -> str | None:
 
 
 def _tree(record: Record, name: str, model: str | None) -> EpisodeTree:
-    tree = EpisodeTree()
     if name not in record.fields:
         raise ExchangeError(f"{name}: is required")
+    messages: list[Message] = []
     for each in record.records(name):
-        speaker = each.text("from")
-        if (role := _ROLES.get(speaker)) is None:
-            known = ", ".join(map(repr, _ROLES))
-            raise ExchangeError(f"{name}.from: must be {known}, not {speaker!r}")
-        sampled = role == "assistant" and each.read(bool, "loss") is not False
-        message = Message.model_validate({"role": role, "content": each.text("value")})
-        say(tree, message, policy_of(model) if sampled else None)
-    return tree
+        if (role := _ROLES.get(speaker := each.text("from"))) is None:
+            raise ExchangeError(f"{name}.from: must be {', '.join(map(repr, _ROLES))}, not {speaker!r}")
+        messages.append(chat_message({"role": role, "content": each.get("value"), "loss": each.get("loss")}))
+    return conversation(messages, model)
 
 
 def _times(timestamp: str | None) -> Times:

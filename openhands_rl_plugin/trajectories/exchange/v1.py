@@ -184,16 +184,6 @@ def _texts(content: str | None) -> list[JsonValue]:
 _ERROR_HEADER = "[An error occurred during execution.]\n"
 _RESULTS = {"ObservationEvent", "UserRejectObservation", "AgentErrorEvent"}
 _SPOKEN = _RESULTS | {"SystemPromptEvent", "MessageEvent", "ActionEvent", "ACPToolCallEvent"}
-_EVENT_KINDS = _SPOKEN | {
-    "ConversationErrorEvent",
-    "Condensation",
-    "CondensationRequest",
-    "CondensationSummaryEvent",
-    "ConversationStateUpdateEvent",
-    "LLMCompletionLogEvent",
-    "PauseEvent",
-    "TokenEvent",
-}
 
 
 class Log(NamedTuple):
@@ -406,7 +396,8 @@ _STATE, _EVENTS, _SUB_AGENTS = "base_state.json", "events", "subagents"
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:
     """By its kind and its source."""
-    return isinstance(kind := row.get("kind"), str) and kind in _EVENT_KINDS and "source" in row
+    kind = str(row.get("kind"))
+    return "source" in row and (kind in _SPOKEN or kind.startswith("Condensation") or kind.endswith("Event"))
 
 
 def is_conversation(path: Path) -> bool:
