@@ -49,7 +49,7 @@ async def run(args: argparse.Namespace) -> int:
     else:
         source = source_of(args.file, args.format)
     async with open_store(args.into, create=True) as storage:
-        with progress_bar("importing", source.total, in_bytes=source.in_bytes) as bar:
+        with progress_bar("importing") as bar:
             report = await import_source(source, storage, advanced=bar.update)
     # Without --skip-bad the first one is the error.
     for message in report.bad[not args.skip_bad : _SHOWN]:

@@ -182,7 +182,7 @@ def read(name: str, chats: list[Chat], folder: Path) -> tuple[dict[str, float], 
     file.write_text("\n".join(json.dumps(WRITERS[name](chat, f"t{at}")) for at, chat in enumerate(chats)))
     started = time.perf_counter()
     source, names = recognised_source(file)
-    found = [unit.read() for unit in source.units]
+    found = [unit.read() for unit in source]
     seconds = time.perf_counter() - started
     episodes = [each.trajectory for one in found for each in (one if isinstance(one, list) else [one])]
     reasoning, ids = name not in WITHOUT_REASONING, name not in OWN_IDS

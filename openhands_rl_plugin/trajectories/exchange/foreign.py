@@ -255,39 +255,28 @@ _MEMBERS = {"model_patch", "instance_id", "messages", "trajectory"}
 class Unit(NamedTuple):
     """One row to come, as an object or as what an importer makes of it.
 
-    ``at`` is its place ("file:line") and ``done`` how far reading got with it, in bytes of its file or in units.
-    ``read`` raises ``ExchangeError``, which then concerns this row only.
+    ``at`` is its place ("file:line"). ``read`` raises ``ExchangeError``, which then concerns this row only.
     """
 
     at: str
-    done: int
     read: Callable[[], Any]
 
 
-class Source(NamedTuple):
-    """What an importer goes through; ``total`` is in the unit of ``Unit.done``."""
-
-    total: int
-    units: Iterator[Unit]
-    in_bytes: bool = False
+Units = Iterator[Unit]
 
 
-def row_source(path: Path, convert: Callable[[JsonObject, Path], Any]) -> Source:
+def units_of(path: Path, convert: Callable[[JsonObject, Path], Any]) -> Units:
     """The rows of a file (JSON Lines, JSON, Parquet; gzip), or of all such files below a folder, in order of name."""
-    files = files_below(path, ROW_SUFFIXES)
+    return (unit for file in files_below(path, ROW_SUFFIXES) for unit in _converted(file, convert))
 
-    def units() -> Iterator[Unit]:
-        before = 0
-        for file in files:
-            try:
-                for row in rows_of(file):
-                    # The place of one row of several is no name of a file.
-                    yield Unit(row.at, before + row.done, lambda row=row: convert(row.read(), Path(row.at)))
-            except ExchangeError as error:
-                yield Unit(str(file), before, partial(refuse, error))
-            before += file.stat().st_size
 
-    return Source(sum(file.stat().st_size for file in files), units(), in_bytes=True)
+def _converted(file: Path, convert: Callable[[JsonObject, Path], Any]) -> Units:
+    try:
+        for row in rows_of(file):
+            # The place of one row of several is no name of a file.
+            yield Unit(row.at, lambda row=row: convert(row.read(), Path(row.at)))
+    except ExchangeError as error:
+        yield Unit(str(file), partial(refuse, error))
 
 
 def refuse(error: ExchangeError) -> Any:
@@ -307,12 +296,12 @@ def files_below(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return found
 
 
-def rows_of(file: Path) -> Iterator[Unit]:
+def rows_of(file: Path) -> Units:
     """The rows of one file. Raises ``ExchangeError`` when the file as a whole cannot be read."""
     if file.name.endswith(".parquet"):
         yield from _parquet_rows(file)
         return
-    with _opened(file) as (stream, raw):
+    with _opened(file) as stream:
         start = stream.peek(_PEEK).removeprefix(_BYTE_ORDER_MARK).lstrip()
         line, _, more = start.partition(b"\n")
         # One object a line, whatever the file is called; a pretty-printed document has not.
@@ -320,30 +309,30 @@ def rows_of(file: Path) -> Iterator[Unit]:
         if objects or (".jsonl" in file.name and not start.startswith(b"[")):
             for number, line in enumerate(stream, 1):
                 if not line.isspace():
-                    yield Unit(f"{file}:{number}", raw.tell(), lambda line=line: _object(from_text(line)))
+                    yield Unit(f"{file}:{number}", lambda line=line: _object(from_text(line)))
         else:
             with within(str(file)):
                 document = from_text(stream.read())
-            yield from _members(file, document, file.stat().st_size)
+            yield from _members(file, document)
 
 
 def read_document(file: Path) -> JsonObject:
     """A file that is one JSON object. Raises ``ExchangeError``."""
-    with _opened(file) as (stream, _), within(str(file)):
+    with _opened(file) as stream, within(str(file)):
         return _object(from_text(stream.read()))
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[io.BufferedReader[Any], io.FileIO]]:
+def _opened(file: Path) -> Iterator[io.BufferedReader[Any]]:
     try:
         with open(file, "rb", buffering=0) as raw:
             source: Any = gzip.GzipFile(fileobj=raw) if file.name.endswith(".gz") else raw
-            yield io.BufferedReader(source, _PEEK), raw
+            yield io.BufferedReader(source, _PEEK)
     except (OSError, EOFError, zlib.error) as error:
         raise ExchangeError(f"{file}: cannot be read: {error}") from error
 
 
-def _members(file: Path, document: JsonValue, size: int) -> Iterator[Unit]:
+def _members(file: Path, document: JsonValue) -> Units:
     """The rows of an array, or of an object from instance ids to rows. Any other object is one row, as a list of chat
     messages is."""
     listed = document.get("trajectory") if isinstance(document, dict) else document
@@ -354,9 +343,8 @@ def _members(file: Path, document: JsonValue, size: int) -> Iterator[Unit]:
     if isinstance(document, dict) and document and all(_is_member(value) for value in document.values()):
         document = [{"instance_id": key, **value} for key, value in document.items() if isinstance(value, dict)]
     rows = document if isinstance(document, list) else [document]
-    for number, row in enumerate(rows, 1):
-        at = f"{file}[{number - 1}]" if isinstance(document, list) else str(file)
-        yield Unit(at, size * number // len(rows), lambda row=row: _object(row))
+    for number, row in enumerate(rows):
+        yield Unit(f"{file}[{number}]" if isinstance(document, list) else str(file), lambda row=row: _object(row))
 
 
 def _is_message(value: JsonValue) -> bool:
@@ -372,18 +360,16 @@ def _is_member(value: JsonValue) -> bool:
     return isinstance(value, dict) and not _MEMBERS.isdisjoint(value)
 
 
-def _parquet_rows(file: Path) -> Iterator[Unit]:
+def _parquet_rows(file: Path) -> Units:
     pyarrow, parquet = optional("pyarrow"), optional("pyarrow.parquet")
     try:
         with parquet.ParquetFile(file) as table:
-            size, number, rows = file.stat().st_size, 0, max(1, table.metadata.num_rows)
             decode = _decoder(pyarrow, pyarrow.struct(table.schema_arrow))
-            for batch in table.iter_batches(batch_size=64):
-                for row in batch.to_pylist():
-                    number += 1
-                    # Times and decimals are no JSON; what has them is written as text.
-                    read = partial(lambda row: decode(_object(from_text(json.dumps(row, default=str)))), row)
-                    yield Unit(f"{file}[{number - 1}]", size * number // rows, read)
+            rows = (row for batch in table.iter_batches(batch_size=64) for row in batch.to_pylist())
+            for number, row in enumerate(rows):
+                # Times and decimals are no JSON; what has them is written as text.
+                read = partial(lambda row: decode(_object(from_text(json.dumps(row, default=str)))), row)
+                yield Unit(f"{file}[{number}]", read)
     except (pyarrow.ArrowException, OSError) as error:
         raise ExchangeError(f"{file}: cannot be read as Parquet: {error}") from error
 

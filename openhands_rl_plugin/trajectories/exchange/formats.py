@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
-from itertools import batched, islice
+from itertools import batched, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     ROW_SUFFIXES,
     ExchangeError,
     LeftOutError,
-    Source,
     Unit,
+    Units,
     files_below,
     refuse,
-    row_source,
     rows_of,
+    units_of,
 )
 from openhands_rl_plugin.trajectories.exchange.writing import Columns, Sink, folder_of_files, json_file, parquet_file
 
@@ -49,12 +49,12 @@ _VALID, _ALL, _EVERYTHING = TrajectoryFilter(failed=False), TrajectoryFilter(), 
 
 @dataclass(frozen=True)
 class Format:
-    """``read`` (of a row and the path of its file), ``source`` (of a path) or ``rows`` is ``None`` where there is none.
+    """``read`` (of a row and the path of its file), ``read_folder`` or ``rows`` is ``None`` where there is none.
 
     ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant. ``messages``:
     rows of chat messages, of which it is a matter of taste whether calls stand in their text.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
-    Parquet file, and ``None`` where rows have no fixed ones. Formats with a ``source`` write a folder with a file a
+    Parquet file, and ``None`` where rows have no fixed ones. Formats with ``read_folder`` write a folder with a file a
     row, and their ``rows`` are pairs of its name and the row. ``conversations`` are the columns with messages whose
     calls may have arguments in either form. ``rows`` is given trajectories and scores without secrets; ``exact`` ones
     are written as they are. Those of a format that ``compares`` are also given the episodes that people found worse.
@@ -71,17 +71,17 @@ class Format:
     compares: bool = False
     messages: bool = False
     recognises: Callable[[Mapping[str, JsonValue]], bool] = lambda row: False
-    source: Callable[[Path], Source] | None = None
+    read_folder: Callable[[Path], Units] | None = None
 
     @property
     def folder(self) -> bool:
         """Whether it is a folder of files, one a row."""
-        return self.source is not None
+        return self.read_folder is not None
 
     @property
     def importable(self) -> bool:
         """Whether it can be read."""
-        return self.read is not None or self.source is not None
+        return self.read is not None or self.read_folder is not None
 
     def files(self, arguments: ArgumentsForm = "object") -> Files:
         """How rows are written. Raises ``ConfigError`` for a format that is for import only."""
@@ -152,7 +152,7 @@ FORMATS: Mapping[str, Format] = {
             v0.completion_files,
             _ALL,
             recognises=v0.recognises_completion,
-            source=v0.completions_source,
+            read_folder=v0.read_folder,
         ),
         Format(
             v1.NAME,
@@ -161,7 +161,7 @@ FORMATS: Mapping[str, Format] = {
             v1.rows,
             _ALL,
             recognises=v1.recognises,
-            source=v1.source,
+            read_folder=v1.read_folder,
         ),
         Format(
             "output-jsonl",
@@ -240,14 +240,14 @@ def recognised(row: Mapping[str, JsonValue]) -> str | None:
     return next((each.name for each in guests_first if each.recognises(row)), None)
 
 
-def source_of(path: Path, name: str) -> Source:
+def source_of(path: Path, name: str) -> Units:
     """What is in ``path``, read as the format ``name``.
 
     A record of another format is an ``ExchangeError`` that says which. Raises ``ConfigError`` with the nearest name.
     """
     found = _known(name)
-    if found.source is not None:
-        return found.source(path)
+    if found.read_folder is not None:
+        return found.read_folder(path)
     if (read := found.read) is None:
         raise ConfigError(f"the format {name!r} is for export only")
 
@@ -257,16 +257,16 @@ def source_of(path: Path, name: str) -> Source:
             raise ExchangeError(f"is a record of the format {other}, not {name}")
         return read(row, file)
 
-    return row_source(path, checked)
+    return units_of(path, checked)
 
 
-def recognised_source(path: Path) -> tuple[Source, Counter[str]]:
+def recognised_source(path: Path) -> tuple[Units, Counter[str]]:
     """What is in ``path``, each file in its own format, and the names of these with how many files (or folders).
 
     A file whose records are in none of them is a bad record. Raises its ``ExchangeError`` when no file is in one.
     """
     if v1.is_conversation(path):
-        return v1.source(path), Counter({v1.NAME: 1})
+        return v1.read_folder(path), Counter({v1.NAME: 1})
     names: dict[Path, str] = {}
     bad: dict[Path, ExchangeError] = {}
     for file in files_below(path, ROW_SUFFIXES):
@@ -279,12 +279,8 @@ def recognised_source(path: Path) -> tuple[Source, Counter[str]]:
     if bad and not names:
         raise next(iter(bad.values()))
     sources = [source_of(each, name) for each, name in names.items()]
-    wrong = [Unit(str(file), 1, partial(refuse, error)) for file, error in bad.items() if file.parent not in names]
-    sources += [Source(1, iter([each])) for each in wrong]
-    if len(sources) == 1:
-        return sources[0], Counter(names.values())
-    units = (unit._replace(done=number) for number, each in enumerate(sources, 1) for unit in each.units)
-    return Source(len(sources), units), Counter(names.values())
+    wrong = (Unit(str(file), partial(refuse, error)) for file, error in bad.items() if file.parent not in names)
+    return chain(*sources, wrong), Counter(names.values())
 
 
 def _format_of(file: Path) -> str | None:
@@ -415,17 +411,17 @@ async def _worse(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[st
 
 
 async def import_source(
-    source: Source, storage: TrajectoryStorage, *, advanced: Advanced = lambda done: None
+    source: Units, storage: TrajectoryStorage, *, advanced: Advanced = lambda done: None
 ) -> ImportReport:
-    """Store every record that can be read, once; the report names the others."""
+    """Store every record that can be read, once; the report names the others. ``advanced`` gets how many were read."""
     report = ImportReport()
     for batch in batched(_episodes(source, advanced, report), _BATCH):
         await _store(batch, storage, report)
     return report
 
 
-def _episodes(source: Source, advanced: Advanced, report: ImportReport) -> Iterator[Imported]:
-    for unit in source.units:
+def _episodes(source: Units, advanced: Advanced, report: ImportReport) -> Iterator[Imported]:
+    for unit in source:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "import"):
                 found = unit.read()
@@ -434,7 +430,7 @@ def _episodes(source: Source, advanced: Advanced, report: ImportReport) -> Itera
         else:
             report.records += 1
             yield from found if isinstance(found, list) else [found]
-        advanced(unit.done)
+        advanced(report.records + len(report.bad))
 
 
 async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: ImportReport) -> None:

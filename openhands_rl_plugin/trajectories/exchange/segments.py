@@ -5,10 +5,8 @@ No trainer is imported: rows are plain values with a trainer's names for them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 from openhands_rl_plugin.core.types import (
     Failure,
@@ -30,7 +28,6 @@ NAMES: Mapping[str, tuple[str, str, str, str]] = {
     "TRL": ("prompt_ids", "completion_ids", "env_mask", "logprobs"),
     "SkyRL": ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs"),
     "verl": ("prompt_ids", "response_ids", "response_mask", "response_logprobs"),
-    "Polar": ("prompt_ids", "response_ids", "loss_mask", "response_logprobs"),
 }
 """Trainer -> its names for the ids before the first sampled one, for those from there on, and for the mask and the
 logprobs of these."""
@@ -80,19 +77,13 @@ def outcome(played: PlayedRollout) -> float:
 
 def segments(samples: Sequence[Sample], trainer: str, *, temperature: float = 1.0) -> list[JsonObject]:
     """A row for each training sequence, with the ``NAMES`` of a trainer. Raises ``ExchangeError``."""
-    prompt, response, mask, logprobs = NAMES[trainer]
     rows: list[JsonObject] = []
     for each in samples:
         sample = checked(each, trainer, temperature=temperature)
         start = sample.mask.index(True)
-        rows.append(
-            {
-                prompt: [*sample.input_ids[:start]],
-                response: [*sample.input_ids[start:]],
-                mask: [*map(int, sample.mask[start:])],
-                logprobs: [*sample.logprobs[start:]],
-            }
-        )
+        sampled = ([*map(int, sample.mask[start:])], [*sample.logprobs[start:]])
+        ids = ([*sample.input_ids[:start]], [*sample.input_ids[start:]])
+        rows.append(dict(zip(NAMES[trainer], (*ids, *sampled), strict=True)))
     return rows
 
 
@@ -117,36 +108,23 @@ def checked(sample: Sample, trainer: str, *, temperature: float = 1.0) -> Sample
         raise ExchangeError(f"{where}: it stands for {sample.count} equal samples: repeat it, with a count of 1")
     if sample.token_advantages:
         raise ExchangeError(f"{where}: {trainer} takes one advantage for a sequence, and this has one for each token")
-    if not all(map(math.isfinite, sample.logprobs)):
-        raise ExchangeError(f"{where}: a logprob is not finite")
     return sample
 
 
 def answers(sample: Sample) -> list[tuple[int, int]]:
-    """Start and end of each answer; without ``spans``, answers that follow each other directly are one."""
-    if sample.spans:
-        return [(start, stop) for _, start, stop in sample.spans]
-    runs: list[tuple[int, int]] = []
-    for own, run in groupby(enumerate(sample.mask), key=lambda each: each[1]):
-        places = [at for at, _ in run]
-        if own:
-            runs.append((places[0], places[-1] + 1))
-    return runs
+    """Start and end of each completion. Raises ``ExchangeError`` for a sequence without ``spans``."""
+    if not sample.spans:
+        raise ExchangeError(f"trajectory {sample.trajectory_id}: it does not say where its completions are")
+    return [(start, stop) for _, start, stop in sample.spans]
 
 
-class ObservedTokens(TypedDict):
-    """``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: start and end of each answer."""
+def observed_tokens(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The only sequence of an episode for OpenRLHF 0.11. Raises ``ExchangeError`` for another number of them.
 
-    observation_tokens: list[int]
-    action_ranges: list[tuple[int, int]]
-    rollout_log_probs: list[float]
-
-
-def observed_tokens(samples: Sequence[Sample]) -> ObservedTokens:
-    """The only sequence of an episode for OpenRLHF 0.11. Raises ``ExchangeError`` for another number of them."""
+    ``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: start and end of each completion.
+    """
     if len(samples) != 1:
         raise ExchangeError(f"its turns are {len(samples)} sequences, and OpenRLHF takes one; use StandardReAct")
     (sample,) = samples
-    return ObservedTokens(
-        observation_tokens=[*sample.input_ids], action_ranges=answers(sample), rollout_log_probs=[*sample.logprobs]
-    )
+    ids = {"observation_tokens": [*sample.input_ids], "action_ranges": answers(sample)}
+    return {**ids, "rollout_log_probs": [*sample.logprobs]}

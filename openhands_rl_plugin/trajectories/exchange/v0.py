@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,8 +69,8 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     LeftOutError,
     Record,
     Said,
-    Source,
     Unit,
+    Units,
     at_path,
     chat_message,
     files_below,
@@ -392,17 +393,12 @@ def completion_files(trajectory: Trajectory, scores: Sequence[Score]) -> Iterato
         yield f"{safe_name(trajectory.task.id)}/{trajectory.id}/{safe_name(model)}-{number:05d}.json", row
 
 
-def completions_source(path: Path) -> Source:
+def read_folder(path: Path) -> Units:
     """``llm_completions`` itself, or the folder of one instance."""
-    files = files_below(path, (".json",))
-    folders = sorted({file.parent for file in files})
-
-    def units() -> Iterator[Unit]:
-        for number, folder in enumerate(folders, 1):
-            own = [file for file in files if file.parent == folder]
-            yield Unit(str(folder), number, lambda folder=folder, own=own: _read_completions(folder.name, own))
-
-    return Source(len(folders), units())
+    folders: dict[Path, list[Path]] = {}
+    for file in files_below(path, (".json",)):
+        folders.setdefault(file.parent, []).append(file)
+    return (Unit(str(each), partial(_read_completions, each.name, own)) for each, own in sorted(folders.items()))
 
 
 class _Call(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -54,8 +54,8 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
     LeftOutError,
     Record,
-    Source,
     Unit,
+    Units,
     at_path,
     chat_message,
     files_below,
@@ -405,15 +405,13 @@ def is_conversation(path: Path) -> bool:
     return path.is_dir() and bool(_conversations(path))
 
 
-def source(path: Path) -> Source:
+def read_folder(path: Path) -> Units:
     """A conversation's folder, a folder of such folders, or files with all events of a conversation each."""
     if path.is_dir() and (folders := _conversations(path)):
         ids = cache(lambda: {_state_of(folder).text("id"): folder for folder in folders})
-        paths, read = folders, lambda folder: _from_folder(folder, ids)
-    else:
-        paths, read = files_below(path, (".jsonl", ".json", ".jsonl.gz")), _from_file
-    units = (Unit(str(each), number, lambda each=each: read(each)) for number, each in enumerate(paths, 1))
-    return Source(len(paths), units)
+        return (Unit(str(folder), partial(_from_folder, folder, ids)) for folder in folders)
+    files = files_below(path, (".jsonl", ".json", ".jsonl.gz"))
+    return (Unit(str(file), partial(_from_file, file)) for file in files)
 
 
 def _conversations(path: Path) -> list[Path]:

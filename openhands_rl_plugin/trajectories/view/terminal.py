@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -84,19 +82,15 @@ class ProgressBar:
 
 
 @contextmanager
-def progress_bar(
-    what: str, total: int | None = None, *, in_bytes: bool = False, shown: bool = True
-) -> Iterator[ProgressBar]:
-    """A bar until the block ends. ``total``: steps, or bytes with ``in_bytes``; ``None`` when not known yet."""
-    amount = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
-    note = () if in_bytes else (TextColumn("{task.fields[note]}"),)
+def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> Iterator[ProgressBar]:
+    """A bar until the block ends. ``total``: steps; ``None`` when not known yet."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        *amount,
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        *note,
+        TextColumn("{task.fields[note]}"),
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:

@@ -35,7 +35,7 @@ async def recorded(server: ScriptedModel, workspace: Path, name: str, answers: l
 
 
 def imported(folder: Path) -> Trajectory:
-    [unit] = v1_events.source(folder).units
+    [unit] = v1_events.read_folder(folder)
     return unit.read().trajectory
 
 

@@ -58,7 +58,7 @@ def logged_by_openhands(folder: Path, messages: list[Message], *, native: bool) 
 
 
 def only(path: Path) -> Trajectory:
-    (unit,) = v0.completions_source(path).units
+    (unit,) = v0.read_folder(path)
     return unit.read().trajectory
 
 
@@ -120,7 +120,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         "attempt_2/repo__repo-1",
         "repo__repo-1",
     ]
-    found = [unit.read().trajectory for unit in v0.completions_source(target).units]
+    found = [unit.read().trajectory for unit in v0.read_folder(target)]
     assert [each.task.id for each in found] == ["repo__repo-1"] * 2
     assert {len(each.nodes) for each in found} == {len(CODE), len(SINGLE)}
     for each, messages in zip(sorted(found, key=lambda each: -len(each.nodes)), (CODE, SINGLE), strict=True):

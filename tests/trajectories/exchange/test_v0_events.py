@@ -149,7 +149,7 @@ def test_a_saved_trajectory_is_read_like_a_history(tmp_path: Path) -> None:
         (tmp_path / f"{name}-0a1b2c.json").write_text(text)
     source, names = recognised_source(tmp_path)
     assert names == {"output-jsonl": 2}
-    one, other = (found.trajectory for unit in source.units if isinstance(found := unit.read(), Imported))
+    one, other = (found.trajectory for unit in source if isinstance(found := unit.read(), Imported))
     history = json.loads(json.dumps([event_to_dict(event) for event in real_events()]))
     assert one.messages() == read_history(history, POLICY).messages() and one.tools == TOOLS
     assert (one.task.instruction, other.task.instruction) == ("Fix f.", "Fix g.")

@@ -32,7 +32,7 @@ def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:
             "timestamp": 1000.0 + number,
         }
         (folder / f"m-{1000 + number}.json").write_text(json.dumps(record))
-    (unit,) = v0.completions_source(folder).units
+    (unit,) = v0.read_folder(folder)
     found = unit.read()
     assert isinstance(found, tuple)
     played = found.trajectory

@@ -79,7 +79,7 @@ def written(trajectory: Trajectory, folder: Path) -> Path:
 
 
 def there_and_back(trajectory: Trajectory, folder: Path) -> Trajectory:
-    [unit] = v1_events.source(written(trajectory, folder)).units
+    [unit] = v1_events.read_folder(written(trajectory, folder))
     return unit.read().trajectory
 
 
@@ -129,7 +129,7 @@ def test_images_are_named_as_in_a_recorded_prompt(tmp_path: Path) -> None:
     shown: dict[str, object] = {"kind": "BrowserObservation", "content": [text, urls], "is_error": False}
     file = tmp_path / "conversation.jsonl"
     file.write_text("\n".join(map(json.dumps, [{"id": "1", **said}, {"id": "2", **seen, "observation": shown}])))
-    [unit] = v1_events.source(file).units
+    [unit] = v1_events.read_folder(file)
     found = unit.read().trajectory
     assert [each.content for each in found.messages()] == ["What is it?\n[image_url]\n[image_url]"] * 2
     assert there_and_back(found, tmp_path / "again").messages() == found.messages()

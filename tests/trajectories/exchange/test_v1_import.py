@@ -40,7 +40,7 @@ def persisted(version: str, folder: Path) -> Path:
 
 
 def only(path: Path) -> Trajectory:
-    (unit,) = v1_events.source(path).units
+    (unit,) = v1_events.read_folder(path)
     return unit.read().trajectory
 
 
@@ -76,14 +76,14 @@ def test_a_file_with_an_event_a_line_holds_the_same(version: str, tmp_path: Path
 def test_a_folder_of_conversations(tmp_path: Path) -> None:
     for version in VERSIONS:
         persisted(version, tmp_path / version)
-    source = v1_events.source(tmp_path)
-    assert source.total == 2 and len({unit.read().trajectory.id for unit in source.units}) == 2
+    source = v1_events.read_folder(tmp_path)
+    assert len({unit.read().trajectory.id for unit in source}) == 2
 
 
 def test_the_conversations_of_sub_agents_name_their_parent(tmp_path: Path) -> None:
     """The SDK keeps them below their parent's."""
     persisted("1.58", persisted("1.58", tmp_path / "parent") / "subagents" / "child")
-    parent, child = (unit.read().trajectory for unit in v1_events.source(tmp_path / "parent").units)
+    parent, child = (unit.read().trajectory for unit in v1_events.read_folder(tmp_path / "parent"))
     assert child.task.data == {"sub_agent": {"parent": parent.id, "kind": "unknown"}} and not parent.task.data
     assert child.run_id == f"{parent.run_id}/sub-agents" and child.messages() == parent.messages()
 
@@ -103,7 +103,7 @@ def test_an_exported_sub_agent_names_a_parent_wherever_that_is(tmp_path: Path) -
     assert alone.task.data == {"sub_agent": {"parent": "p", "kind": "researcher"}}
     begun_in("c", "p")
     with pytest.raises(RLError, match="sub-agents of each other"):
-        [unit.read() for unit in v1_events.source(tmp_path).units]
+        [unit.read() for unit in v1_events.read_folder(tmp_path)]
 
 
 def test_events_of_newer_versions_are_passed_over() -> None:
