@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
 from openhands_rl_plugin.rollout.forks import OpenForks
 from openhands_rl_plugin.session.session import EpisodeOver, Session, Turn
-from openhands_rl_plugin.session.token_id_text import Json
+from openhands_rl_plugin.session.wire import Json
 
 Complete = Callable[[Json], Json]
 """A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""

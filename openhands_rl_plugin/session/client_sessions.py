@@ -64,15 +64,19 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.models.engines.extensions import SAMPLING, TOKEN_IDS, ExtensionAttempt, missing_parts
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
-from openhands_rl_plugin.session.protocol import WireProtocol
 from openhands_rl_plugin.session.replies import ErrorReply, PendingCalls, error_reply
-from openhands_rl_plugin.session.requests import ClientRequest
-from openhands_rl_plugin.session.responses import UpstreamResponse
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
-from openhands_rl_plugin.session.token_id_text import Json, parse_object
 from openhands_rl_plugin.session.upstream import Upstream
+from openhands_rl_plugin.session.wire import (
+    CHAT,
+    ClientRequest,
+    Json,
+    UpstreamResponse,
+    WireProtocol,
+    added_fields,
+    parse_object,
+)
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 _IN_USER_ID = "_session_"
@@ -164,7 +168,7 @@ class Exchange:
 
     def why(self, name: str, *, lost_ids: bool) -> str:
         """Why the answer came without what the field ``name`` asks for."""
-        if not self.protocol.reports_ids:
+        if self.protocol is not CHAT:
             return f"POST /v1/{self.protocol.path} reports none"
         if self.call.document.get(name) is not None and not self.call.wants(name):
             return f"the client turned {name} off"
@@ -267,7 +271,7 @@ class ClientSession(Session):
                 choice,
                 after=parent,
                 served=served,
-                usage=answer.usage() if at == 0 else Usage(),
+                usage=answer.usage if at == 0 else Usage(),
                 sampling=call.sampling(exchange.filled),
                 metadata={**notes, **({"message": choice.extra} if choice.extra else {})},
             )

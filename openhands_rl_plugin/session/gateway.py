@@ -22,7 +22,6 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import HEALTH, Receive, Scope, Send, listening, read_body, serving_here
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.engines.extensions import Clock
-from openhands_rl_plugin.session.chat_completions import CHAT
 from openhands_rl_plugin.session.client_sessions import (
     ClientSession,
     SessionName,
@@ -31,15 +30,21 @@ from openhands_rl_plugin.session.client_sessions import (
     session_name,
 )
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
-from openhands_rl_plugin.session.messages_api import MESSAGES
+from openhands_rl_plugin.session.imitation import MESSAGES, RESPONSES
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, forwarded_headers
-from openhands_rl_plugin.session.protocol import WireProtocol, event
 from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder, refusal
 from openhands_rl_plugin.session.replies import EVENTS, JSON, ErrorReply, PendingCall, Reply, error_reply
-from openhands_rl_plugin.session.requests import Unrecordable
-from openhands_rl_plugin.session.responses_api import RESPONSES
 from openhands_rl_plugin.session.searched import OpenRequest, opened_session
-from openhands_rl_plugin.session.token_id_text import DEEPEST, dump_object, parse_object, too_deep
+from openhands_rl_plugin.session.wire import (
+    CHAT,
+    DEEPEST,
+    Unrecordable,
+    WireProtocol,
+    dump_object,
+    event,
+    parse_object,
+    too_deep,
+)
 
 _REWARD_VERSION = "gateway"
 _LONGEST_ERROR = 2000

@@ -20,18 +20,27 @@ from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import SAMPLING, Clock, ExtensionTable
-from openhands_rl_plugin.session.chat_completions import CHAT, added_fields
 from openhands_rl_plugin.session.client_sessions import OPENING, ClientSession, Exchange, SessionName
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
+from openhands_rl_plugin.session.imitation import RESPONSES
 from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, forwarded_headers
-from openhands_rl_plugin.session.protocol import AnswerStream, WireProtocol
 from openhands_rl_plugin.session.replies import EVENTS, JSON, ErrorReply, LiveAnswer, Reply, error_reply
-from openhands_rl_plugin.session.requests import ClientRequest, Unrecordable, upstream_body, with_sampled_calls
-from openhands_rl_plugin.session.responses import UpstreamResponse, fields_not_asked_for, without_fields
-from openhands_rl_plugin.session.responses_api import RESPONSES
 from openhands_rl_plugin.session.searched import events_of
-from openhands_rl_plugin.session.token_id_text import dump_object, parse_object
 from openhands_rl_plugin.session.upstream import server_error
+from openhands_rl_plugin.session.wire import (
+    CHAT,
+    AnswerStream,
+    ClientRequest,
+    Unrecordable,
+    UpstreamResponse,
+    WireProtocol,
+    added_fields,
+    dump_object,
+    parse_object,
+    upstream_body,
+    with_sampled_calls,
+    without,
+)
 
 LATEST = "latest"
 
@@ -109,7 +118,7 @@ class Recorder:
                 if session.calls is not None and protocol is CHAT:
                     call, restored = with_sampled_calls(call, session.calls)
                     self.counts.restored_calls += restored
-                wanted = [name for name in protocol.wanted(call) if self._fills or name != SAMPLING]
+                wanted = [name for name in call.wanted if self._fills or name != SAMPLING]
                 attempt = self._extensions.attempt(model, wanted)
                 exchange = Exchange(protocol, session, call, attempt, time.perf_counter())
                 async with self._answered(exchange, model, headers, query) as response:
@@ -180,7 +189,7 @@ class Recorder:
                 raise ErrorReply(replace(reply, status=status, body=shown)) from problem
             self.unrecorded(problem)
             return Reply(reply.status, shown, reply.content_type, {**reply.headers, **NOT_RECORDED})
-        body = answer.body_for(call) if exchange.protocol.reports_ids else reply.body
+        body = answer.body_for(call) if call.hidden else reply.body
         recorded = await self._record(exchange, lambda: answer)
         headers = reply.headers if recorded else {**reply.headers, **NOT_RECORDED}
         return Reply(200, body, reply.content_type, headers, recorded=recorded)
@@ -264,7 +273,7 @@ def _unread(exchange: Exchange, body: bytes) -> tuple[bytes, int]:
     document, error = parse_object(body), None
     if document is not None:
         error = error_in(document)
-        shown = without_fields(document, fields_not_asked_for(exchange.call))
-        if exchange.protocol.reports_ids and shown != document:
+        shown = without(document, exchange.call.hidden)
+        if shown != document:
             body = dump_object(shown)
     return body, error[0] if error is not None else 0

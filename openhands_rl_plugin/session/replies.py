@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openhands_rl_plugin.core.errors import RLError
-from openhands_rl_plugin.session.token_id_text import dump_object
+from openhands_rl_plugin.session.wire import dump_object
 
 JSON = "application/json"
 EVENTS = "text/event-stream"

@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Limits, SamplingParams, StrategySpec
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 from openhands_rl_plugin.session.client_sessions import ClientSession
-from openhands_rl_plugin.session.token_id_text import Json, dump_object
+from openhands_rl_plugin.session.wire import Json, dump_object
 
 
 class OpenRequest(BaseModel):

@@ -55,11 +55,10 @@ from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_s
 from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import Episode
-from openhands_rl_plugin.session.requests import Unrecordable
-from openhands_rl_plugin.session.responses import RecordedChoice, UpstreamResponse
 from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
-from openhands_rl_plugin.session.token_id_text import Json, NodeTokens, canonical, parse_object
+from openhands_rl_plugin.session.token_ids import NodeTokens
 from openhands_rl_plugin.session.upstream import ServerError, Upstream
+from openhands_rl_plugin.session.wire import CHAT, Json, RecordedChoice, Unrecordable, UpstreamResponse, parse_object
 
 _SEEDS = 2**31
 # Of a request that is not the host's conversation, such as a judgement, only these stay.
@@ -190,7 +189,7 @@ class Session(Episode):
         """A model server's answer to the prompt up to the node ``after``: every node of a session is made of one."""
         tokens = None
         if choice.prompt is not None:
-            tokens = self.ids.read(after, canonical(choice.prompt), choice.sampled, choice.logprobs)
+            tokens = self.ids.read(after, choice.prompt, choice.sampled, choice.logprobs)
         return Completion.model_construct(
             message=choice.message,
             tokens=tokens,
@@ -389,7 +388,7 @@ class Session(Episode):
             choice,
             after=after,
             served=answer.model or str(sent["model"]),
-            usage=answer.usage(),
+            usage=answer.usage,
             sampling=sampling_in(sent),
             metadata=metadata,
         )
@@ -471,7 +470,7 @@ def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
 
 def _read(body: bytes) -> UpstreamResponse:
     try:
-        return UpstreamResponse(body)
+        return CHAT.answer(body)
     except Unrecordable as problem:
         document = parse_object(body)
         if document is not None and not document.get("choices"):

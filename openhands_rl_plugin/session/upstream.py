@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import httpcore
 import httpx
-from pydantic_core import to_json
 
 from openhands_rl_plugin.config.build import make_engine
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
@@ -22,7 +21,8 @@ from openhands_rl_plugin.core.messages import error_in, reasoning_in, sampling_i
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.secrets import SHORTEST_OWN
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, ExtensionTable
-from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json, dump_object, parse_object
+from openhands_rl_plugin.session.token_ids import PROMPT_IDS, SAMPLED_IDS
+from openhands_rl_plugin.session.wire import Json, dump_object, parse_object
 
 ALL_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
 """The extensions that a server of the user's own is asked for."""
@@ -169,7 +169,7 @@ class HttpUpstream:
             async with (
                 asyncio.timeout(self._timeout),
                 client.stream(
-                    "POST", self._url, content=_json(body), headers=self._headers, follow_redirects=True
+                    "POST", self._url, content=dump_object(body), headers=self._headers, follow_redirects=True
                 ) as response,
             ):
                 async for part in response.aiter_bytes():
@@ -262,10 +262,3 @@ def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstrea
                 del _made[next(iter(_made))]
             _made[key] = make_engine(settings, model=model, base_model=base_model, base_url=url)
         return EngineUpstream(_made[key])
-
-
-def _json(body: Json) -> bytes:
-    try:
-        return to_json(body)
-    except ValueError:  # half of a surrogate pair
-        return dump_object(body)

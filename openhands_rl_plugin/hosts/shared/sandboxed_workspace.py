@@ -36,7 +36,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
-from openhands_rl_plugin.session.token_id_text import Json
+from openhands_rl_plugin.session.wire import Json
 
 TEMPORARY = "/tmp"
 _MEBIBYTE = 1024**2

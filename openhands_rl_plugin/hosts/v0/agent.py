@@ -87,8 +87,8 @@ from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
-from openhands_rl_plugin.session.token_id_text import Json
 from openhands_rl_plugin.session.upstream import Upstream
+from openhands_rl_plugin.session.wire import Json
 
 MALFORMED = malformed(exceptions)
 """What OpenHands raises for an answer of the model that it cannot parse."""

@@ -31,7 +31,7 @@ from openhands_rl_plugin.hosts.shared.sessions import register_runtime
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import Complete
-from openhands_rl_plugin.session.token_id_text import Json
+from openhands_rl_plugin.session.wire import Json
 
 _ON_THE_COPY = frozenset({TerminalTool.name, FileEditorTool.name})
 _EXECUTED = _ON_THE_COPY | {FinishTool.name, ThinkTool.name}

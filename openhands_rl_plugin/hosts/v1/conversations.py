@@ -57,8 +57,9 @@ from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.session.branches import BranchWorld
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
-from openhands_rl_plugin.session.token_id_text import PROMPT_IDS, SAMPLED_IDS, Json
+from openhands_rl_plugin.session.token_ids import PROMPT_IDS, SAMPLED_IDS
 from openhands_rl_plugin.session.upstream import Upstream, upstream_in
+from openhands_rl_plugin.session.wire import Json
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.hosts.v1.agent import RLAgent

@@ -1,0 +1,443 @@
+"""What a session reads and writes on the wire: JSON, requests of clients, and chat completions with token ids.
+
+Chat completions are OpenAI's protocol, in which vLLM and others report token ids. ``imitation.py`` has those without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import from_json, to_json
+
+from openhands_rl_plugin.core.messages import (
+    WireMessage,
+    calls_in,
+    error_in,
+    finish_in,
+    logprobs_in,
+    reasoning_in,
+    recorded_parameters,
+    sampling_in,
+    to_message,
+    usage_in,
+    whole_json,
+    wire_calls,
+)
+from openhands_rl_plugin.core.types import JsonObject, Message, SamplingParams
+from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent, places_of_ids
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
+from openhands_rl_plugin.models.engines.openai_wire import DONE
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
+from openhands_rl_plugin.session.token_ids import IDS, arrays_as_texts, ids_in, text_of_ids
+
+Json = dict[str, Any]
+"""A JSON object of unknown structure."""
+
+DEEPEST = 100
+"""Levels of nesting. Pydantic reads 200 from a store, and what is recorded is wrapped in some more."""
+
+STREAM_OPTIONS = "stream_options"
+_ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
+_ASKED_FOR = frozenset({*IDS, LOGPROBS})
+_HOLDERS = frozenset({"choices", "message", "delta", _ELSEWHERE})
+_RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *IDS})
+_IN_MESSAGE = ("role", "content", "tool_calls", "function_call", _ELSEWHERE)
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+def parse_object(text: bytes) -> Json | None:
+    """The object, or ``None`` when ``text`` is not a JSON object, or one of more than ``DEEPEST`` levels."""
+    found = _parsed(text)
+    return None if too_deep(found) else found
+
+
+def _parsed(text: bytes) -> Json | None:
+    try:
+        found = from_json(text)
+    except ValueError:
+        try:
+            found = whole_json(json.loads(text))
+        except (ValueError, RecursionError):
+            return None
+    return found if isinstance(found, dict) else None
+
+
+def too_deep(value: object) -> bool:
+    """Whether a JSON value has more than ``DEEPEST`` levels of arrays and objects."""
+    holders: list[Any] = [value]
+    for _ in range(DEEPEST + 1):
+        holders = [each for each in holders if type(each) is dict or type(each) is list]
+        if not holders:
+            return False
+        holders = [each for one in holders for each in (one.values() if type(one) is dict else one)]
+    return True
+
+
+def dump_object(value: Mapping[str, Any]) -> bytes:
+    """``value`` on one line, without spaces."""
+    try:
+        return to_json(value)
+    except ValueError:  # half of a surrogate pair
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def event(data: bytes, name: str = "") -> bytes:
+    """One server-sent event."""
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % data
+
+
+class Unrecordable(Exception):
+    """A request or response cannot be recorded; ``str()`` is the reason, without any of its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """One request for a completion. ``body`` is the client's text, ``document`` the parsed object.
+
+    ``messages``, ``tools`` and ``settings`` (the sampling parameters) are in the format of chat completions, whatever
+    the protocol. ``wanted``: the fields to add to it, if they are accepted; ``hidden``: what only these bring into the
+    answer. ``instructions``: whether the first message holds for this request only. ``continues``: the id of an
+    earlier response whose conversation comes before ``messages``. ``unknown_before``: why it is not known what does.
+    """
+
+    body: bytes
+    document: Json
+    messages: Sequence[WireMessage]
+    tools: tuple[JsonObject, ...]
+    settings: Json
+    wanted: tuple[str, ...] = ()
+    hidden: frozenset[str] = frozenset()
+    instructions: bool = False
+    continues: str = ""
+    unknown_before: str = ""
+
+    @property
+    def model(self) -> str:
+        return str(self.document.get("model") or "")
+
+    @property
+    def streams(self) -> bool:
+        return self.document.get("stream") is True
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream must end with the token usage."""
+        options = self.document.get(STREAM_OPTIONS)
+        return isinstance(options, dict) and options.get("include_usage") is True
+
+    def wants(self, extension: str) -> bool:
+        """Whether the client itself requested a field that the gateway may add, such as ``logprobs``."""
+        return bool(self.document.get(extension))
+
+    @property
+    def parameters(self) -> JsonObject:
+        """The sampling parameters of the request."""
+        return recorded_parameters(self.settings)
+
+    def sampling(self, filled: Json) -> SamplingParams:
+        """The parameters with those ``filled`` in for it; none where a value is not valid."""
+        try:
+            return SamplingParams.model_validate(dict(sampling_in({**self.settings, **filled})))
+        except (ValidationError, TypeError):
+            return SamplingParams()
+
+
+def client_request(
+    body: bytes, document: Json, messages: Any, tools: Any, settings: Json, **about: Any
+) -> ClientRequest:
+    """A request whose ``messages`` and ``tools`` are checked. Raises ``Unrecordable``, ``ValueError`` and others."""
+    if not isinstance(messages, list) or not messages:
+        raise Unrecordable("the request has no messages")
+    if not all(isinstance(tool, dict) for tool in tools or ()):
+        raise Unrecordable("a tool of the request is not an object")
+    return ClientRequest(body, document, [*map(_recordable, messages)], tuple(tools or ()), settings, **about)
+
+
+def _recordable(message: Json) -> WireMessage:
+    """The message in the format of ``core.messages``. Raises ``ValueError`` and others for any other format."""
+    content, calls = message.get("content"), message.get("tool_calls") or message.get("function_call")
+    parts = content if isinstance(content, list) else [content]
+    texts = (message.get("tool_call_id"), message.get("name"))
+    if message["role"] not in _ROLES or not all(isinstance(part, dict | str | None) for part in parts):
+        raise ValueError("a message has an unknown role or content")
+    if not all(isinstance(text, str | None) for text in texts):
+        raise ValueError("a message has a name or tool_call_id that is not a string")
+    if calls and not (isinstance(calls, list) and all(map(_is_call, calls))):
+        message = {**message, "tool_calls": wire_calls(calls_in(message))}
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    texts = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None,)
+    return all(isinstance(text, str) for text in texts) and isinstance(call.get("id"), str | None)
+
+
+def added_fields(call: ClientRequest, names: Sequence[str]) -> Json:
+    """The fields of ``names`` with their values, for this request."""
+    added: Json = extension_values(names, call.document)
+    if SAMPLING in names:
+        added |= {name: 1.0 for name in ("temperature", "top_p") if call.document.get(name) is None}
+    if STREAM_OPTIONS in added:
+        added[STREAM_OPTIONS] = {**(call.document.get(STREAM_OPTIONS) or {}), "include_usage": True}
+    return added
+
+
+def upstream_body(call: ClientRequest, model: str, added: Json) -> bytes:
+    """The body for the model server: the client's own text, with the fields ``added``, and for ``model``."""
+    if model != call.model or call.document.keys() & added.keys():
+        return dump_object({**call.document, **added, "model": model})
+    if not added:
+        return call.body
+    opening = call.body.index(b"{") + 1
+    return b"".join((call.body[:opening], dump_object(added)[1:-1], b",", call.body[opening:]))
+
+
+def with_sampled_calls(call: ClientRequest, calls: SampledCalls) -> tuple[ClientRequest, int]:
+    """The chat completion's request with its ``calls`` as they were sampled, and how many that changes."""
+    messages = calls.put_back(call.messages)
+    changed = [(one, other) for one, other in zip(call.messages, messages, strict=True) if one is not other]
+    if not changed:
+        return call, 0
+    # Those that stay are sent as they came: recorded messages have a system message for a developer's.
+    sent = zip(call.document["messages"], call.messages, messages, strict=True)
+    document = {**call.document, "messages": [given if one is other else other for given, one, other in sent]}
+    pairs = (zip(one["tool_calls"], other["tool_calls"], strict=True) for one, other in changed)
+    count = sum(a is not b for each in pairs for a, b in each)
+    return replace(call, body=dump_object(document), document=document, messages=messages), count
+
+
+def without(value: Any, hidden: frozenset[str]) -> Any:
+    """A response, a chunk, or any other JSON, without the fields ``hidden`` where servers put ids and logprobs.
+
+    A choice keeps ``logprobs``, as null: that is what a server sends who is not asked for them.
+    """
+    if not isinstance(value, dict):
+        return [without(each, hidden) for each in value] if isinstance(value, list) else value
+    kept: Json = {}
+    for name, each in value.items():
+        if name not in hidden:
+            kept[name] = without(each, hidden) if name in _HOLDERS else each
+        elif name == LOGPROBS and not value.keys().isdisjoint(("message", "delta")):
+            kept[name] = None
+    if not kept.get(_ELSEWHERE, True) and value[_ELSEWHERE]:
+        del kept[_ELSEWHERE]
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChoice:
+    """One choice. ``prompt`` is the canonical text of the prompt ids, ``None`` when the server returned no ids.
+
+    ``logprobs`` has one for each of ``sampled``, or none. ``extra`` has the other fields of the message,
+    such as ``reasoning_content``.
+    """
+
+    message: Message
+    finish_reason: str | None
+    prompt: str | None
+    sampled: Sequence[int]
+    logprobs: Sequence[float]
+    extra: JsonObject
+
+
+class UpstreamResponse:
+    """A chat completion as the model server sent it.
+
+    ``document`` is the parsed ``body``, with arrays of ids as texts; of what came in parts there is no body.
+    """
+
+    def __init__(self, document: Json, body: bytes = b"") -> None:
+        """Raises ``Unrecordable`` when ``document`` is not a chat completion, and ``ValueError`` and others."""
+        choices = document.get("choices")
+        if not isinstance(choices, list) or not choices:
+            raise Unrecordable("the response is not a chat completion")
+        if error_in(document) is not None:
+            raise Unrecordable("the response is an error")
+        self.document, self._body = document, body
+        self.model = str(document.get("model") or "")
+        self.usage = usage_in(document.get("usage"))
+        self.choices: Sequence[RecordedChoice] = [self._choice(each) for each in choices]
+
+    @property
+    def about(self) -> JsonObject:
+        """The fields beside the choices: id, created, usage and those that the server adds."""
+        shown = without(self.document, frozenset(IDS))
+        return {name: value for name, value in shown.items() if name not in _RECORDED_ELSEWHERE and value}
+
+    def body_for(self, call: ClientRequest) -> bytes:
+        """The body of the response as the server itself would give it to the client."""
+        if not call.hidden:
+            return self._body
+        document = self.document if call.hidden == _ASKED_FOR else parse_object(self._body)
+        return dump_object(without(document, call.hidden))
+
+    def plain(self) -> Json:
+        """The response without token ids and logprobs."""
+        return without(self.document, _ASKED_FOR)
+
+    def _choice(self, choice: Json) -> RecordedChoice:
+        message = choice["message"]
+        places = [*places_of_ids(choice), *places_of_ids(self.document)]
+        prompt, text = (
+            next((ids for place in places if (ids := text_of_ids(place.get(name))) is not None), None) for name in IDS
+        )
+        sampled = ids_in(text) if text is not None else None
+        extra = {name: value for name, value in message.items() if name not in _IN_MESSAGE and value}
+        if isinstance(message.get("content"), list) and (thought := reasoning_in(message)):
+            extra["reasoning_content"] = thought
+        return RecordedChoice(
+            message=to_message({**message, "role": "assistant"}),
+            finish_reason=finish_in(choice),
+            prompt=prompt if sampled is not None else None,
+            sampled=sampled or (),
+            logprobs=logprobs_in(choice, len(sampled or ())),
+            extra=extra,
+        )
+
+
+def _completion(body: bytes) -> UpstreamResponse:
+    rest, arrays = arrays_as_texts(body)
+    document = _parsed(rest) or {}
+    if arrays > sum(isinstance(each, str) for each in _arrays(document)):
+        document = _parsed(body) or {}  # one stands where no ids are expected
+    # Most of what has levels are the logprobs, which are not stored as they are.
+    return UpstreamResponse({} if too_deep(without(document, _ASKED_FOR)) else document, body)
+
+
+def _arrays(document: Json) -> Iterator[object]:
+    """The values of all fields that may be arrays of ids."""
+    choices = document.get("choices")
+    for holder in (document, *(choices if isinstance(choices, list) else ())):
+        for place in places_of_ids(holder) if isinstance(holder, dict) else ():
+            yield from (place.get(name) for name in IDS)
+
+
+class AnswerStream:
+    """A streamed answer, event by event, of which the client gets what it asked for.
+
+    ``ending``: all has been said, and the client must not see the end before the answer is stored.
+    ``done``: no event comes after this one. ``lost_ids``: some sampled tokens came without their ids.
+    """
+
+    def __init__(self, call: ClientRequest) -> None:
+        self.problem = ""
+        self.ending = self.done = self.lost_ids = False
+        self._hidden = call.hidden
+
+    def feed(self, received: ServerEvent) -> bytes:
+        """Take an event; returns what the client gets of it: one that cannot be recorded with a mark."""
+        if received.data == DONE:
+            self.ending = self.done = True
+        if received.data in (b"", DONE):
+            return received.raw
+        data, mark = parse_object(received.data), b""
+        try:
+            if data is None or error_in(data) is not None:
+                raise ValueError(f"an event of the stream is {'no JSON object' if data is None else 'an error'}")
+            self.take(data)
+        except (ValueError, TypeError, LookupError, AttributeError) as problem:
+            self.problem = self.problem or str(problem) or "an event of the stream has an unknown format"
+            if data is None and any(name.encode() in received.data for name in self._hidden):
+                return _error_event({"message": self.problem, "type": "BadGatewayError", "code": 502})
+            mark = b": not recorded: the next event has an unknown format\n\n"
+        shown = without(data, self._hidden)
+        if shown == data:
+            return mark + received.raw
+        silent = not mark and not shown.get("usage") and all(map(_says_nothing, shown.get("choices") or ()))
+        return b"" if silent else mark + event(dump_object(shown))
+
+    def whole(self) -> UpstreamResponse:
+        """The answer as a chat completion. Raises ``Unrecordable`` when the events are none, or not all."""
+        if self.problem or not self.ending:
+            raise Unrecordable(self.problem or "the stream ended before its answer did")
+        return _read("the response", self.read)
+
+    def take(self, data: Json) -> None:
+        """Read an event. Raises ``ValueError`` and others for one of an unknown format."""
+        raise NotImplementedError
+
+    def read(self) -> UpstreamResponse:
+        """The response of all events. Raises ``Unrecordable``, and others as ``take``."""
+        raise NotImplementedError
+
+
+class ChunkStream(AnswerStream):
+    """A streamed chat completion."""
+
+    def __init__(self, call: ClientRequest) -> None:
+        super().__init__(call)
+        self._hidden |= frozenset() if call.wants_usage else {"usage"}
+        choices = call.document.get("n")
+        self._choices = choices if isinstance(choices, int) else 1
+        self._parts = ChunkAssembler()
+
+    def take(self, data: Json) -> None:
+        """As ``AnswerStream.take``."""
+        self._parts.add(data)
+        self.ending = self._parts.finished >= self._choices
+
+    def read(self) -> UpstreamResponse:
+        """As ``AnswerStream.read``."""
+        self.lost_ids = self._parts.lost_ids
+        return UpstreamResponse(self._parts.document())
+
+
+def _says_nothing(choice: Json) -> bool:
+    """Whether a chunk's choice has been there for its token ids and logprobs only."""
+    said = {**choice, **(choice.get("delta") or {})}
+    return not any(value for name, value in said.items() if name not in ("index", "delta"))
+
+
+@dataclass(frozen=True, slots=True)
+class WireProtocol:
+    """One protocol. ``path`` is below ``/v1``; ``error_event`` is an error in a stream that has begun.
+
+    ``request`` and ``response`` read JSON of the protocol, and may raise what ``AnswerStream.take`` does.
+    """
+
+    path: str
+    request: Callable[[bytes, Json], ClientRequest]
+    response: Callable[[bytes], UpstreamResponse]
+    stream: Callable[[ClientRequest], AnswerStream]
+    error_event: Callable[[Json], bytes]
+
+    def parse(self, body: bytes) -> ClientRequest:
+        """A client's request. Raises ``Unrecordable``."""
+        document = parse_object(body)
+        if document is None:
+            raise Unrecordable(f"the request is not a JSON object, or has more than {DEEPEST} levels")
+        return _read("the request", self.request, body, document)
+
+    def answer(self, body: bytes) -> UpstreamResponse:
+        """A whole response. Raises ``Unrecordable``."""
+        return _read("the response", self.response, body)
+
+
+def _read[**P, T](what: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """For JSON of any structure: raises ``Unrecordable`` for one that is not expected."""
+    try:
+        return read(*given, **named)
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise Unrecordable(f"{what} has an unknown format ({type(error).__name__})") from error
+
+
+def _request(body: bytes, document: Json) -> ClientRequest:
+    wanted = [*(name for name in (TOKEN_IDS, LOGPROBS) if document.get(name) is None), SAMPLING]
+    call = client_request(body, document, document.get("messages"), document.get("tools"), document)
+    # Options that are no object are the server's to refuse.
+    if call.streams and not call.wants_usage and isinstance(document.get(STREAM_OPTIONS), dict | None):
+        wanted.append(STREAM_OPTIONS)
+    hidden = (*(() if call.wants(TOKEN_IDS) else IDS), *(() if call.wants(LOGPROBS) else (LOGPROBS,)))
+    return replace(call, wanted=tuple(wanted), hidden=frozenset(hidden))
+
+
+def _error_event(error: Json) -> bytes:
+    return event(dump_object({"error": error})) + event(DONE)
+
+
+CHAT = WireProtocol("chat/completions", _request, _completion, ChunkStream, _error_event)
