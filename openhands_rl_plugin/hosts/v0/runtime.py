@@ -242,10 +242,20 @@ class WorkspaceRuntime(SessionRuntime):
         aside = action.cwd is not None or action.is_static
         try:
             result = self.workspace.run(action.command, timeout=timeout, cwd=action.cwd, keep=not aside)
+            note = f"[The command timed out after {timeout:.1f} seconds and was ended.]" if result.timed_out else ""
         except SandboxEndedError:
-            return _observation(action, CommandResult(output="", exit_code=None, cwd=INSIDE), ENDED)
-        suffix = f"[The command timed out after {timeout:.1f} seconds and was ended.]" if result.timed_out else ""
-        return _observation(action, result, suffix)
+            result, note = CommandResult(output="", exit_code=None, cwd=INSIDE), ENDED
+        return CmdOutputObservation(
+            content=result.output.rstrip("\n"),
+            command=action.command,
+            hidden=action.hidden,
+            metadata={
+                "exit_code": -1 if result.exit_code is None else result.exit_code,
+                "working_dir": result.cwd,
+                "prefix": earlier_output(result),
+                "suffix": f"\n{note}" if note and result.output else note,
+            },
+        )
 
     @_reported
     def read(self, action: FileReadAction) -> Observation:
@@ -290,20 +300,6 @@ class WorkspaceRuntime(SessionRuntime):
         if files.kind(directory) != "directory":
             return []
         return [f"{directory.rstrip('/')}/{name}" for name, _ in files.entries(directory)]
-
-
-def _observation(action: CmdRunAction, result: CommandResult, suffix: str) -> CmdOutputObservation:
-    return CmdOutputObservation(
-        content=result.output.rstrip("\n"),
-        command=action.command,
-        hidden=action.hidden,
-        metadata={
-            "exit_code": -1 if result.exit_code is None else result.exit_code,
-            "working_dir": result.cwd,
-            "prefix": earlier_output(result),
-            "suffix": f"\n{suffix}" if suffix and result.output else suffix,
-        },
-    )
 
 
 class EnvironmentRuntime(SessionRuntime):
