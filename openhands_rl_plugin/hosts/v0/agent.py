@@ -381,7 +381,9 @@ class SessionBranch:
         from openhands.core.main import auto_continue_response
 
         agent: Any = copy.copy(self.agent)
-        agent.llm, agent.pending_actions, agent.condenser = twin(agent.llm), deque(), self
+        # With metrics of its own, and without a second try.
+        config = agent.llm.config.model_copy(update={"num_retries": 1, "log_completions": False})
+        agent.llm, agent.pending_actions, agent.condenser = LLM(config, agent.llm.service_id), deque(), self
         if agent._described:
             describe_tools(agent.llm)
         connect(agent.llm, complete)
@@ -460,12 +462,6 @@ def connect(llm: LLM, complete: Complete) -> Upstream:
     answer.send = send  # type: ignore[attr-defined]
     holder._completion_unwrapped = answer
     return upstream_of(send.keywords, send)
-
-
-def twin(llm: LLM) -> LLM:
-    """An LLM with the same settings and metrics of its own, which does not try again."""
-    config = llm.config.model_copy(update={"num_retries": 1, "log_completions": False})
-    return LLM(config, service_id=llm.service_id)
 
 
 def describe_tools(llm: LLM) -> None:
