@@ -13,7 +13,7 @@ import asyncio
 from typing import NamedTuple
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.types import CONDENSATION, TURN, EpisodeRequest, Limits, Node, Task, Trajectory, kind_of
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
@@ -36,9 +36,10 @@ async def condensed_episode(turns: int, max_size: int) -> Trajectory:
     """One episode of so many turns. The history is condensed when it has more than ``max_size`` events."""
     replies = [{"bash": f"echo turn {at}; seq {at} {3 * at}"} for at in range(turns + 1)]
     with instant_model() as url:
-        settings = RLSettings(serving=ServingSettings(base_url=url, model="policy"))
+        workspace = WorkspaceSettings(isolation="none")
+        settings = RLSettings(serving=ServingSettings(base_url=url, model="policy"), workspace=workspace)
         condenser = {"type": "llm", "max_size": max_size, "keep_first": 3}
-        runner = ControllerRunner(settings, HostOptions(environment_mode=False, isolation="none", condenser=condenser))
+        runner = ControllerRunner(settings, HostOptions(environment_mode=False, condenser=condenser))
         task = Task(
             id="condensed", environment="workspace", instruction=script(replies), limits=Limits(max_turns=turns)
         )

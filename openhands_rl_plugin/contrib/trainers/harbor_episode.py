@@ -83,7 +83,10 @@ async def roll_out_in_container(asked: ContainerEpisode) -> PlayedRollout:
 
 def _settings(options: PlayOptions) -> RLSettings:
     settings = options.settings()
-    settings = settings.model_copy(update={"host": "v1" if options.host == "auto" else settings.host})
+    # The container is the sandbox.
+    workspace = settings.workspace.model_copy(update={"isolation": "none"})
+    host = "v1" if options.host == "auto" else settings.host
+    settings = settings.model_copy(update={"host": host, "workspace": workspace})
     if settings.host == "v0":  # whether it is installed or not
         raise ConfigError("host: OpenHands V0 does not work in a container of Harbor; leave the option out")
     return with_base_model(settings, options)
@@ -92,7 +95,6 @@ def _settings(options: PlayOptions) -> RLSettings:
 def _host_options(options: PlayOptions) -> HostOptions:
     return HostOptions(
         environment_mode=False,
-        isolation="none",  # the container is the sandbox
         sessions=1,
         command_timeout=options.command_timeout,
         native_tool_calling=options.native_tool_calling,

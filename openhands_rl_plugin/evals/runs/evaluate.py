@@ -269,7 +269,6 @@ def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOption
         raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} supports, not {plan.agent}")
     return HostOptions(
         environment_mode=not suite.software,
-        isolation=_ISOLATION,
         sessions=-(-plan.workers // max(1, processes)),
         command_timeout=plan.command_timeout,
         native_tool_calling=plan.model.native_tool_calling,
@@ -303,6 +302,7 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
         update={
             "host": plan.host or settings.host,
             "serving": serving,
+            "workspace": settings.workspace.model_copy(update={"isolation": _ISOLATION}),
             "rollout_strategy": strategy,
             "strategy": options,
             "max_workers": plan.workers,

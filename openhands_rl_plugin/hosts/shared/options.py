@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from openhands_rl_plugin.config.build import strategy_spec
@@ -18,8 +16,7 @@ class HostOptions(Frozen):
     """How a host runs its sessions.
 
     ``environment_mode``: the model sees only an environment's observations; else it works in a workspace with
-    OpenHands' own tools. ``isolation`` of a workspace: bubblewrap, or plain subprocesses ("none"); by default what
-    ``[rl.workspace]`` says. ``sessions`` limits concurrent sessions (default: ``[rl] max_workers``),
+    OpenHands' own tools. ``sessions`` limits concurrent sessions (default: ``[rl] max_workers``),
     ``command_timeout`` is in seconds. ``agent`` is ``RLAgent`` or an agent of OpenHands, which does not use the
     strategy. ``token_ids``: request token ids and logprobs, which some servers reject. ``stuck_detection`` is
     OpenHands' own. ``replies``: what a simulated user replies to each message without a tool call, the last of them
@@ -28,7 +25,6 @@ class HostOptions(Frozen):
     """
 
     environment_mode: bool = True
-    isolation: Literal["bubblewrap", "none"] | None = None
     sessions: int | None = None
     command_timeout: int = 60
     native_tool_calling: bool = True

@@ -142,9 +142,6 @@ class SessionHostRunner(ABC):
     ) -> None:
         require_server(settings)
         self._options = options or HostOptions()
-        if (isolation := self._options.isolation) is not None:
-            workspace = settings.workspace.model_copy(update={"isolation": isolation})
-            settings = settings.model_copy(update={"workspace": workspace})
         self._settings = settings
         self._storage = storage
         self._spec = self._options.strategy_spec(settings)

@@ -59,8 +59,9 @@ async def play(server: ScriptedModel, model: str, **options) -> Trajectory:
         return says(f"turn {number}", call("think", {"thought": f"hm {number}"}, f"call-{number}"))
 
     server.policies[model] = policy
-    settings = RLSettings(serving=ServingSettings(base_url=server.url, model=model, request_timeout=20.0))
-    options = {"environment_mode": False, "isolation": "none", "condenser": CONDENSER, **options}
+    serving = ServingSettings(base_url=server.url, model=model, request_timeout=20.0)
+    settings = RLSettings.model_validate({"serving": serving.model_dump(), "workspace": {"isolation": "none"}})
+    options = {"environment_mode": False, "condenser": CONDENSER, **options}
     runner = ControllerRunner(settings, HostOptions(**options))
     task = Task(id="t", environment="workspace", instruction="Think.", limits=Limits(max_turns=TURNS))
     try:

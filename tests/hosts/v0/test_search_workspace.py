@@ -249,23 +249,25 @@ def judging(body: dict[str, Any]) -> dict[str, Any]:
     return says("Yes") if "Yes or No" in asked else writer(body)
 
 
+WITHOUT_FORKS = WorkspaceSettings(isolation="none")
+
+
 async def test_mcts_without_isolation_is_refused_before_anything_is_asked(server: ScriptedModel):
-    options = HostOptions(environment_mode=False, isolation="none")
     with pytest.raises(ConfigError, match=r"^MCTS needs an environment that can fork.*bubblewrap"):
-        await play(server, "refused", writer, options=options, **mcts())
+        await play(server, "refused", writer, workspace=WITHOUT_FORKS, **mcts())
     assert not server.requests["refused"]
 
 
 @pytest.mark.parametrize("strategy", ["ToT", "BestOfN"])
 async def test_the_others_do_without_forks(server: ScriptedModel, strategy: str):
-    options = HostOptions(environment_mode=False, isolation="none")
-    trajectory = await play(server, f"plain-{strategy}", judging, options=options, rollout_strategy=strategy)
+    own = {"workspace": WITHOUT_FORKS, "rollout_strategy": strategy}
+    trajectory = await play(server, f"plain-{strategy}", judging, **own)
     assert trajectory.failure is None and trajectory.stop is StopReason.TERMINATED
     assert not any(node.simulated for node in trajectory.nodes)
     values = [node.value for node in trajectory.nodes if node.sampled]
     assert all(value is not None for value in values) and len(values) > trajectory.usage.steps
     with pytest.raises(ConfigError, match="needs an environment that can fork"):
-        await play(server, "r", judging, options=options, rollout_strategy=strategy, strategy={"value": "rollout"})
+        await play(server, "r", judging, **own, strategy={"value": "rollout"})
 
 
 def sleeper(body: dict[str, Any]) -> dict[str, Any]:
