@@ -13,10 +13,10 @@ import asyncio
 from typing import NamedTuple
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings, WorkspaceSettings
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.types import CONDENSATION, TURN, EpisodeRequest, Limits, Node, Task, Trajectory, kind_of
+from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, build_dataset
 
@@ -36,17 +36,15 @@ async def condensed_episode(turns: int, max_size: int) -> Trajectory:
     """One episode of so many turns. The history is condensed when it has more than ``max_size`` events."""
     replies = [{"bash": f"echo turn {at}; seq {at} {3 * at}"} for at in range(turns + 1)]
     with instant_model() as url:
-        workspace = WorkspaceSettings(isolation="none")
-        settings = RLSettings(serving=ServingSettings(base_url=url, model="policy"), workspace=workspace)
+        serving = {"base_url": url, "model": "policy"}
+        settings = RLSettings.model_validate({"serving": serving, "workspace": {"isolation": "none"}, "host": "v0"})
         condenser = {"type": "llm", "max_size": max_size, "keep_first": 3}
-        runner = ControllerRunner(settings, HostOptions(environment_mode=False, condenser=condenser))
+        options = HostOptions(environment_mode=False, condenser=condenser)
         task = Task(
             id="condensed", environment="workspace", instruction=script(replies), limits=Limits(max_turns=turns)
         )
-        try:
+        async with open_runner(settings, options) as runner:
             return await runner.run(EpisodeRequest(task=task, run_id="figure", group_id="figure"))
-        finally:
-            await runner.close()
 
 
 def share_of(trajectory: Trajectory) -> Share:

@@ -86,10 +86,9 @@ def _settings(options: PlayOptions) -> RLSettings:
     # The container is the sandbox.
     workspace = settings.workspace.model_copy(update={"isolation": "none"})
     host = "v1" if options.host == "auto" else settings.host
-    settings = settings.model_copy(update={"host": host, "workspace": workspace})
-    if settings.host == "v0":  # whether it is installed or not
+    if host == "v0":  # whether it is installed or not
         raise ConfigError("host: OpenHands V0 does not work in a container of Harbor; leave the option out")
-    return with_base_model(settings, options)
+    return with_base_model(settings.model_copy(update={"host": host, "workspace": workspace}), options)
 
 
 def _host_options(options: PlayOptions) -> HostOptions:

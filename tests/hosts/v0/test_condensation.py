@@ -61,8 +61,7 @@ async def play(server: ScriptedModel, model: str, **options) -> Trajectory:
     server.policies[model] = policy
     serving = ServingSettings(base_url=server.url, model=model, request_timeout=20.0)
     settings = RLSettings.model_validate({"serving": serving.model_dump(), "workspace": {"isolation": "none"}})
-    options = {"environment_mode": False, "condenser": CONDENSER, **options}
-    runner = ControllerRunner(settings, HostOptions(**options))
+    runner = ControllerRunner(settings, HostOptions(**{"environment_mode": False, "condenser": CONDENSER, **options}))
     task = Task(id="t", environment="workspace", instruction="Think.", limits=Limits(max_turns=TURNS))
     try:
         return await runner.run(EpisodeRequest(task=task, run_id="r", group_id="g"))
