@@ -64,7 +64,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.models.engines.extensions import SAMPLING, TOKEN_IDS, ExtensionAttempt, missing_parts
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.session.replies import ErrorReply, PendingCalls, error_reply
+from openhands_rl_plugin.session.replies import ErrorReply, PendingCalls
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.session.upstream import Upstream
@@ -482,7 +482,7 @@ class SessionPool:
         async with self._lock:
             if name in self._open:
                 message = f"The session {name!r} is open: end it, or name another."
-                raise ErrorReply(error_reply(409, message, "ConflictError"))
+                raise ErrorReply(409, message)
             await self._begin(name, make)
 
     async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str | None, bool]:
@@ -515,7 +515,7 @@ class SessionPool:
     async def _begin(self, name: str, make: Callable[[EpisodeRequest], ClientSession]) -> ClientSession:
         if (many := len(self._open)) >= MOST_OPEN:
             message = f"{many} sessions are open: end some (/session/NAME/end) or retry later."
-            raise ErrorReply(error_reply(429, message, "RateLimitError", {"retry-after": "60"}))
+            raise ErrorReply(429, message)
         part, _ = await self._parts(name)
         session = self._open[name] = make(request_of(self._run_id, name, part))
         return session

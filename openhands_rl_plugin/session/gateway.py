@@ -1,4 +1,4 @@
-"""Runs a gateway: its HTTP routes and its life."""
+"""Sessions over HTTP: requests for completions go to the model server, and the answers are recorded."""
 
 from __future__ import annotations
 
@@ -6,24 +6,56 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from http import HTTPStatus
 from typing import Annotated
 from urllib.parse import quote, unquote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from openhands_rl_plugin.config.build import make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.work import LIMITS
-from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
+from openhands_rl_plugin.core.messages import error_in
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HOST_EVIDENCE
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers import HEALTH, Receive, Scope, Send, listening, read_body, serving_here
-from openhands_rl_plugin.core.types import Bounded, JsonObject, Score, StopReason
-from openhands_rl_plugin.models.engines.extensions import Clock
+from openhands_rl_plugin.core.servers import (
+    HEALTH,
+    Receive,
+    Scope,
+    Send,
+    listening,
+    note_failure,
+    read_body,
+    serving_here,
+)
+from openhands_rl_plugin.core.types import (
+    Bounded,
+    EpisodeRequest,
+    FailureKind,
+    JsonObject,
+    Limits,
+    SamplingParams,
+    Score,
+    StopReason,
+    StrategySpec,
+)
+from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+from openhands_rl_plugin.models.engines.chunks import EventStreamReader
+from openhands_rl_plugin.models.engines.extensions import SAMPLING
+from openhands_rl_plugin.models.engines.openai_wire import DONE
+from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 from openhands_rl_plugin.session.client_sessions import (
+    OPENING,
     ClientSession,
+    Exchange,
     SessionName,
     SessionPool,
     named_session,
@@ -31,28 +63,57 @@ from openhands_rl_plugin.session.client_sessions import (
 )
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.imitation import MESSAGES, RESPONSES
-from openhands_rl_plugin.session.model_server import ModelServer, RawHeaders, forwarded_headers
-from openhands_rl_plugin.session.recorder import NOT_RECORDED, Recorder, refusal
-from openhands_rl_plugin.session.replies import EVENTS, JSON, ErrorReply, PendingCall, Reply, error_reply
-from openhands_rl_plugin.session.searched import OpenRequest, opened_session
+from openhands_rl_plugin.session.replies import ErrorReply, PendingCall, Reply
+from openhands_rl_plugin.session.upstream import (
+    ALL_FIELDS,
+    HttpUpstream,
+    RawHeaders,
+    ServerError,
+    close_connections,
+    parts,
+    server_error,
+    whole,
+)
 from openhands_rl_plugin.session.wire import (
     CHAT,
     DEEPEST,
+    AnswerStream,
+    ClientRequest,
+    Json,
     Unrecordable,
+    UpstreamResponse,
     WireProtocol,
+    added_fields,
     dump_object,
     event,
     parse_object,
     too_deep,
+    upstream_body,
+    with_sampled_calls,
+    without,
 )
 
-_REWARD_VERSION = "gateway"
-_LONGEST_ERROR = 2000
+_LOG = redacting_logger(__name__)
+JSON, EVENTS = "application/json", "text/event-stream"
+LATEST = "latest"
+NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients ignore."""
+_LONGEST_ERROR, _MOST_RESPONSES = 2000, 65536
+_EVENTS_AT_ONCE = 256
+"""Events of one stream in one turn of the event loop."""
+_SHUTDOWN_SECONDS, _MAX_SWEEP_SECONDS = 10, 60.0
+_PROTOCOLS = {each.path: each for each in (CHAT, MESSAGES, RESPONSES)}
 # Paths of completions that are passed on, but have no place in an episode.
 _UNRECORDED = frozenset({"completions", "messages/batches", "responses/compact", "batches"})
-_PROTOCOLS = {each.path: each for each in (CHAT, MESSAGES, RESPONSES)}
-_LONGEST_PATH = 200
-_SEPARATOR = re.compile(r"[/\\]")
+# Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
+_OWN = frozenset(
+    b"accept-encoding api-key authorization connection content-encoding content-length cookie expect host keep-alive"
+    b" proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade x-api-key"
+    b" x-goog-api-key".split()
+)
+_NOT_PASSED_BACK = {name.decode() for name in _OWN} | {"date", "server"}
+_KEY_HEADERS = (b"api-key", b"authorization", b"x-api-key", b"x-goog-api-key")
 
 
 class EndRequest(BaseModel):
@@ -64,255 +125,403 @@ class EndRequest(BaseModel):
     success: bool | None = None
     evidence: Annotated[JsonObject, Field(default_factory=dict)]
 
-    @field_validator("evidence")
-    @classmethod
-    def _of_a_client(cls, evidence: JsonObject) -> JsonObject:
-        if taken := sorted(HOST_EVIDENCE & evidence.keys()):
-            raise ValueError(f"{', '.join(taken)}: rewards read these names, so that a client cannot write them")
-        return evidence
 
-    @property
-    def told(self) -> float | None:
-        """The reward, ``None`` when the request tells none."""
-        return self.reward if self.reward is not None or self.success is None else float(self.success)
+class OpenRequest(BaseModel):
+    """Body of ``POST /session``. ``session``: its name, by default a new one. ``limits``: fields of ``Limits``, the
+    others are those of ``[rl]``; so are ``strategy`` and ``sampling`` where they are left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    session: str = Field(default="", max_length=200)
+    task: str = ""
+    strategy: StrategySpec | None = None
+    limits: Annotated[JsonObject, Field(default_factory=dict)]
+    sampling: SamplingParams = SamplingParams()
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+
+@dataclass
+class Counts:
+    """Counters of a gateway since its start.
+
+    ``missing``: how many recorded answers lack token ids or logprobs, by cause. ``unrecorded_paths``: requests for
+    completions in protocols that are not recorded. ``named_by``: requests by what named their session.
+    ``restored_calls``: tool calls of requests that were put back as they were sampled.
+    """
+
+    recorded: int = 0
+    unrecorded: int = 0
+    upstream_errors: int = 0
+    missing: Counter[str] = field(default_factory=Counter)
+    unrecorded_paths: Counter[str] = field(default_factory=Counter)
+    named_by: Counter[str] = field(default_factory=Counter)
+    restored_calls: int = 0
 
 
 class Incoming:
     """A request as uvicorn has it, with its whole body, and its response. ``path``: its parts, as they were sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
-        self.method: str = scope["method"]
+        self.scope, self.body, self._send = scope, body, send
         self.path: list[str] = scope["raw_path"].decode("latin-1").split("/")[1:]
         query: str = scope["query_string"].decode("latin-1")
         self.query = f"?{query}" if query else ""
-        self.raw_headers: RawHeaders = scope["headers"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        self.client = (scope.get("client") or ("",))[0]
-        self.body = body
         self.started = False
-        self._scope = scope
-        self._send = send
         # There is nothing to receive any more but the end of the connection.
-        self._left = asyncio.ensure_future(receive())
+        self.left = asyncio.ensure_future(receive())
 
-    @property
-    def connected(self) -> bool:
-        """Whether the client still waits."""
-        return not self._left.done()
-
-    def route(self, name: str) -> None:
-        """Count the request under this name."""
-        self._scope["rl_route"] = name
-
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Begin the response."""
-        self.started = True
-        lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": lines})
-
-    async def write(self, part: bytes, *, more: bool = True) -> None:
-        """A part of the body; without an end (``more=False``) the connection is cut."""
+    async def write(self, part: bytes, head: Reply | None = None, *, more: bool = True) -> None:
+        """A part of the body; the first one brings the status and headers of ``head``. Without an end (``more=False``)
+        the connection is cut."""
+        if not self.started:
+            self.started = True
+            assert head is not None
+            lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in head.headers.items()]
+            await self._send({"type": "http.response.start", "status": head.status, "headers": lines})
         await self._send({"type": "http.response.body", "body": part, "more_body": more})
-
-    async def reply(self, reply: Reply) -> None:
-        """Send a complete response."""
-        length = str(len(reply.body))
-        await self.start(reply.status, {**reply.headers, "content-type": reply.content_type, "content-length": length})
-        await self.write(reply.body, more=False)
-
-    def close(self) -> None:
-        """Watch the connection no longer."""
-        self._left.cancel()
 
 
 class Gateway:
-    """The ASGI application. Its requests share one recorder and one pool of sessions."""
+    """The ASGI application."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        storage: TrajectoryStorage,
-        clock: Clock = time.monotonic,
-        settings: RLSettings | None = None,
-    ) -> None:
+    def __init__(self, config: GatewayConfig, storage: TrajectoryStorage, settings: RLSettings | None = None) -> None:
         self._config = config
         self._settings = settings or RLSettings.model_validate(LIMITS)
         self._storage = storage
-        self._upstream = ModelServer(config)
-        self.aclose = self._upstream.aclose
-        self._recorder = Recorder(config, self._upstream, clock)
-        self.sessions = SessionPool(
-            storage,
-            lambda request: ClientSession(
-                storage, request, self._settings, config.base_model, restores=config.restore_calls
-            ),
-            run_id=config.run_id,
-            idle=60 * config.idle_minutes,
-        )
+        self._key = config.upstream_key()
+        self._keeps_client_key = not self._key and not config.access().key
+        self._upstream = HttpUpstream(config.upstream, self._key, config.timeout)
+        self._adapters = AdapterStore(config.adapters_path)
+        self._routed = (LATEST, check_name(config.adapter)) if config.adapter else ()
+        # Response -> name of its session, for requests that go on from a response and name no session.
+        self._sessions_of: OrderedDict[str, str] = OrderedDict()
+        self._counts = Counts()
+        self.sessions = SessionPool(storage, self._session, run_id=config.run_id, idle=60 * config.idle_minutes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; errors are in OpenAI's format."""
         request = Incoming(scope, receive, send, (await receive()).get("body", b""))
         try:
-            reply = await self._answer(request)
-        except (ErrorReply, StorageError, ConfigError, ValidationError) as error:
+            with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
+                reply = await self._answer(request)
+        except RLError as error:
             reply = refusal(error)
         finally:
-            request.close()
+            request.left.cancel()
         if reply is not None and not request.started:
-            await request.reply(reply)
+            headers = {"content-type": JSON, **reply.headers, "content-length": str(len(reply.body))}
+            await request.write(reply.body, replace(reply, headers=headers), more=False)
 
     async def _answer(self, request: Incoming) -> Reply | None:
         """The reply, or ``None`` when the response has begun."""
-        match request.method, request.path:
+        scope = request.scope
+        match scope["method"], request.path:
             case "GET" | "HEAD", ["health"]:
-                request.route(HEALTH)
+                scope["rl_route"] = HEALTH
                 return self._health()
             case "POST", ["session"]:
-                request.route("/session")
-                answer = self._open(request.body)
+                scope["rl_route"] = "/session"
+                return await self._open(request.body)
             case "POST", ["session", name, "end"]:
-                request.route("/session/{session}/end")
-                answer = self._end(unquote(name), request.body)
+                scope["rl_route"] = "/session/{session}/end"
+                return await self._end(unquote(name), request.body)
             case _, ["session", name, version, *rest] if rest and unquote(version) == "v1":
-                answer = self._forwarded(request, unquote(name), "/".join(rest))
+                return await self._forwarded(request, unquote(name), "/".join(rest))
             case _, [version, *rest] if rest and unquote(version) == "v1":
-                answer = self._forwarded(request, "", "/".join(rest))
-            case _:
-                path = "/".join(request.path)[:_LONGEST_PATH]
-                return error_reply(404, f"{request.method} /{path}: Not Found", "NotFoundError")
-        return await answer
+                return await self._forwarded(request, "", "/".join(rest))
+        raise ErrorReply(404, f"{scope['method']} {scope['path']}: Not Found")
 
     def _health(self) -> Reply:
         """Counters since the start, and the fields that models refuse."""
-        now = {"status": "ok", "sessions": len(self.sessions)}
-        told = {**now, **vars(self._recorder.counts), "refused": self._recorder.refused()}
-        return Reply(200, dump_object(told))
+        refused = [
+            {"model": each.model, "field": each.name, "status": each.status, "retry_in": round(each.retry_in)}
+            for each in self._upstream.extensions.refused()
+        ]
+        now = {"status": "ok", "sessions": len(self.sessions), "refused": refused}
+        return Reply(200, dump_object({**now, **vars(self._counts)}))
+
+    async def _open(self, body: bytes) -> Reply:
+        """Open a session with a task, a strategy and limits."""
+        opened = await read_body(body or b"{}", OpenRequest.model_validate_json)
+        name = named_session(opened.session, {}) or uuid.uuid4().hex
+        await self.sessions.create(name, partial(self._session, opened=opened))
+        path = f"/session/{quote(name, safe='')}"
+        return Reply(201, dump_object({"session": name, "path": f"{path}/v1", "end": f"{path}/end"}))
+
+    def _session(self, request: EpisodeRequest, opened: OpenRequest | None = None) -> ClientSession:
+        """A session that is recorded, or decided by the strategy of ``opened``. Raises ``ConfigError`` and
+        ``ValidationError`` for a strategy or limits that do not exist."""
+        make = partial(ClientSession, self._storage, restores=self._config.restore_calls)
+        if opened is None:
+            return make(request, self._settings, self._config.base_model)
+        spec = opened.strategy or strategy_spec(self._settings)
+        known = self._settings.model_dump(exclude_unset=True)
+        settings = RLSettings.model_validate({**known, "rollout_strategy": spec.name, "strategy": spec.options})
+        most = settings.limits().model_dump() | {"max_prompt_length": None} | opened.limits
+        task = request.task.model_copy(update={"instruction": opened.task, "limits": Limits.model_validate(most)})
+        request = request.model_copy(update={"task": task, "sampling": opened.sampling, "seed": opened.seed})
+        strategy = make_strategy(settings)
+        if isinstance(strategy, SearchStrategy):
+            strategy.check_world(None)
+        return make(request, settings, self._config.base_model, strategy=strategy, strategy_spec=spec)
+
+    async def _end(self, given: str, body: bytes) -> Reply:
+        """End the episode; ``reward`` or ``success`` is stored as its score."""
+        name = named_session(given, {})
+        outcome = await read_body(body or b"{}", EndRequest.model_validate_json)
+        if taken := sorted(HOST_EVIDENCE & outcome.evidence.keys()):
+            raise ErrorReply(400, f"{', '.join(taken)}: rewards read these names, so that a client cannot write them")
+        if too_deep(outcome.evidence):
+            raise ErrorReply(400, f"evidence: has more than {DEEPEST} levels")
+        reward, success = outcome.reward, outcome.success
+        if reward is None and success is not None:
+            reward = float(success)
+        low, high = self._config.reward_min, self._config.reward_max
+        if reward is not None and not low <= reward <= high:
+            # One reward far above the others decides what is learnt, and anybody who may write here can send it.
+            message = f"reward: has to be from {low:g} to {high:g}; raise --reward-min or --reward-max of the gateway"
+            raise ErrorReply(400, message)
+        detail: JsonObject = {} if success is None else {"success": success}
+        evidence = {**outcome.evidence, **detail, "ended_by": "client"}
+        trajectory_id, ended = await self.sessions.end(name, StopReason.TERMINATED, evidence)
+        if trajectory_id is None:
+            raise ErrorReply(404, f"There is no completion in a session {name!r}.")
+        if reward is not None:
+            score = Score(trajectory_id=trajectory_id, reward=reward, detail=detail, reward_version="gateway")
+            await self._storage.add_scores((score,))
+        scored = {"ended": ended, "scored": reward is not None}
+        return Reply(200, dump_object({"session": name, "trajectory_id": trajectory_id, **scored}))
 
     async def _forwarded(self, request: Incoming, name: str, sent: str) -> Reply | None:
         """Any request below ``/v1``. ``sent``: the path as it was sent; a part of it may contain ``%2F``."""
-        path, prefix = unquote(sent), "/session/{session}" if name else ""
-        protocol = _PROTOCOLS.get(path) if request.method == "POST" else None
-        request.route(f"{prefix}/v1/{path if protocol is not None else '{path}'}")
+        path, posted = unquote(sent), request.scope["method"] == "POST"
+        protocol = _PROTOCOLS.get(path) if posted else None
+        prefix = "/session/{session}" if name else ""
+        request.scope["rl_route"] = f"{prefix}/v1/{path if protocol is not None else '{path}'}"
         if protocol is not None:
             return await self._complete(request, protocol, name)
-        if request.method != "POST" or path not in _UNRECORDED:
+        if not posted or path not in _UNRECORDED:
             return await self._pass(request, sent, {})
-        self._recorder.unrecorded_path(path)
+        if not self._counts.unrecorded_paths[path]:
+            _LOG.warning("POST /v1/%s is passed on, but not recorded: use /v1/chat/completions", path)
+        self._counts.unrecorded_paths[path] += 1
         if known := named_session(name, request.headers):
             (await self.sessions.open(known)).unrecorded[path] += 1
         return await self._pass(request, sent, NOT_RECORDED)
+
+    async def _pass(self, request: Incoming, path: str, marks: Mapping[str, str]) -> None:
+        """Forward a request unchanged and unrecorded."""
+        if ".." in re.split(r"[/\\]", unquote(path)):
+            raise ErrorReply(400, "The path must not contain '..'.")
+        asked = request.scope["method"], path + request.query, self._headers(request), request.body
+        async with self._upstream.open(*asked) as answer:
+            head = Reply(answer.status_code, b"", {**_passed_back(answer.headers), **marks})
+            async for part in parts(answer):
+                if request.left.done():
+                    return
+                await request.write(part, head)
+            await request.write(b"", head, more=False)
+
+    def _headers(self, request: Incoming) -> RawHeaders:
+        """Those for the model server; a client's keys are for the gateway where that has one."""
+        given = request.scope["headers"]
+        kept = [each for each in given if each[0] not in _OWN or (each[0] in _KEY_HEADERS and self._keeps_client_key)]
+        return [*kept, (b"accept-encoding", b"identity")]
 
     async def _complete(self, request: Incoming, protocol: WireProtocol, name: str) -> Reply | None:
         """A completion in one of the protocols that are recorded."""
         try:
             call = await read_body(request.body, protocol.parse)
         except Unrecordable as problem:
-            self._recorder.unrecorded(problem)
+            self._unrecorded(problem)
             return await self._pass(request, protocol.path, NOT_RECORDED)
-        named = session_name(name, request.client, request.headers, call.document, call.messages)
-        if not name and call.continues and (known := self._recorder.sessions_of.get(call.continues)):
+        client = (request.scope.get("client") or ("",))[0]
+        named = session_name(name, client, request.headers, call.document, call.messages)
+        if not name and call.continues and (known := self._sessions_of.get(call.continues)):
             named = SessionName(known, "response")
-        self._recorder.named(named)
+        if named.named_by == OPENING and not self._counts.named_by[OPENING]:
+            _LOG.warning(
+                "a conversation sends no id: those with the same first messages become one episode; "
+                "give each a base_url of its own (/session/NAME/v1) or the header x-litellm-session-id"
+            )
+        self._counts.named_by[named.named_by] += 1
         session = await self.sessions.open(named.name)
-        call_in_flight = session.pending.join(
-            protocol.path,
-            request.body,
-            request.headers,
-            lambda: request.connected,
-            lambda live: self._recorder.ask(
-                protocol, session, call, request.raw_headers, query=request.query, live=live
-            ),
-        )
-        if call.streams:
-            return await self._stream(request, call_in_flight, protocol)
-        if session.is_searched:
-            await self._fill(request, call_in_flight.task)
-        reply = await asyncio.shield(call_in_flight.task)
-        call_in_flight.delivered |= request.connected
-        if request.started and reply.status == 200:
-            await request.write(reply.body, more=False)
-        return reply
-
-    async def _fill(self, request: Incoming, task: asyncio.Task[Reply]) -> None:
-        """White space while a strategy decides, which JSON may begin with: clients give up after some silence."""
-        while not (await asyncio.wait([task], timeout=self._config.keep_alive))[0] and request.connected:
-            if not request.started:
-                await request.start(200, {"content-type": JSON})
-            await request.write(b" ")
-
-    async def _pass(self, request: Incoming, path: str, marks: Mapping[str, str]) -> Reply | None:
-        """Forward a request unchanged and unrecorded."""
-        if ".." in _SEPARATOR.split(unquote(path)):
-            return error_reply(400, "The path must not contain '..'.", "BadRequestError")
-        target = path + request.query
-        async with self._upstream.exchange(request.method, target, request.raw_headers, request.body) as answer:
-            headers = {**forwarded_headers(answer.headers), **marks}
-            if "content-type" in answer.headers:
-                headers["content-type"] = answer.headers["content-type"]
-            await request.start(answer.status_code, headers)
-            async for part in answer.aiter_bytes():
-                if not request.connected:
-                    return None
-                await request.write(part)
-            await request.write(b"", more=False)
-        return None
-
-    async def _stream(self, request: Incoming, call_in_flight: PendingCall, protocol: WireProtocol) -> Reply | None:
-        """The events as they come. Until the first, and in long pauses, keep-alive comments; they fix status 200."""
-        live, task, silence = call_in_flight.live, call_in_flight.task, self._config.keep_alive
-        if await live.wait(task, silence) and not live.begun:
-            call_in_flight.delivered |= request.connected
-            return task.result()
-        await request.start(200, {**live.headers, "content-type": EVENTS, "cache-control": "no-cache"})
-        async for part in live.parts(task, silence):
-            if request.connected:
-                await request.write(part)
-        # A client that left receives the answer when it retries.
-        reply = task.result()
-        if reply.status != 200 or not live.begun:
-            await request.write(_late(reply, protocol))
-        if reply.status == 200 or not live.begun:
-            call_in_flight.delivered |= request.connected
-            await request.write(b"", more=False)
+        ask = partial(self._completion, request, protocol, session, call)
+        pending = session.pending.join(protocol.path, request.body, request.headers, request.left, ask)
+        # Until the first event, and in long pauses, comments; before JSON that a strategy decides, white space.
+        silence = self._config.keep_alive if call.streams or session.is_searched else None
+        head = {"content-type": EVENTS, "cache-control": "no-cache"} if call.streams else {"content-type": JSON}
+        async for part in pending.parts(silence, KEEP_ALIVE if call.streams else b" "):
+            await request.write(part, Reply(200, b"", {**pending.headers, **head}))
+        reply, here = self._result(pending.task), not request.left.done()
+        if not request.started:
+            pending.delivered |= here
+            return reply
+        last = reply.body if reply.status == 200 and not call.streams else b""
+        if call.streams and (reply.status != 200 or not pending.begun):
+            last = _late(reply, protocol)
+        await request.write(last)
         # Else the connection is cut: not the end of a complete answer, also for a client that overlooks the error.
+        if reply.status == 200 or (call.streams and not pending.begun):
+            pending.delivered |= here
+            await request.write(b"", more=False)
         return None
 
-    async def _open(self, body: bytes) -> Reply:
-        """Open a session with a task, a strategy and limits."""
-        base_model, restores = self._config.base_model, self._config.restore_calls
-        opened = await read_body(body or b"{}", OpenRequest.model_validate_json)
-        name = named_session(opened.session, {}) or uuid.uuid4().hex
-        await self.sessions.create(
-            name,
-            lambda request: opened_session(
-                self._storage, request, opened, self._settings, base_model, restores=restores
-            ),
-        )
-        path = f"/session/{quote(name, safe='')}"
-        return Reply(201, dump_object({"session": name, "path": f"{path}/v1", "end": f"{path}/end"}))
+    def _result(self, task: asyncio.Task[Reply]) -> Reply:
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
+                return task.result()
+        except RLError as error:
+            self._counts.upstream_errors += server_error(error) is not None
+            return refusal(error)
 
-    async def _end(self, given: str, body: bytes) -> Reply:
-        """End the episode; ``reward`` or ``success`` is stored as its score."""
-        name = named_session(given, {})
-        outcome = await read_body(body or b"{}", EndRequest.model_validate_json)
-        if too_deep(outcome.evidence):
-            return error_reply(400, f"evidence: has more than {DEEPEST} levels", "BadRequestError")
-        low, high = self._config.reward_min, self._config.reward_max
-        if (reward := outcome.told) is not None and not low <= reward <= high:
-            # One reward far above the others decides what is learnt, and anybody who may write here can tell it.
-            message = f"reward: has to be from {low:g} to {high:g}; raise --reward-min or --reward-max of the gateway"
-            return error_reply(400, message, "BadRequestError")
-        detail: JsonObject = {} if outcome.success is None else {"success": outcome.success}
-        evidence = {**outcome.evidence, **detail, "ended_by": "client"}
-        trajectory_id, ended = await self.sessions.end(name, StopReason.TERMINATED, evidence)
-        if trajectory_id is None:
-            return error_reply(404, f"There is no completion in a session {name!r}.", "NotFoundError")
-        if reward is not None:
-            score = Score(trajectory_id=trajectory_id, reward=reward, detail=detail, reward_version=_REWARD_VERSION)
-            await self._storage.add_scores((score,))
-        scored = {"ended": ended, "scored": reward is not None}
-        return Reply(200, dump_object({"session": name, "trajectory_id": trajectory_id, **scored}))
+    async def _completion(
+        self, request: Incoming, protocol: WireProtocol, session: ClientSession, call: ClientRequest, to: PendingCall
+    ) -> Reply:
+        """The reply to a request. Raises ``ServerError`` and others.
+
+        The events of a streamed answer go ``to`` its clients as they come, the last ones when the answer is stored.
+        """
+        model, config, headers = self._model(call.model), self._config, self._headers(request)
+        if session.is_searched:
+            if protocol is not CHAT:
+                raise ErrorReply(400, "The strategy of this session answers chat completions.")
+            keys = [each for each in headers if each[0] in _KEY_HEADERS]
+            upstream = HttpUpstream(config.upstream, self._key, config.timeout, fields=ALL_FIELDS, headers=keys)
+            document = await session.decided(call, model, upstream)
+            self._counts.recorded += 1
+            if call.streams:
+                to.add(_as_events(document, usage=call.wants_usage))
+            return Reply(200, dump_object(document), recorded=True)
+        if session.calls is not None and protocol is CHAT:
+            call, restored = with_sampled_calls(call, session.calls)
+            self._counts.restored_calls += restored
+        fills = config.sampling_defaults == "neutral"
+        wanted = [name for name in call.wanted if fills or name != SAMPLING]
+        attempt = self._upstream.extensions.attempt(model, wanted)
+        exchange, answered = Exchange(protocol, session, call, attempt, time.perf_counter()), False
+        while True:
+            body = upstream_body(call, model, added_fields(call, attempt.fields))
+            try:
+                async with self._upstream.open("POST", protocol.path + request.query, headers, body) as response:
+                    attempt.succeeded()
+                    answered = True
+                    if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
+                        return await self._streamed(exchange, response, to)
+                    return await self._whole(exchange, response)
+            except ServerError as error:
+                if answered or not attempt.is_refused(error.status, error.body):
+                    raise
+
+    async def _whole(self, exchange: Exchange, response: httpx.Response) -> Reply:
+        body, headers = await whole(response), _passed_back(response.headers)
+        try:
+            answer = await read_body(body, exchange.protocol.answer)
+        except Unrecordable as problem:
+            shown, status = _unread(exchange, body)
+            if status:
+                raise ServerError(status, str(problem), shown, response.headers) from problem
+            self._unrecorded(problem)
+            return Reply(response.status_code, shown, {**headers, **NOT_RECORDED})
+        recorded = await self._record(exchange, lambda: answer)
+        body = answer.body_for(exchange.call) if exchange.call.hidden else body
+        return Reply(200, body, headers if recorded else {**headers, **NOT_RECORDED}, recorded)
+
+    async def _streamed(self, exchange: Exchange, response: httpx.Response, pending: PendingCall) -> Reply:
+        pending.headers = _passed_back(response.headers)
+        reader, stream, held = EventStreamReader(), exchange.protocol.stream(exchange.call), []
+        async for data in parts(response):
+            for number, received in enumerate(reader.feed(data), 1):
+                if not number % _EVENTS_AT_ONCE:
+                    await asyncio.sleep(0)
+                if not pending.begun and (failed := _unread(exchange, received.data))[1]:
+                    headers = {**pending.headers, "content-type": JSON}
+                    raise ServerError(failed[1], "an error in a stream", failed[0], headers)
+                shown = stream.feed(received)
+                if stream.ending:
+                    held.append(shown)
+                else:
+                    pending.add(shown)
+            if stream.done:
+                break
+        recorded = await self._record(exchange, stream.whole, stream)
+        for part in (*held, reader.rest()):
+            pending.add(part)
+        return Reply(200, b"", recorded=recorded)
+
+    async def _record(
+        self, exchange: Exchange, read: Callable[[], UpstreamResponse], stream: AnswerStream | None = None
+    ) -> bool:
+        """Store the answer, if it can be recorded. Raises ``StorageError``."""
+        try:
+            answer = read()
+            missing = await exchange.session.record(exchange, answer, lost_ids=stream is not None and stream.lost_ids)
+        except (Unrecordable, ValueError, TypeError, RecursionError) as error:
+            # The answer is paid for.
+            self._unrecorded(error)
+            return False
+        self._counts.recorded += 1
+        self._counts.missing.update(missing)
+        identity = answer.document.get("id")
+        if identity and exchange.protocol is RESPONSES:
+            self._sessions_of[str(identity)] = exchange.session.name
+            if len(self._sessions_of) > _MOST_RESPONSES:
+                self._sessions_of.popitem(last=False)
+        return True
+
+    def _unrecorded(self, problem: Exception) -> None:
+        known = isinstance(problem, Unrecordable)
+        _LOG.warning("not recorded: %s", problem if known else f"it cannot be stored ({type(problem).__name__})")
+        self._counts.unrecorded += 1
+
+    def _model(self, asked: str) -> str:
+        """The model for a request. Some names stand for the current version of the adapter, which a training loop
+        updates; before the first, for the base model. Raises ``StorageError`` for a damaged pointer."""
+        if asked not in self._routed:
+            return asked
+        current = self._adapters.current(self._config.adapter or "")
+        return current.name if current is not None else self._config.base_model
+
+
+def refusal(error: RLError) -> Reply:
+    """The reply to a request that ended with this error, in a format that clients of OpenAI and of Anthropic read; an
+    error of the model server as it came."""
+    known, cause, status, message = server_error(error), error.__cause__, 400, str(error)
+    if known is not None and known.headers is not None and known.status != 200:
+        return Reply(known.status, known.body, _passed_back(known.headers))
+    if known is not None:
+        status, message = 504 if known.status == 408 else 502, str(known)
+    elif isinstance(cause, ValidationError):
+        problem = cause.errors(include_url=False, include_input=False)[0]
+        message = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    elif isinstance(error, CaughtFailure):
+        status, message = 500, note_failure(cause or error)
+    elif isinstance(error, StorageError):
+        # The client must not continue from an answer that is not stored; it can retry.
+        _LOG.error("%s", error)
+        status = 503
+    elif isinstance(error, ErrorReply):
+        status = error.status
+    kind = HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
+    body = {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": status}}
+    return Reply(status, dump_object(body), {"retry-after": "60"} if status == 429 else {})
+
+
+def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a response that are forwarded to the client, such as ``retry-after``."""
+    return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_BACK}
+
+
+def _unread(exchange: Exchange, body: bytes) -> tuple[bytes, int]:
+    """A body without what only the gateway asked for, and the status that an error in it stands for, or 0."""
+    document, error = parse_object(body), None
+    if document is not None:
+        error = error_in(document)
+        shown = without(document, exchange.call.hidden)
+        if shown != document:
+            body = dump_object(shown)
+    return body, error[0] if error is not None else 0
 
 
 def _late(reply: Reply, protocol: WireProtocol) -> bytes:
@@ -324,24 +533,33 @@ def _late(reply: Reply, protocol: WireProtocol) -> bytes:
     return protocol.error_event(known)
 
 
-_LOG = redacting_logger(__name__)
-_SHUTDOWN_SECONDS = 10
-_MAX_SWEEP_SECONDS = 60.0
+def _as_events(document: Json, *, usage: bool) -> bytes:
+    """A chat completion as a stream would have brought it, in one part."""
+    frame = {name: document.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    choices = []
+    for choice in document["choices"]:
+        message = dict(choice["message"])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+        choices.append({"index": 0, "delta": message, "finish_reason": choice.get("finish_reason")})
+    chunks = [{**frame, "choices": choices}]
+    if usage:
+        chunks.append({**frame, "choices": [], "usage": document.get("usage")})
+    return b"".join(event(dump_object(chunk)) for chunk in chunks) + event(DONE)
 
 
 @asynccontextmanager
 async def running_gateway(
-    config: GatewayConfig, storage: TrajectoryStorage, clock: Clock = time.monotonic, settings: RLSettings | None = None
+    config: GatewayConfig, storage: TrajectoryStorage, settings: RLSettings | None = None
 ) -> AsyncIterator[str]:
     """A gateway in this event loop; yields its URL, without ``/v1``. All sessions are ended on exit.
 
-    ``clock``: seconds, for when a field that a model refused is tried again. ``settings``: what a session of
-    ``POST /session`` leaves open.
+    ``settings``: what a session of ``POST /session`` leaves open.
 
     Raises ``PortUnavailableError``, and ``StorageError`` when the storage cannot be read or written. The storage stays
     open.
     """
-    gateway = Gateway(config, storage, clock, settings)
+    gateway = Gateway(config, storage, settings)
     with listening(config.host, config.port) as listener:
         await gateway.sessions.start()
         sweeper = asyncio.create_task(_sweep(gateway.sessions, min(60 * config.idle_minutes / 4, _MAX_SWEEP_SECONDS)))
@@ -359,7 +577,7 @@ async def running_gateway(
             with suppress(asyncio.CancelledError):
                 await sweeper
             await gateway.sessions.close(_SHUTDOWN_SECONDS)
-            await gateway.aclose()
+            await close_connections()
 
 
 async def _sweep(sessions: SessionPool, pause: float) -> None:

@@ -1,4 +1,4 @@
-"""What a client is answered: a complete reply, or events while they are sampled; a retry gets the same answer.
+"""What clients are answered, and which of them wait for the same answer.
 
 A request is a retry when a byte-identical one of the same session is in flight or was the last one answered, and
 
@@ -16,10 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openhands_rl_plugin.core.errors import RLError
-from openhands_rl_plugin.session.wire import dump_object
-
-JSON = "application/json"
-EVENTS = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,40 +24,37 @@ class Reply:
 
     status: int
     body: bytes
-    content_type: str = JSON
     headers: Mapping[str, str] = field(default_factory=dict)
     recorded: bool = False
 
 
 class ErrorReply(RLError):
-    """The request ends with this ``reply``: the model server did not answer, or the gateway has no room."""
+    """The request ends with this error of the gateway itself; ``status`` is that of HTTP."""
 
-    def __init__(self, reply: Reply) -> None:
-        super().__init__(str(reply.status))
-        self.reply = reply
-
-
-def error_reply(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> Reply:
-    """An error of the gateway itself, in a format that clients of OpenAI and of Anthropic read."""
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return Reply(status=status, body=dump_object({"type": "error", "error": error}), headers=headers or {})
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients ignore."""
+@dataclass(eq=False)
+class PendingCall:
+    """A request to the model server. Any number of clients read the events of its answer, each from the start.
 
+    ``left``: for each client, what is done when it has left. ``headers``: those of a streamed response.
+    """
 
-class LiveAnswer:
-    """The events of one answer so far. Any number of clients read it, each from the start: a retry misses nothing."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._more = asyncio.Event()
-        self.headers: Mapping[str, str] = {}
+    digest: tuple[str, int, int]
+    key: str
+    left: list[asyncio.Future[Any]]
+    task: asyncio.Task[Reply] = field(init=False)
+    delivered: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+    _parts: list[bytes] = field(default_factory=list)
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to read."""
+        """Whether an event came."""
         return bool(self._parts)
 
     def add(self, part: bytes) -> None:
@@ -70,63 +63,37 @@ class LiveAnswer:
             self._parts.append(part)
             self.wake()
 
-    async def parts(self, task: asyncio.Task[object], silence: float) -> AsyncIterator[bytes]:
-        """All parts until ``task`` has written the last; nothing for ``silence`` seconds is a ``KEEP_ALIVE``."""
+    async def parts(self, silence: float | None, filler: bytes) -> AsyncIterator[bytes]:
+        """All events until the task has written the last, and ``filler`` after ``silence`` seconds without one."""
         read = 0
         while True:
             more = self._more
-            if read < len(self._parts):
-                new, read = b"".join(self._parts[read:]), len(self._parts)
+            if new := b"".join(self._parts[read:]):
+                read = len(self._parts)
                 yield new
-            elif task.done():
+            elif self.task.done():
                 return
-            elif not await _within(silence, more) and not task.done():
-                yield KEEP_ALIVE
-
-    async def wait(self, task: asyncio.Task[object], seconds: float) -> bool:
-        """Whether anything can be read, or ``task`` is done, within so many seconds."""
-        if not self.begun and not task.done():
-            await _within(seconds, self._more)
-        return self.begun or task.done()
-
-    def wake(self) -> None:
-        """Wake the readers: there is something to read, or the task that writes is done."""
-        # A new one each time: who waits for the old one is woken, and nobody has to clear it.
-        woken, self._more = self._more, asyncio.Event()
-        woken.set()
-
-
-async def _within(seconds: float, more: asyncio.Event) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            return await more.wait()
-    except TimeoutError:
-        return False
-
-
-Waiting = Callable[[], bool]
-"""Whether a client still waits for its answer."""
-
-Digest = tuple[str, int, int]
-"""The path of a request, and the length and the hash of its body."""
-
-
-@dataclass(eq=False, slots=True)
-class PendingCall:
-    """One request to the model server and the clients that wait for its response."""
-
-    digest: Digest
-    key: str
-    task: asyncio.Task[Reply]
-    live: LiveAnswer
-    waiting: list[Waiting] = field(default_factory=list)
-    delivered: bool = False
+            else:
+                try:
+                    async with asyncio.timeout(silence):
+                        await more.wait()
+                except TimeoutError:
+                    yield filler
 
     def is_retried_by(self, headers: Mapping[str, str]) -> bool:
         """Whether a request with the same body repeats this one."""
-        if _is_marked_retry(headers) or (self.key and self.key == headers.get("idempotency-key")):
+        count = headers.get("x-stainless-retry-count", "")
+        if count.isascii() and count.isdecimal() and count.strip("0"):
             return True
-        return not self.delivered if self.task.done() else not any(waits() for waits in self.waiting)
+        if self.key and self.key == headers.get("idempotency-key"):
+            return True
+        return not self.delivered if self.task.done() else all(left.done() for left in self.left)
+
+    def wake(self) -> None:
+        """Wake the readers: there is something to read, or the task is done."""
+        # A new one each time: who waits for the old one is woken, and nobody has to clear it.
+        woken, self._more = self._more, asyncio.Event()
+        woken.set()
 
 
 class PendingCalls:
@@ -146,52 +113,35 @@ class PendingCalls:
         path: str,
         body: bytes,
         headers: Mapping[str, str],
-        waits: Waiting,
-        ask: Callable[[LiveAnswer], Coroutine[Any, Any, Reply]],
+        left: asyncio.Future[Any],
+        ask: Callable[[PendingCall], Coroutine[Any, Any, Reply]],
     ) -> PendingCall:
-        """The call that answers this request: the earlier one of a retry, else a new one that runs ``ask``.
-
-        ``ask`` gets the place for the events of a streamed answer.
-        """
+        """The call that answers this request: the earlier one of a retry, else a new one that runs ``ask``."""
         # ``hash`` has a new key in every process; unlike hashlib, it does not release the GIL.
         digest = (path, len(body), hash(body))
-        for call_in_flight in self._pending:
-            if call_in_flight.digest == digest and call_in_flight.is_retried_by(headers):
-                call_in_flight.waiting.append(waits)
-                return call_in_flight
+        for call in (*self._pending, *([self._last] if self._last else ())):
+            if call.digest == digest and call.is_retried_by(headers):
+                call.left += [] if call.task.done() else [left]
+                return call
         if self._last is not None and self._last.digest == digest:
-            if self._last.is_retried_by(headers):
-                return self._last
-            # A later retry belongs to the call that starts now.
-            self._last = None
-        live = LiveAnswer()
-        task = asyncio.create_task(ask(live))
-        call_in_flight = PendingCall(digest, headers.get("idempotency-key", ""), task, live, [waits])
-        self._pending.append(call_in_flight)
-        task.add_done_callback(lambda _: live.wake())
-        task.add_done_callback(lambda _: self._finish(call_in_flight))
-        return call_in_flight
+            self._last = None  # a later retry belongs to the call that starts now
+        call = PendingCall(digest, headers.get("idempotency-key", ""), [left])
+        self._pending.append(call)
+        call.task = asyncio.create_task(ask(call))
+        call.task.add_done_callback(lambda task: self._finish(call, task))
+        return call
 
     async def settle(self, timeout: float | None = None) -> None:
         """Wait for the calls in flight; cancel those that take longer than ``timeout`` seconds."""
         while self._pending:
-            _, late = await asyncio.wait([call_in_flight.task for call_in_flight in self._pending], timeout=timeout)
+            _, late = await asyncio.wait([call.task for call in self._pending], timeout=timeout)
             for task in late:
                 task.cancel()
             await asyncio.sleep(0)
 
-    def _finish(self, call_in_flight: PendingCall) -> None:
-        self._pending.remove(call_in_flight)
-        # Each waiting callback keeps its whole request in memory.
-        call_in_flight.waiting.clear()
-        if (
-            not call_in_flight.task.cancelled()
-            and call_in_flight.task.exception() is None
-            and call_in_flight.task.result().recorded
-        ):
-            self._last = call_in_flight
-
-
-def _is_marked_retry(headers: Mapping[str, str]) -> bool:
-    count = headers.get("x-stainless-retry-count", "")
-    return count.isascii() and count.isdecimal() and count.strip("0") != ""
+    def _finish(self, call: PendingCall, task: asyncio.Task[Reply]) -> None:
+        self._pending.remove(call)
+        call.left.clear()  # each keeps its whole request in memory
+        if not task.cancelled() and task.exception() is None and task.result().recorded:
+            self._last = call
+        call.wake()

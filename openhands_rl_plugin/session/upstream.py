@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import httpcore
 import httpx
 
 from openhands_rl_plugin.config.build import make_engine
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
-from openhands_rl_plugin.core.concurrency import LoopThread, background
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import error_in, reasoning_in, sampling_in, to_message, to_wire, usage_to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine
@@ -27,25 +27,35 @@ from openhands_rl_plugin.session.wire import Json, dump_object, parse_object
 ALL_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
 """The extensions that a server of the user's own is asked for."""
 
+RawHeaders = Sequence[tuple[bytes, bytes]]
+"""The headers of a request as they are sent, with lower-case names."""
+
 # Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429})
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _READ_BYTES = 2**20
-_MAX_BODY, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
+MAX_ANSWER, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
 
 
 class ServerError(Exception):
     """The server answered an error, or not at all: ``status`` is that of HTTP, 408 where it was too slow, and 500 where
-    no connection was made. ``body`` is what it sent. With a status of 200 the answer had no choice.
-    ``retry_after``: the seconds that it asks to wait, or 0."""
+    there is no connection. ``body`` and ``headers`` are what it sent, ``headers`` ``None`` for nothing. With a status
+    of 200 the answer had no choice."""
 
-    def __init__(self, status: int, message: str, body: bytes = b"", retry_after: float = 0.0) -> None:
+    def __init__(self, status: int, message: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.body, self.retry_after = status, body or message.encode(), retry_after
+        self.status, self.body, self.headers = status, body or message.encode(), headers
 
     @property
     def is_temporary(self) -> bool:
         """Whether the same request may succeed later."""
         return not 400 <= self.status < 500 or self.status in _WORTH_A_RETRY
+
+    @property
+    def retry_after(self) -> float:
+        """The seconds that the server asks to wait, or 0."""
+        waits = (self.headers or {}).get("retry-after", "")
+        return float(waits) if waits.isascii() and waits.isdecimal() else 0.0  # a date is rare
 
     def as_failure(self) -> EpisodeError:
         """``ModelError`` when the server refuses the request itself, else ``InfrastructureError``."""
@@ -105,6 +115,10 @@ class _Stream(httpcore.AsyncNetworkStream):
         return self._reader.at_eof() or self._writer.is_closing() if info == "is_readable" else None
 
 
+_JSON = (b"content-type", b"application/json")
+_WAITS = {"timeout": {"connect": 10.0}}
+
+
 class _Sockets(httpcore.AsyncNetworkBackend):
     async def connect_tcp(
         self, host: str, port: int, timeout: float | None = None, local_address: Any = None, socket_options: Any = None
@@ -112,13 +126,11 @@ class _Sockets(httpcore.AsyncNetworkBackend):
         try:
             async with asyncio.timeout(timeout):
                 return _Stream(*await asyncio.open_connection(host, port, limit=_READ_BYTES))
-        except TimeoutError as error:
-            raise httpcore.ConnectTimeout(error) from error
         except OSError as error:
             raise httpcore.ConnectError(error) from error
 
 
-class PlainTransport(httpx.AsyncHTTPTransport):
+class _PlainTransport(httpx.AsyncHTTPTransport):
     """That of httpx over asyncio's own sockets, which takes half of the processor time of anyio's."""
 
     def __init__(self) -> None:
@@ -128,21 +140,25 @@ class PlainTransport(httpx.AsyncHTTPTransport):
         )
 
 
-def http_client(*, secure: bool) -> httpx.AsyncClient:
-    """A client for a model server, for one event loop. A plain HTTP server is local: no proxy."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    transport = None if secure else PlainTransport()
-    return httpx.AsyncClient(verify=secure, trust_env=secure, limits=limits, timeout=None, transport=transport)
+_OPEN: dict[tuple[asyncio.AbstractEventLoop, bool], httpx.AsyncClient | _PlainTransport] = {}
 
 
-@lru_cache(4)
-def _client(loop: LoopThread, secure: bool) -> httpx.AsyncClient:
-    """One for all sessions; it belongs to the background loop."""
-    return http_client(secure=secure)
+def _connections(*, secure: bool) -> httpx.AsyncClient | _PlainTransport:
+    """Those of this event loop. A plain HTTP server is local, and asked without a proxy."""
+    at = asyncio.get_running_loop(), secure
+    if at not in _OPEN:
+        _OPEN[at] = httpx.AsyncClient(timeout=None, limits=httpx.Limits()) if secure else _PlainTransport()
+    return _OPEN[at]
+
+
+async def close_connections() -> None:
+    """Close those of this event loop."""
+    for at in [each for each in _OPEN if each[0] is asyncio.get_running_loop()]:
+        await _OPEN.pop(at).aclose()
 
 
 class HttpUpstream:
-    """``POST {base_url}/chat/completions``. ``timeout``: seconds of a request, from the connection to the last byte."""
+    """A server with an API like OpenAI's. ``timeout``: seconds of a request, from the connection to the last byte."""
 
     def __init__(
         self,
@@ -151,46 +167,81 @@ class HttpUpstream:
         timeout: float,
         *,
         fields: tuple[str, ...] = (),
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | RawHeaders | None = None,
     ) -> None:
         self.fields = fields
         self.extensions = extensions_of(base_url)
-        self._url = f"{base_url.rstrip('/')}/chat/completions"
+        self._base = base_url.rstrip("/")
         self._timeout = timeout
-        self._key = key.encode() if key and len(key) >= SHORTEST_OWN else b""
-        self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-        self._headers |= headers or {}
+        self._key = key.encode() if key else b""
+        self._headers = [*httpx.Headers(headers).raw, _JSON]
+        # Anthropic takes a bearer token for another kind of key; vLLM and others know no other header.
+        self._anthropic = (urlsplit(base_url).hostname or "").endswith("anthropic.com")
 
     async def send(self, body: Json) -> bytes:
         """As ``Upstream.send``."""
-        client = _client(background(), self._url.startswith("https:"))
-        content = bytearray()
+        async with self.open("POST", "chat/completions", self._headers, dump_object(body)) as response:
+            answer = await whole(response)
+        found = error_in(parse_object(answer)) if b'"error"' in answer or b'"choices"' not in answer else None
+        if found is not None:
+            raise self._error(found[0], answer, response.headers)
+        return answer
+
+    @asynccontextmanager
+    async def open(self, method: str, path: str, headers: RawHeaders, body: bytes) -> AsyncIterator[httpx.Response]:
+        """An open response, to be read by ``parts``; ``path`` is below ``/v1``. Raises ``ServerError``, also in the
+        block."""
+        keys = [] if self._anthropic or not self._key else [(b"authorization", b"Bearer " + self._key)]
+        if self._key and (self._anthropic or path.startswith("messages")):
+            keys.append((b"x-api-key", self._key))
+        sent = httpx.Request(
+            method, f"{self._base}/{path}", content=body or None, headers=[*headers, *keys], extensions=_WAITS
+        )
+        server, connections = f"model server at {self._base}", _connections(secure=self._base.startswith("https:"))
         try:
-            async with (
-                asyncio.timeout(self._timeout),
-                client.stream(
-                    "POST", self._url, content=dump_object(body), headers=self._headers, follow_redirects=True
-                ) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    content += part
-                    if len(content) > _MAX_BODY:
-                        raise ServerError(400, f"the model server answered more than {_MAX_BODY} bytes")
+            async with asyncio.timeout(self._timeout):
+                if isinstance(connections, httpx.AsyncClient):
+                    response = await connections.send(sent, stream=True)
+                else:  # a client's cookies and redirects are not wanted, and cost time
+                    response = await connections.handle_async_request(sent)
+                try:
+                    if response.status_code in _REDIRECTS:
+                        # A client that followed it would leave with its messages.
+                        other = urlsplit(response.headers.get("location", "")).netloc[:200] or "another path"
+                        remedy = "set --upstream or base_url to where it is"
+                        raise ServerError(421, f"The {server} redirects to {other!a}: {remedy}.")
+                    if response.is_error:
+                        raise self._error(response.status_code, await whole(response), response.headers)
+                    yield response
+                finally:
+                    await response.aclose()
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise ServerError(408, "Request timed out.") from error
-        except httpx.TransportError as error:
-            raise ServerError(500, "Connection error.") from error
-        answer, status = bytes(content), response.status_code
-        if response.is_success:
-            found = error_in(parse_object(answer)) if b'"error"' in answer or b'"choices"' not in answer else None
-            if found is None:
-                return answer
-            status = found[0]
-        answer = answer.replace(self._key, b"***") if self._key else answer  # some servers repeat it
-        told = parse_object(answer) or answer[:_LONGEST_MESSAGE].decode("utf-8", "replace")
-        waits = response.headers.get("retry-after", "")
-        seconds = float(waits) if waits.isascii() and waits.isdecimal() else 0.0  # a date is rare
-        raise ServerError(status, f"Error code: {status} - {told}"[:_LONGEST_MESSAGE], answer, seconds)
+            problem = f"Request timed out: the {server} did not answer within {self._timeout:g} s."
+            raise ServerError(408, problem) from error
+        except httpx.HTTPError as error:
+            problem = "does not answer; start it" if isinstance(error, httpx.ConnectError) else "broke off; ask again"
+            raise ServerError(500, f"Connection error ({type(error).__name__}): the {server} {problem}.") from error
+
+    def _error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> ServerError:
+        if len(self._key) >= SHORTEST_OWN:
+            answer = answer.replace(self._key, b"***")  # some servers repeat it
+        shown = parse_object(answer) or answer[:_LONGEST_MESSAGE].decode("utf-8", "replace")
+        return ServerError(status, f"Error code: {status} - {shown}"[:_LONGEST_MESSAGE], answer, headers)
+
+
+async def whole(response: httpx.Response) -> bytes:
+    """The rest of an open response. Raises ``ServerError`` when it is too long."""
+    return b"".join([part async for part in parts(response)])
+
+
+async def parts(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises ``ServerError`` when it is too long."""
+    size = 0
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > MAX_ANSWER:
+            raise ServerError(413, f"The response of the model server exceeds {MAX_ANSWER} bytes.")
+        yield part
 
 
 class EngineUpstream:
@@ -228,7 +279,6 @@ class EngineUpstream:
 
 _given: list[LLMEngine] = []
 _made: dict[str, LLMEngine] = {}
-_MOST = 16
 _lock = threading.Lock()
 
 
@@ -258,7 +308,5 @@ def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstrea
     key = "\0".join((model, base_model, settings.engine, str(settings.engine_options), serving.model_dump_json()))
     with _lock:
         if key not in _made:
-            while len(_made) >= _MOST:
-                del _made[next(iter(_made))]
             _made[key] = make_engine(settings, model=model, base_model=base_model, base_url=url)
         return EngineUpstream(_made[key])

@@ -18,6 +18,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.session.gateway import running_gateway
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
+from openhands_rl_plugin.session.upstream import extensions_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 Body = dict[str, Any]
@@ -212,9 +213,9 @@ async def world(
 ) -> AsyncIterator[World]:
     model = model or Model()
     async with serving(model) as url, FileTrajectoryStorage(path) as storage:
-        config = GatewayConfig.model_validate({"upstream": url, "port": 0, **options})
+        vars(extensions_of(url))["_clock"] = clock
         async with (
-            running_gateway(config, storage, clock) as gateway,
+            running_gateway(GatewayConfig.model_validate({"upstream": url, "port": 0, **options}), storage) as gateway,
             httpx.AsyncClient(base_url=gateway, timeout=20, trust_env=False) as http,
         ):
             yield World(gateway, http, model, path)

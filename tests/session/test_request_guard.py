@@ -8,7 +8,6 @@ import pytest
 from aiohttp import web
 from gateway_world import Body, Model, user, world
 
-JSON = "application/json"
 END = "/session/s/end"
 
 
@@ -16,7 +15,7 @@ END = "/session/s/end"
 async def test_a_reward_out_of_range_is_refused_and_ends_nothing(tmp_path: Path, reward: str) -> None:
     async with world(tmp_path) as gateway:
         await gateway.http.post("/session/s/v1/chat/completions", json={"model": "m", "messages": [user("one")]})
-        headers = {"content-type": JSON}
+        headers = {"content-type": "application/json"}
         refused = await gateway.http.post(END, content=f'{{"reward": {reward}}}', headers=headers)
         assert refused.status_code == 400
         if reward[0] in "1-" and "400" not in reward:

@@ -337,13 +337,12 @@ async def test_silence_is_filled_and_late_errors_come_in_the_protocols_form(tmp_
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_large_events_pass_and_too_large_ones_do_not(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("openhands_rl_plugin.session.model_server.MAX_ANSWER", 4_000_000)
+    monkeypatch.setattr("openhands_rl_plugin.session.upstream.MAX_ANSWER", 4_000_000)
     large = ["x" * 3_000_000]
 
     async def behave(request: web.Request, body: Body) -> web.StreamResponse:
-        text = large[0]
         events = events_of(path, body, model, "short")
-        return await streamed(request, [each.replace(b'"shor"', json.dumps(text).encode()) for each in events])
+        return await streamed(request, [each.replace(b'"shor"', json.dumps(large[0]).encode()) for each in events])
 
     model = Model(behave=behave)
     async with world(tmp_path, model) as gateway:
