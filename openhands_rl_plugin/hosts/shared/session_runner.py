@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.build import make_environment
+from openhands_rl_plugin.config.build import make_engine, make_environment, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
@@ -23,7 +23,6 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
-from openhands_rl_plugin.models.engines.server_models import ServedEngines
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.session.session import Session, bind_episode
@@ -239,23 +238,25 @@ class EnvironmentSessions(SessionRunner):
         options = options or HostOptions()
         if options.agent != RL_AGENT:
             raise ConfigError(f"{options.agent} works in workspaces only; environment mode needs {RL_AGENT}")
-        spec, base_model = options.strategy_spec(settings), settings.serving.model
+        engine_options = {"token_ids": options.token_ids, **settings.engine_options}
+        served = settings.model_copy(update={"engine": "openai", "engine_options": engine_options})
+        base_model, base_url = settings.serving.model, settings.serving.base_url
         self._gate = asyncio.Semaphore(options.sessions or settings.max_workers)
-        self._engines = engines = ServedEngines(settings, token_ids=options.token_ids)
+        self._engines = engines = dict[str, Any]()
 
-        def make_strategy(request: EpisodeRequest | None = None) -> Strategy:
-            return registry.build("strategies", spec.name, spec.options)
-
-        def make_engine(request: EpisodeRequest) -> LLMEngine:
+        def engine_for(request: EpisodeRequest) -> LLMEngine:
+            model = request.served_model or base_model
+            if model not in engines:
+                engines[model] = make_engine(served, model=model, base_model=base_model, base_url=base_url)
             sampling = merge_sampling(request.sampling, settings.sampling_params())
-            return SeededEngine(engines(request.served_model or base_model), sampling, request.seed)
+            return SeededEngine(engines[model], sampling, request.seed)
 
-        make_strategy()
+        make_strategy(settings)
         super().__init__(
             make_environment=lambda request: make_environment(settings),
-            make_strategy=make_strategy,
-            make_engine=make_engine,
-            strategy_spec=spec,
+            make_strategy=lambda request: make_strategy(settings),
+            make_engine=engine_for,
+            strategy_spec=options.strategy_spec(settings),
             base_model=base_model,
             limits=settings.limits(),
             storage=storage,
@@ -268,4 +269,5 @@ class EnvironmentSessions(SessionRunner):
 
     async def close(self) -> None:
         """Close the connections to the model server."""
-        await self._engines.close()
+        for engine in self._engines.values():
+            await engine.aclose()
