@@ -71,14 +71,12 @@ def local_runner(
         return EnvironmentSessions(settings, options, storage=storage)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    if host_of(settings) == "v0":
-        with without_collection():
-            from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
-
-        return ControllerRunner(settings, options, storage=storage)
-    from openhands_rl_plugin.hosts.v1.driver import ConversationRunner
-
-    return ConversationRunner(settings, options, storage=storage)
+    with without_collection():
+        if host_of(settings) == "v0":
+            from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner as Runner
+        else:
+            from openhands_rl_plugin.hosts.v1.conversation_session import ConversationRunner as Runner
+    return Runner(settings, options, storage=storage)
 
 
 def run_task(

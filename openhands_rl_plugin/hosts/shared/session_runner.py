@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
+import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +17,11 @@ from pydantic import SecretStr
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_engine, make_environment, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, unknown_name
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Limits, StopReason, Trajectory
+from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
 from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of
@@ -144,7 +147,12 @@ class SessionHostRunner(ABC):
         self._settings = settings
         self._storage = storage
         self._spec = self._options.strategy_spec(settings)
-        self._prepare()
+        if "LOG_LEVEL" not in os.environ:
+            logging.getLogger("openhands").setLevel(logging.ERROR)
+        if self._options.agent not in (agents := self._agents()):
+            raise ConfigError(unknown_name("agent", self._options.agent, agents))
+        if settings.workspace.isolation != "none":
+            check_bubblewrap()
         self._make_strategy()
         sessions = self._options.sessions or settings.max_workers
         self._gate = asyncio.Semaphore(sessions)
@@ -181,8 +189,8 @@ class SessionHostRunner(ABC):
         await asyncio.to_thread(self._threads.shutdown)
 
     @abstractmethod
-    def _prepare(self) -> None:
-        """Raises ``ConfigError`` for options that the host cannot fulfil."""
+    def _agents(self) -> Sequence[str]:
+        """The names of the agents that can be asked for."""
 
     @abstractmethod
     def _session(self, episode: Session) -> HostSession:

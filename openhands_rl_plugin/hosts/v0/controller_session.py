@@ -7,11 +7,9 @@ session's threads ends it; OpenHands' own loop would wait forever.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, cast
@@ -20,7 +18,6 @@ from openhands.agenthub import Agent
 from openhands.controller import AgentController
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig, SandboxConfig
 from openhands.core.config.condenser_config import create_condenser_config
-from openhands.core.logger import openhands_logger
 from openhands.core.main import auto_continue_response
 from openhands.core.schema import AgentState
 from openhands.core.setup import create_agent
@@ -36,7 +33,7 @@ from openhands.server.services.conversation_stats import ConversationStats
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, unknown_name
+from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
@@ -57,11 +54,8 @@ _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, A
 class ControllerRunner(SessionHostRunner):
     """An ``EpisodeRunner`` over real OpenHands sessions in this process, which work in workspaces."""
 
-    def _prepare(self) -> None:
-        if "LOG_LEVEL" not in os.environ:
-            openhands_logger.setLevel(logging.ERROR)
-        if (agent := self._options.agent) not in Agent.list_agents():
-            raise ConfigError(unknown_name("agent", agent, Agent.list_agents()))
+    def _agents(self) -> Sequence[str]:
+        return Agent.list_agents()
 
     def _session(self, episode: Session) -> HostSession:
         config = controller_config(

@@ -1,4 +1,4 @@
-"""One conversation of the SDK, run to its end for one episode of a runner."""
+"""Episodes in conversations of the SDK: many in one process, each run to its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from openhands.sdk import LLM, Tool
@@ -21,7 +22,12 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError,
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
-from openhands_rl_plugin.hosts.shared.session_runner import ITERATIONS_A_TURN, HostSession, llm_settings
+from openhands_rl_plugin.hosts.shared.session_runner import (
+    ITERATIONS_A_TURN,
+    HostSession,
+    SessionHostRunner,
+    llm_settings,
+)
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.conversations import BOUNDARY, ConversationEpisode, said_finish
 from openhands_rl_plugin.hosts.v1.tools import EDITOR, TERMINAL, open_workspace
@@ -36,6 +42,16 @@ _CONTINUE = (
 _STUCK = "Agent got stuck in a loop"
 # Seconds for the conversation's thread after its tools were closed.
 _PATIENCE = 30.0
+
+
+class ConversationRunner(SessionHostRunner):
+    """An ``EpisodeRunner`` over real conversations of the SDK in this process, which work in workspaces."""
+
+    def _agents(self) -> Sequence[str]:
+        return (RL_AGENT, "Agent")
+
+    def _session(self, episode: Session) -> HostSession:
+        return ConversationSession(self._settings, self._options, episode)
 
 
 class ConversationSession(HostSession):
