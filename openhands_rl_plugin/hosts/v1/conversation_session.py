@@ -30,8 +30,7 @@ from openhands_rl_plugin.hosts.shared.session_runner import (
 )
 from openhands_rl_plugin.hosts.v1.agent import RecordedAgent, RLAgent
 from openhands_rl_plugin.hosts.v1.conversations import BOUNDARY, ConversationEpisode, said_finish
-from openhands_rl_plugin.hosts.v1.tools import EDITOR, TERMINAL, open_workspace
-from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
+from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, ConversationWorkspace, open_workspace
 from openhands_rl_plugin.session.session import Session, bind_episode
 
 _CONTINUE = (

@@ -1,6 +1,7 @@
-"""The workspace of one conversation: its terminal, its editor, its evidence, and forks for search.
+"""The workspace of one conversation: the tools ``terminal`` and ``file_editor``, its evidence, and forks for search.
 
-It is a folder in bubblewrap, the folder in which the SDK's own tools work, or a container that another program owns.
+It is a folder in bubblewrap, or a container that another program owns. Importing this module registers the tools: for
+an ``RLAgent`` they work in the sandbox, for all others they are the stock ones. Their descriptions are the SDK's own.
 
 Commands run without a terminal, with an empty standard input. One that reaches its time limit goes on; until it has
 ended, an empty command waits for it and ``C-c`` interrupts it, as with the SDK's own. Its output comes when it ends.
@@ -8,23 +9,30 @@ ended, an empty command waits for it and ``C-c`` interrupts it, as with the SDK'
 
 from __future__ import annotations
 
+import logging
 import shlex
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from openhands.sdk.conversation import LocalConversation
+from openhands.sdk.conversation.state import ConversationState
 from openhands.sdk.llm import TextContent
+from openhands.sdk.tool import ToolExecutor, register_tool
 from openhands.sdk.utils import maybe_truncate
-from openhands.tools.file_editor.definition import FileEditorAction, FileEditorObservation
+from openhands.tools.file_editor.definition import FileEditorAction, FileEditorObservation, FileEditorTool
 from openhands.tools.file_editor.editor import FileEditor
 from openhands.tools.file_editor.exceptions import ToolError
 from openhands.tools.terminal.constants import MAX_CMD_OUTPUT_SIZE, TIMEOUT_MESSAGE_TEMPLATE
-from openhands.tools.terminal.definition import TerminalAction, TerminalObservation
+from openhands.tools.terminal.definition import TerminalAction, TerminalObservation, TerminalTool
 from openhands.tools.terminal.metadata import CmdOutputMetadata
 
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import whole_text
@@ -34,8 +42,10 @@ from openhands_rl_plugin.environments.container import ContainerFiles, Container
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, Place
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
-from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
+from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
+from openhands_rl_plugin.session.session import current_episode
 
 
 class ConversationWorkspace:
@@ -43,8 +53,8 @@ class ConversationWorkspace:
 
     def __init__(self, sandboxed: SandboxedWorkspace | ContainerWorkspace) -> None:
         self.sandboxed = sandboxed
-        self.terminal = Terminal(sandboxed)
-        self.editor = ConversationEditor(sandboxed)
+        self.terminal = Terminal(self)
+        self.editor = ConversationEditor(self)
         self.closed = False
 
     def fork(self, stop: threading.Event) -> ConversationWorkspace:
@@ -53,7 +63,8 @@ class ConversationWorkspace:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
         assert isinstance(self.sandboxed, SandboxedWorkspace), "a container cannot be forked"
         twin = ConversationWorkspace(self.sandboxed.fork(stop))
-        twin.terminal.seconds, twin.editor = self.terminal.seconds, self.editor.forked(twin.sandboxed)
+        twin.terminal.seconds = self.terminal.seconds
+        twin.editor.copies = self.editor.copies.forked(twin.sandboxed.place, twin.sandboxed.private)
         return twin
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
@@ -143,12 +154,15 @@ _INTERRUPT = "C-c"
 _INTERRUPTED = 5.0
 
 
-class Terminal:
-    """One session's terminal: a shell, and the command that runs in it. ``seconds``: the time limit by default."""
+class Terminal(ToolExecutor[TerminalAction, TerminalObservation]):
+    """One session's terminal: a shell, and the command that runs in it. ``seconds``: the time limit by default.
 
-    def __init__(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> None:
+    It holds the workspace, which is registered by a weak reference.
+    """
+
+    def __init__(self, whole: ConversationWorkspace) -> None:
         self.seconds = DEFAULT_SECONDS
-        self._workspace = workspace
+        self._whole, self._workspace = whole, whole.sandboxed
         self._running: tuple[str, Future[CommandResult]] | None = None
 
     @property
@@ -156,11 +170,22 @@ class Terminal:
         """Whether a command is still running."""
         return self._running is not None
 
-    def export(self, variables: Mapping[str, str]) -> None:
-        """Set variables of the shell, unless a command is running."""
-        if self._running is None and variables:
-            exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if name.isidentifier()]
+    def __call__(self, action: TerminalAction, conversation: LocalConversation | None = None) -> TerminalObservation:
+        """``execute``, with secrets treated as by the SDK's own."""
+        if conversation is None:
+            return self.execute(action)
+        secrets = conversation.state.secret_registry
+        variables = {} if action.is_input or self.busy else secrets.get_secrets_as_env_vars(action.command)
+        exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if name.isidentifier()]
+        if exports:
             self._workspace.run("\n".join(exports), timeout=DEFAULT_SECONDS)
+        made = self.execute(action)
+        masked = TerminalObservation.from_text(text=secrets.mask_secrets_in_output(made.text), command=None)
+        return made.model_copy(update={"content": masked.content})
+
+    def close(self) -> None:
+        """End the session's sandbox."""
+        self._whole.close()
 
     def execute(self, action: TerminalAction) -> TerminalObservation:
         """Run a command, or attend to the one that is running."""
@@ -267,23 +292,25 @@ def _refused(command: str, why: str) -> TerminalObservation:
 _ARGUMENTS = {"command", "file_text", "view_range", "old_str", "new_str", "insert_line"}
 
 
-class ConversationEditor:
-    """One session's editor, with the undo history of its files. Calls run one at a time."""
+class ConversationEditor(ToolExecutor[FileEditorAction, FileEditorObservation]):
+    """One session's editor. ``copies`` has the undo history of its files. Calls run one at a time."""
 
-    def __init__(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> None:
-        inside = self._inside = workspace.inside
-        self._editor = CopyEditor(
+    def __init__(self, whole: ConversationWorkspace) -> None:
+        workspace = whole.sandboxed
+        inside = workspace.inside
+        self._whole, self._inside = whole, inside
+        self.copies = CopyEditor(
             workspace.place, workspace.private, lambda copies: FileEditor(workspace_root=f"{copies}{inside}")
         )
 
-    def forked(self, workspace: SandboxedWorkspace | ContainerWorkspace) -> ConversationEditor:
-        """An editor of a fork, with this one's undo history."""
-        twin = ConversationEditor(workspace)
-        twin._editor = self._editor.forked(workspace.place, workspace.private)
-        return twin
+    def close(self) -> None:
+        """End the session's sandbox."""
+        self._whole.close()
 
-    def edit(self, action: FileEditorAction) -> FileEditorObservation:
-        """Execute one command; what is wrong with it is said in the observation."""
+    def __call__(
+        self, action: FileEditorAction, conversation: LocalConversation | None = None
+    ) -> FileEditorObservation:
+        """Execute one command; the observation has what is wrong with it."""
         absolute = action.path.startswith("/")
         given = action.model_dump(include=_ARGUMENTS)
 
@@ -295,13 +322,13 @@ class ConversationEditor:
 
         try:
             path = action.path if absolute else f"{self._inside}/{action.path}"
-            return self._renamed(self._editor.edit(path, call))
+            return self._renamed(self.copies.edit(path, call))
         except OSError as error:
             said = str(error) if isinstance(error, PermissionError) else f"{action.path}: {error.strerror}"
             return FileEditorObservation.from_text(text=said, command=action.command, path=action.path, is_error=True)
 
     def _renamed(self, result: FileEditorObservation) -> FileEditorObservation:
-        copies = str(self._editor.copies)
+        copies = str(self.copies.copies)
         content = [
             part.model_copy(update={"text": part.text.replace(copies, "")}) if isinstance(part, TextContent) else part
             for part in result.content
@@ -312,3 +339,90 @@ class ConversationEditor:
             # The SDK would compare the lines in this process to show them.
             update |= {"old_content": None, "new_content": None}
         return result.model_copy(update=update)
+
+
+TERMINAL, EDITOR = TerminalTool.name, FileEditorTool.name
+_OUTPUT = 2 * 1024**2
+
+_opening = threading.Lock()
+
+
+def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
+    """The conversation's sandboxed workspace; ``None`` where its tools are the stock ones.
+
+    One that was registered under the conversation's id, or else one over its folder, as the agent's settings ask for.
+    Raises ``ConfigError``.
+    """
+    session = str(state.id)
+    with _opening:
+        found = runtime_of(session)
+        if isinstance(found, ConversationWorkspace) and not found.closed:
+            return found
+        bound, own = getattr(state.agent, "delegated_by", None) or current_episode(), getattr(state.agent, "rl", None)
+        if bound is None and not isinstance(own, dict):
+            return None
+        settings = bound.settings if bound is not None else settings_from_sections({"rl": own})
+        folder = Path(str(state.workspace.working_dir))
+        return open_workspace(session, settings, folder, bound.workspace if bound is not None else None)
+
+
+def open_workspace(
+    session: str, settings: RLSettings, folder: Path, task: TaskWorkspace | None
+) -> ConversationWorkspace | None:
+    """A workspace registered under a conversation's id, weakly; ``None`` where nothing isolates it.
+
+    It is over ``folder``, which is used as it is, or over the task's. Raises ``ConfigError``, and
+    ``InfrastructureError`` where the task's is a container that does not answer.
+    """
+    if task is not None and task.container is not None:
+        place = ContainerWorkspace(task.container)
+    elif settings.workspace.isolation == "none":
+        return None
+    else:
+        protected = protected_by(settings.reward)
+        place = SandboxedWorkspace(folder, settings.workspace, task=task, protected=protected, output=_OUTPUT)
+    opened = ConversationWorkspace(place)
+    register_runtime(session, opened)
+    return opened
+
+
+class RLTerminalTool(TerminalTool):
+    """Makes the tool ``terminal`` of a conversation."""
+
+    @classmethod
+    def create(cls, conv_state: ConversationState, *args: Any, **params: Any) -> Sequence[TerminalTool]:
+        """The SDK's tool, with our executor in a sandboxed workspace."""
+        workspace = workspace_of(conv_state)
+        if workspace is None:
+            return TerminalTool.create(conv_state, *args, **params)
+        if (seconds := params.get("no_change_timeout_seconds")) is not None:
+            workspace.terminal.seconds = float(seconds)
+        return TerminalTool.create(conv_state, executor=workspace.terminal)
+
+
+class RLFileEditorTool(FileEditorTool):
+    """Makes the tool ``file_editor`` of a conversation."""
+
+    @classmethod
+    def create(cls, conv_state: ConversationState, **params: Any) -> Sequence[FileEditorTool]:
+        """The SDK's tool, with our executor in a sandboxed workspace."""
+        made = FileEditorTool.create(conv_state, **params)
+        workspace = workspace_of(conv_state)
+        if workspace is None:
+            return made
+        host, inside = str(conv_state.workspace.working_dir), workspace.sandboxed.start
+        own = {"description": made[0].description.replace(f": {host}\n", f": {inside}\n")}
+        return [made[0].model_copy(update=own).set_executor(workspace.editor)]
+
+
+def _register() -> None:
+    said = logging.getLogger("openhands.sdk.tool.registry")
+    for kind, stock in ((RLTerminalTool, TerminalTool), (RLFileEditorTool, FileEditorTool)):
+        # Where a conversation is made by a client, the server imports the module of its tools: one that it has.
+        kind.__module__ = stock.__module__
+        said.disabled = True
+        register_tool(stock.name, kind)
+        said.disabled = False
+
+
+_register()
