@@ -100,7 +100,8 @@ _COST = {"llm_provider-x-litellm-response-cost": 0.0}
 
 def _has_price(llm: LLM) -> bool:
     """Whether an answer's cost is known. Else the SDK asks litellm for it, and warns each time that there is none."""
-    return llm.input_cost_per_token is not None or not {llm.model, llm.model.partition("/")[2]}.isdisjoint(model_cost)
+    names = (llm.model, llm.model.partition("/")[2])
+    return llm.input_cost_per_token is not None or any(name in model_cost for name in names)
 
 
 class Unrecorded(Exception):
