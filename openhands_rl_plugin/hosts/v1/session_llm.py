@@ -152,7 +152,8 @@ class _Request:
 
     def answer(self, **again: Any) -> ModelResponse:
         """One attempt. ``again``: arguments that a retry changes."""
-        llm, sampled = self.llm, None
+        llm: Any = self.llm  # releases differ
+        sampled = None
         llm.telemetry.on_request(telemetry_ctx=self.about)
         response = answered(llm._complete, {**self.body, **again, "messages": self.wire})
         if self.tools:
@@ -228,7 +229,8 @@ class SessionLLM(LLM):
                 request = await asyncio.to_thread(_Request, self, messages, tools, named)
                 made = await self._retried(answer)()
         except Unrecorded:
-            return await self._plain.acompletion(messages, tools, **named)
+            plain: Any = self._plain  # absent in 1.15
+            return await plain.acompletion(messages, tools, **named)
         except asyncio.CancelledError:
             if self._cancel is not None:
                 self._cancel()
