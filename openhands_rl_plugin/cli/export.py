@@ -69,16 +69,8 @@ async def run(args: argparse.Namespace) -> int:
         where = _within(chosen.scope, filter_of(args)).model_copy(update={"limit": args.limit})
         total = await storage.count(where)
         with chosen.sink(args.out, arguments) as sink, progress_bar("exporting", total) as bar:
-            report = await export_store(
-                storage,
-                where,
-                rows,
-                sink,
-                wanted=args.resolved,
-                compares=chosen.compares,
-                labelled=chosen.exact,
-                advanced=bar.update,
-            )
+            wanted = args.resolved
+            report = await export_store(storage, where, chosen, rows, sink, wanted=wanted, advanced=bar.update)
     print(f"{args.out}: {report.rows} rows of {report.trajectories} trajectories")
     for reason, times in report.left_out.most_common(10):
         print(f"  {times} left out: {sayable(reason)}")

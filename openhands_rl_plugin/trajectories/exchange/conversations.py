@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from openhands_rl_plugin.core.messages import FINISH, SpokenMessage, reasoning_of, reasoning_with, to_wire
 from openhands_rl_plugin.core.templates.function_text import Newlines, RenderError, read_function_text, render_call
-from openhands_rl_plugin.core.types import JsonObject, Message, Node, ToolCall, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall, Trajectory
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
     LeftOutError,
@@ -26,7 +26,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     object_at,
     present,
 )
-from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
+from openhands_rl_plugin.trajectories.exchange.writing import JSON
 
 ArgumentsForm = Literal["object", "string"]
 ARGUMENTS_FORMS: tuple[ArgumentsForm, ...] = ("object", "string")
@@ -52,12 +52,11 @@ def spoken_messages(trajectory: Trajectory, leaf: int | None = None) -> list[Spo
 
 def spoken(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
     """The messages of some nodes, answers with their reasoning."""
-    return [_spoken(trajectory.nodes[at]) for at in nodes]
-
-
-def _spoken(node: Node) -> SpokenMessage:
-    reasoning = reasoning_of(node) if node.message.role == "assistant" else None
-    return SpokenMessage(**dict(node.message), reasoning=reasoning, sampled=node.sampled)
+    found: list[SpokenMessage] = []
+    for node in (trajectory.nodes[at] for at in nodes):
+        reasoning = reasoning_of(node) if node.message.role == "assistant" else None
+        found.append(SpokenMessage(**dict(node.message), reasoning=reasoning, sampled=node.sampled))
+    return found
 
 
 def wire_of(message: Message) -> JsonObject:
@@ -84,11 +83,6 @@ def with_objects(row: JsonObject) -> JsonObject:
     return {name: _with_objects(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
-def as_text(columns: Columns) -> Columns:
-    """The columns for rows whose arguments are text."""
-    return {name: _as_text(kind) for name, kind in columns.items()}
-
-
 def _with_objects(value: JsonValue, key: str = "") -> JsonValue:
     if isinstance(value, list):
         return [_with_objects(each, key) for each in value]
@@ -98,10 +92,11 @@ def _with_objects(value: JsonValue, key: str = "") -> JsonValue:
     return value if known is None else known
 
 
-def _as_text(kind: Any) -> Any:
+def as_text(kind: Any) -> Any:
+    """Columns for rows whose arguments are text."""
     if isinstance(kind, Mapping):
-        return {name: "string" if name == _ARGUMENTS else _as_text(inner) for name, inner in kind.items()}
-    return [_as_text(each) for each in kind] if isinstance(kind, list) else kind
+        return {name: "string" if name == _ARGUMENTS else as_text(inner) for name, inner in kind.items()}
+    return [as_text(each) for each in kind] if isinstance(kind, list) else kind
 
 
 class Turns(NamedTuple):

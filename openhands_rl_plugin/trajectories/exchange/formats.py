@@ -352,22 +352,22 @@ class ImportReport:
 async def export_store(
     storage: TrajectoryStorage,
     where: TrajectoryFilter,
+    form: Format,
     files: Files,
     sink: Sink,
     *,
     wanted: bool | None = None,
-    compares: bool = False,
-    labelled: bool = False,
     advanced: Advanced = lambda done: None,
 ) -> ExportReport:
-    """Write the matches, without secrets. ``wanted`` keeps the resolved (or unresolved) ones only; ``compares`` gives
-    each those of the other matches that people found worse; ``labelled`` rows get a column with the episode's labels.
+    """Write the matches, without secrets, as ``form.files`` makes them. ``wanted`` keeps the resolved (or unresolved)
+    ones only. A form that ``compares`` is given the other matches that people found worse; ``exact`` rows get a column
+    with the episode's labels.
 
     ``where.limit`` counts what is written. ``advanced`` is called with how many trajectories were read.
     """
     report, looked = ExportReport(), 0
     every = where.model_copy(update={"limit": None})
-    worse = await _worse(storage, every) if compares else {}
+    worse = await _worse(storage, every) if form.compares else {}
     async with aclosing(_found(storage, every)) as found:
         async for trajectory, scores in found:
             if report.trajectories == where.limit:
@@ -376,7 +376,7 @@ async def export_store(
             if wanted is None or resolved(trajectory, scores) is wanted:
                 losers = TrajectoryFilter(ids=worse.get(trajectory.id, ()))
                 beaten = [redact_trajectory(other) async for other, _ in storage.find(losers)] if losers.ids else []
-                labels = await labels_of(storage, [trajectory.id]) if labelled else ()
+                labels = await labels_of(storage, [trajectory.id]) if form.exact else ()
                 beside: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
                 try:
                     # All rows of an episode or none: one that is left out leaves nothing behind.
