@@ -81,9 +81,9 @@ def segments(samples: Sequence[Sample], trainer: str, *, temperature: float = 1.
     for each in samples:
         sample = checked(each, trainer, temperature=temperature)
         start = sample.mask.index(True)
-        sampled = ([*map(int, sample.mask[start:])], [*sample.logprobs[start:]])
-        ids = ([*sample.input_ids[:start]], [*sample.input_ids[start:]])
-        rows.append(dict(zip(NAMES[trainer], (*ids, *sampled), strict=True)))
+        ids, mask, logprobs = sample.input_ids, map(int, sample.mask[start:]), sample.logprobs[start:]
+        values: list[Any] = [[*ids[:start]], [*ids[start:]], [*mask], [*logprobs]]
+        rows.append(dict(zip(NAMES[trainer], values, strict=True)))
     return rows
 
 
