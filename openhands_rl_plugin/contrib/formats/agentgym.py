@@ -38,7 +38,7 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
     """One record. Raises ``LeftOutError`` for native tool calls, which the format does not have."""
     nodes = [trajectory.nodes[index] for index in transcript_nodes(trajectory)]
     if not nodes:
-        raise LeftOutError("nothing was said in it")
+        raise LeftOutError("there is no message in it")
     if any(node.message.tool_calls for node in nodes):
         raise LeftOutError("it has native tool calls, which AgentGym records do not have")
     listed: list[JsonValue] = []

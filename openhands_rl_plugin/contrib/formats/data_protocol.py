@@ -14,7 +14,7 @@ from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN, Imported
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
     Record,
-    Said,
+    RecordMessage,
     is_context_only,
     linked_call,
     within,
@@ -35,14 +35,14 @@ def recognises(row: Mapping[str, JsonValue]) -> bool:
 def read(row: JsonObject) -> Imported:
     """An episode of the agent-data-protocol. Raises ``ExchangeError`` that names the entry."""
     record = Record(row)
-    messages: list[Said] = []
+    messages: list[RecordMessage] = []
     rewards: list[float | None] = []
     for number, event in enumerate(record.records("content")):
         with within(f"content[{number}]"):
             linked = linked_call(event.fields)
             message = _of_event(event, linked or f"call_{number}", _called(messages, linked))
             reasoning, context_only = event.read(str, "reasoning_content"), is_context_only(event.fields)
-            messages.append(Said(**dict(message), reasoning=reasoning, context_only=context_only))
+            messages.append(RecordMessage(**dict(message), reasoning=reasoning, context_only=context_only))
             rewards.append(event.read(float, "reward"))
     if not messages:
         raise ExchangeError("content: is empty")

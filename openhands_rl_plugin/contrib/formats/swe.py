@@ -91,7 +91,7 @@ def _first(row: Mapping[str, JsonValue], name: str, fields: set[str]) -> bool:
 
 
 def read_swe_agent(row: JsonObject, file: Path | None = None) -> Imported:
-    """An episode of a ``.traj``: of what the model was shown and said, or of the steps. Raises ``ExchangeError``."""
+    """An episode of a ``.traj``: of its history, or of the steps. Raises ``ExchangeError``."""
     record = Record(row)
     messages = record.messages("history") or [*_of_steps(record.records("trajectory"))]
     return _episode(_SWE_AGENT, record, messages, file)
@@ -99,8 +99,8 @@ def read_swe_agent(row: JsonObject, file: Path | None = None) -> Imported:
 
 def _of_steps(steps: Sequence[Record]) -> Iterator[Message]:
     for step in steps:
-        said = step.text("response") or "\n\n".join(filter(None, (step.text("thought"), step.text("action"))))
-        yield Message(role="assistant", content=said)
+        answer = step.text("response") or "\n\n".join(filter(None, (step.text("thought"), step.text("action"))))
+        yield Message(role="assistant", content=answer)
         yield Message(role="user", content=step.text("observation"))
 
 

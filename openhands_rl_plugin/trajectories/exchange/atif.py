@@ -151,7 +151,7 @@ class _Reader:
         reasoning = step.read(str, "reasoning_content")
         content = None if empty else text
         spoken = SpokenMessage(role="assistant", content=content, tool_calls=calls, reasoning=reasoning)
-        # Copied context was trained where it was first said; a step without a call of a model was not sampled.
+        # Copied context was trained where it first stands; a step without a call of a model was not sampled.
         if step.read(bool, "is_copied_context") or step.get("llm_call_count") == 0 or own.get("sampled") is False:
             say(self.tree, spoken, None)
             return
@@ -196,10 +196,10 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
     """A document for each path that was acted on, one unless the history was rewritten.
 
     In a later one, what an earlier one has is marked as copied, so that nothing is trained twice. Raises
-    ``LeftOutError`` for an episode in which nothing was said.
+    ``LeftOutError`` for an episode without a message.
     """
     if trajectory.head is None:
-        raise LeftOutError("nothing was said in it")
+        raise LeftOutError("there is no message in it")
     seen: set[int] = set()
     for number, end in enumerate(trajectory.ends()):
         path = trajectory.path(end)

@@ -37,7 +37,7 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, Said, at_path, from_text, present
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, RecordMessage, at_path, from_text, present
 
 UNKNOWN = "unknown"
 STRATEGY = "imported"
@@ -94,7 +94,7 @@ def say(
 def conversation(
     messages: Iterable[Message], model: str | None = None, tools: Sequence[JsonObject] = (), *, given: int = 0
 ) -> EpisodeTree:
-    """A tree with one path, in which the model sampled what the assistant said behind the first ``given`` messages,
+    """A tree with one path, in which the model sampled the answers behind the first ``given`` messages,
     but for what the record marks as context only."""
     tree = EpisodeTree(tools=tools)
     for at, message in enumerate(_linked(messages)):
@@ -154,7 +154,7 @@ def name_of(file: Path | None) -> str | None:
 
 
 def _is_context_only(message: Message) -> bool:
-    return isinstance(message, Said) and message.context_only
+    return isinstance(message, RecordMessage) and message.context_only
 
 
 def finished(

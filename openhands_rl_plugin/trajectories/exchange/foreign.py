@@ -94,7 +94,7 @@ class Record:
         """The objects of a list."""
         return [Record(each, f"{self._at}{name}[{at}]") for at, each in enumerate(self.read(list, name) or ())]
 
-    def messages(self, name: str) -> tuple[Said, ...]:
+    def messages(self, name: str) -> tuple[RecordMessage, ...]:
         """Chat messages, as a list or as JSON."""
         with within(f"{self._at}{name}"):
             return chat_messages(self.get(name) or [])
@@ -103,9 +103,9 @@ class Record:
         """A conversation behind the system prompt that stands beside it. Raises ``ExchangeError`` without answers."""
         if not any(message.role == "assistant" for message in answers):
             raise ExchangeError("there is no answer in it")
-        said, beside = (*prompt, *answers), whole_text(text_of(self.get("system", "system_prompt")) or "")
-        known = not beside or (said[0].role, said[0].content) == ("system", beside)
-        return said if known else (Message(role="system", content=beside), *said)
+        messages, beside = (*prompt, *answers), whole_text(text_of(self.get("system", "system_prompt")) or "")
+        known = not beside or (messages[0].role, messages[0].content) == ("system", beside)
+        return messages if known else (Message(role="system", content=beside), *messages)
 
 
 def at_path(value: object, *names: str) -> Any:
@@ -126,7 +126,7 @@ def present(**values: Any) -> JsonObject:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class Said(SpokenMessage):
+class RecordMessage(SpokenMessage):
     """A message of a record. ``context_only``: the record says that nothing is to be learned from it."""
 
     context_only: bool = False
@@ -156,24 +156,24 @@ def linked_call(entry: Mapping[str, object]) -> str | None:
     return None if ids[0] is None else str(ids[0])
 
 
-def chat_message(wire: object) -> Said:
+def chat_message(wire: object) -> RecordMessage:
     """An OpenAI chat message as records have it. Raises ``ExchangeError``."""
     if not isinstance(wire, dict):
         raise ExchangeError(f"must be a chat message, not {type(wire).__name__}")
     # A columnar data set gives every call the fields of all calls.
     filled = {name: without_nulls(wire[name]) for name in ("tool_calls", "function_call") if wire.get(name)}
     try:
-        said = to_message({**wire, **filled, "tool_call_id": linked_call(wire)})
+        message = to_message({**wire, **filled, "tool_call_id": linked_call(wire)})
     except ValidationError as error:
-        raise ExchangeError(what_is_wrong(error, Said)) from error
+        raise ExchangeError(what_is_wrong(error, RecordMessage)) from error
     except KeyError as error:
         raise ExchangeError(f"{error.args[0]}: is required") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ExchangeError(f"has not the form of a chat message ({error})") from error
-    return Said(**dict(said), reasoning=reasoning_in(wire), context_only=is_context_only(wire))
+    return RecordMessage(**dict(message), reasoning=reasoning_in(wire), context_only=is_context_only(wire))
 
 
-def chat_messages(value: object) -> tuple[Said, ...]:
+def chat_messages(value: object) -> tuple[RecordMessage, ...]:
     """Chat messages, as a list or as JSON. Raises ``ExchangeError``."""
     listed = from_text(value) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple):

@@ -236,10 +236,10 @@ def _shared_beginning(one: Trajectory, other: Trajectory) -> int:
     """How many messages both begin with, before the first answer that either of them gave."""
     pairs = zip(one.path(), other.path(), strict=False)
     nodes = ((one.nodes[at], other.nodes[there]) for at, there in pairs)
-    said = takewhile(
+    shared = takewhile(
         lambda both: both[0].message == both[1].message and not (both[0].sampled or both[1].sampled), nodes
     )
-    return sum(1 for _ in said)
+    return sum(1 for _ in shared)
 
 
 def _valued(trajectory: Trajectory) -> dict[int | None, list[int]]:

@@ -67,12 +67,12 @@ class PlayedRollout(Frozen):
     seconds: float = 0.0
 
 
-def outcome(played: PlayedRollout) -> float:
+def outcome(rollout: PlayedRollout) -> float:
     """The reward of an episode that can be trained on. Raises ``ExchangeError`` for another one: it is never 0."""
-    if played.failure is None and played.reward is not None and played.segments:
-        return played.reward
-    why = played.failure.message if played.failure is not None else "it has no reward or no token ids"
-    raise ExchangeError(f"{played.task_id}: no episode to train on ({why}): play it again")
+    if rollout.failure is None and rollout.reward is not None and rollout.segments:
+        return rollout.reward
+    why = rollout.failure.message if rollout.failure is not None else "it has no reward or no token ids"
+    raise ExchangeError(f"{rollout.task_id}: no episode to train on ({why}): roll it out again")
 
 
 def segments(samples: Sequence[Sample], trainer: str, *, temperature: float = 1.0) -> list[JsonObject]:

@@ -68,7 +68,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
     LeftOutError,
     Record,
-    Said,
+    RecordMessage,
     Unit,
     Units,
     at_path,
@@ -109,7 +109,7 @@ class _EventReader:
     def __init__(self, policy: PolicyRef) -> None:
         self.tree = EpisodeTree()
         self._policy = policy
-        self._responses: set[tuple[str, Said]] = set()
+        self._responses: set[tuple[str, RecordMessage]] = set()
         self._pending: ToolCall | None = None
 
     def take(self, event: Record) -> None:
@@ -125,11 +125,11 @@ class _EventReader:
         thought = _text(args.get("content") or args.get("thought"))
         if metadata is not None and not by_user:
             response = metadata.record("model_response")
-            said = _answer(response, "tool_call_metadata.model_response")
+            message = _answer(response, "tool_call_metadata.model_response")
             # Each call of a response is an action of its own. Not every server gives its responses ids of their own.
-            if (key := (response.text("id"), said)) not in self._responses:
+            if (key := (response.text("id"), message)) not in self._responses:
                 self._responses.add(key)
-                say(self.tree, said, self._policy)
+                say(self.tree, message, self._policy)
         elif action == "system":
             self.tree.tools = self.tree.tools or tools_of(args.get("tools"))
             say(self.tree, Message(role="system", content=thought), None)
@@ -172,7 +172,7 @@ class _EventReader:
         say(self.tree, result, None)
 
 
-def _answer(response: Record, at: str) -> Said:
+def _answer(response: Record, at: str) -> RecordMessage:
     """The message of a chat completion. Raises ``ExchangeError``."""
     choices = response.records("choices")
     if not choices:
@@ -272,10 +272,10 @@ def recognises(row: Mapping[str, JsonValue]) -> bool:
 
 
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
-    """One row. Raises ``LeftOutError`` when nothing was said."""
+    """One row. Raises ``LeftOutError`` without a message."""
     messages = spoken(trajectory, transcript_nodes(trajectory))
     if not messages:
-        raise LeftOutError("nothing was said in it")
+        raise LeftOutError("there is no message in it")
     judged, held = resolved(trajectory, scores), object_at(trajectory.evidence, "test_result")
     test_result: JsonObject = {**held, "git_patch": patch_of(trajectory) or ""}
     usage: JsonObject = {
@@ -402,7 +402,7 @@ def read_folder(path: Path) -> Units:
 
 
 class _Call(NamedTuple):
-    """A call of the model; ``text`` is what it said where its calls were prompted and written as text."""
+    """A call of the model; ``text`` is its answer where calls were prompted and written as text."""
 
     at: float
     prompt: Sequence[Message]
@@ -442,14 +442,14 @@ def _read_completions(instance: str, files: Sequence[Path]) -> Imported:
 def _read_call(file: Path) -> _Call:
     record = Record(read_document(file))
     with within(str(file)):
-        # V1's SDK calls the native form raw_messages and response, and the text that the model said raw_response.
+        # V1's SDK calls the native form raw_messages and response, and the text of the model raw_response.
         v1 = {"raw_messages", "raw_response"} <= record.fields.keys()
-        said = record.record("raw_response" if v1 else "response")
+        written = record.record("raw_response" if v1 else "response")
         native = record.record("response" if v1 else "fncall_response")
-        response, shown = native if native.fields else said, record.messages("messages")
+        response, shown = native if native.fields else written, record.messages("messages")
         answer, text = _answer(response, "response"), None
-        if native.fields and said.records("choices"):
-            text = _answer(said, "response").content
+        if native.fields and written.records("choices"):
+            text = _answer(written, "response").content
         kwargs, tools = record.record("kwargs"), record.get("tools")
         if "tools" in kwargs.fields:
             offered = tools_of(kwargs.get("tools"))
@@ -475,7 +475,7 @@ def _follow(tree: EpisodeTree, at: int | None, message: Message) -> int:
 
 
 def _alike(known: Message, message: Message) -> bool:
-    """Equal, but for white space around what was said and an empty text that is null elsewhere."""
+    """Equal, but for white space around the text and an empty text that is null elsewhere."""
     return (
         known.role == message.role
         and known.tool_calls == message.tool_calls

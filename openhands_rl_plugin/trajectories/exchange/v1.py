@@ -80,10 +80,10 @@ _STATUS = {StopReason.TERMINATED: "finished", StopReason.ERROR: "error"}
 def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
     """A file for each event, and the state's, in the folders that the SDK stores a conversation in.
 
-    Raises ``LeftOutError`` when nothing was said.
+    Raises ``LeftOutError`` without a message.
     """
     if not trajectory.path():
-        raise LeftOutError("nothing was said in it")
+        raise LeftOutError("there is no message in it")
     name = f"{safe_name(trajectory.task.id)}/{trajectory.id}"
     state: JsonObject = {
         "id": named_identity(trajectory.id),
@@ -149,7 +149,7 @@ def _events(trajectory: Trajectory, at: int, actions: dict[str, tuple[str, str]]
             for number, call in enumerate(message.tool_calls):
                 own = named_identity(trajectory.id, str(at), str(number))
                 actions[call.id] = (own, call.name)
-                # What was said before the calls stands in the first event.
+                # The text before the calls stands in the first event.
                 yield {
                     "id": own,
                     "kind": "ActionEvent",

@@ -131,10 +131,10 @@ def _figures(
     valid = [(each, reward) for each in group if (reward := reward_of(each)) is not None]
     rewards = [reward for _, reward in valid]
     noted = [notes[each.id] for each in group if each.id in notes]
-    said: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for each in noted:
         for column, value in each.opinions.items():
-            said.setdefault(column, []).append(value)
+            values.setdefault(column, []).append(value)
     return GroupFigures(
         name=name,
         episodes=len(group),
@@ -150,7 +150,7 @@ def _figures(
         failures=_counted(each.failure.value for each in group if each.failure is not None),
         gaps=_counted(cause for each in noted for cause in each.gaps.elements()),
         segments=_counted(cause for each in noted for cause in each.segments.elements()),
-        opinions={column: mean_of(values) for column, values in said.items()},
+        opinions={column: mean_of(each) for column, each in values.items()},
     )
 
 

@@ -23,10 +23,10 @@ SHORTEST_ID = 8
 _LONGEST_NAME = 40
 
 
-def list_table(summaries: Sequence[TrajectorySummary], said: Mapping[str, Mapping[str, float]] | None = None) -> Table:
-    """An episode in a row; the ids are cut to their shortest distinct prefixes. ``said``: their ``opinions``, in
+def list_table(summaries: Sequence[TrajectorySummary], held: Mapping[str, Mapping[str, float]] | None = None) -> Table:
+    """An episode in a row; the ids are cut to their shortest distinct prefixes. ``held``: their ``opinions``, in
     columns of their own where there are some."""
-    known = said or {}
+    known = held or {}
     opinions = [name for name in OPINIONS if any(name in each for each in known.values())]
     ids = short_ids([summary.id for summary in summaries])
     rows = [
@@ -122,9 +122,9 @@ def print_tree(console: Console, episode: Episode) -> None:
     """Print every node in a line, deeper where the tree branches; ``●`` marks the acted path."""
     _print_head(console, episode)
     for turn, depth in _in_depth(episode):
-        mark, said = ("●" if turn.acted else "○"), one_line(said_by(turn.message), _LINE_WIDTH)
+        mark, text = ("●" if turn.acted else "○"), one_line(said_by(turn.message), _LINE_WIDTH)
         style = "bold" if turn.acted else "dim"
-        console.print(Text(f"{'  ' * depth}{mark} {_name(turn)}  {_figures(turn)}  {said}", style), soft_wrap=True)
+        console.print(Text(f"{'  ' * depth}{mark} {_name(turn)}  {_figures(turn)}  {text}", style), soft_wrap=True)
         _print_report(console, turn, "  " * (depth + 1))
     _print_totals(console, episode)
 
@@ -143,8 +143,8 @@ def _print_report(console: Console, turn: Turn, indent: str) -> None:
     """In a line, the cost of the search that chose this answer."""
     if turn.search_report is not None:
         entries = ((name, entry) for name, entry in turn.search_report.items() if entry is not None)
-        told = "; ".join(f"{name.replace('_', ' ')} {_entry(entry)}" for name, entry in entries)
-        console.print(Text(f"{indent}search: {visible(told)}", "yellow"), soft_wrap=True)
+        spent = "; ".join(f"{name.replace('_', ' ')} {_entry(entry)}" for name, entry in entries)
+        console.print(Text(f"{indent}search: {visible(spent)}", "yellow"), soft_wrap=True)
 
 
 def _entry(entry: JsonValue) -> str:
@@ -169,11 +169,11 @@ def _print_totals(console: Console, episode: Episode) -> None:
         other = f" over {label.other}" if label.other else ""
         at = "" if label.node is None else f" on node {label.node}"
         at += "" if label.tokens is None else f", sampled tokens {label.tokens[0]} to {label.tokens[1] - 1}"
-        said = f"{label.kind.value}{value}{other}{at}{f' by {label.author}' if label.author else ''}: {label.text}"
-        console.print(Text(visible(said.removesuffix(": "))), soft_wrap=True)
+        line = f"{label.kind.value}{value}{other}{at}{f' by {label.author}' if label.author else ''}: {label.text}"
+        console.print(Text(visible(line.removesuffix(": "))), soft_wrap=True)
     if (failure := episode.failure) is not None:
-        told = f"failed ({failure.kind.value}, {failure.boundary}): {failure.message}"
-        console.print(Text(visible(told), "red"), soft_wrap=True)
+        line = f"failed ({failure.kind.value}, {failure.boundary}): {failure.message}"
+        console.print(Text(visible(line), "red"), soft_wrap=True)
 
 
 def _name(turn: Turn) -> str:
@@ -206,11 +206,11 @@ def said_by(message: Message) -> str:
 
 
 def _lines(message: Message, full: bool) -> Iterator[str]:
-    said = said_by(message)
-    lines = visible(said if full else said[:MOST_CHARACTERS]).split("\n")
+    text = said_by(message)
+    lines = visible(text if full else text[:MOST_CHARACTERS]).split("\n")
     yield from lines if full else lines[:MOST_LINES]
-    if not full and (len(lines) > MOST_LINES or len(said) > MOST_CHARACTERS):
-        yield f"… cut: {len(said):,} characters in all; --full shows them"
+    if not full and (len(lines) > MOST_LINES or len(text) > MOST_CHARACTERS):
+        yield f"… cut: {len(text):,} characters in all; --full shows them"
 
 
 def _in_depth(episode: Episode) -> Iterator[tuple[Turn, int]]:
