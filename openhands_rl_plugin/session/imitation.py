@@ -54,9 +54,31 @@ def _parts(content: Any) -> Any:
     ]
 
 
-def _assistant(content: Sequence[Json], thoughts: Sequence[str | None], calls: Sequence[Json]) -> Json:
-    """What the model said, as one message. ``content``: its parts that are text."""
-    text = "".join(part["text"] for part in content)
+def _said(items: Sequence[Json]) -> Json:
+    """What the model said in blocks of a message, or in items of a response, as one message.
+
+    What it did with the server's own tools, which no client answers, is left out.
+    """
+    texts, thoughts, calls = [], [], []
+    for item in items:
+        match item.get("type") or "message":
+            case "text":
+                texts.append(item["text"])
+            case "message":
+                said = _parts(item.get("content"))
+                texts += [said] if isinstance(said, str) else [part["text"] for part in said]
+            case "thinking":
+                thoughts.append(item["thinking"])
+            case "reasoning":
+                thoughts += [part["text"] for part in item.get("content") or item.get("summary") or ()]
+            case "tool_use":
+                arguments = item.get(_EXACT) or json.dumps(item.get("input") or {}, ensure_ascii=False)
+                calls.append(_call(item.get("id"), item.get("name"), arguments))
+            case kind if "call_id" in item:
+                arguments = item.get("arguments", item.get("input"))
+                arguments = json.dumps(item.get("action")) if arguments is None else arguments
+                calls.append(_call(item["call_id"], item.get("name") or kind.removesuffix("_call"), arguments))
+    text = "".join(texts)
     message: Json = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
         message["tool_calls"] = calls
@@ -104,8 +126,7 @@ def _messages_request(body: bytes, document: Json) -> ClientRequest:
     for message in document["messages"]:
         messages += _from_blocks(message["role"], message.get("content"))
     settings = {name: document[name] for name in _PARAMETERS if name in document}
-    if stop := document.get("stop_sequences"):
-        settings["stop"] = stop
+    settings["stop"] = document.get("stop_sequences")
     return client_request(body, document, messages, [*map(_tool, document.get("tools") or ())], settings)
 
 
@@ -114,7 +135,7 @@ def _from_blocks(role: str, content: Any) -> list[Json]:
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     if role == "assistant":
-        return [_said_in_blocks(content)]
+        return [_said(content)]
     messages: list[Json] = []
     for block in content:
         if block.get("type") == "tool_result":
@@ -127,23 +148,8 @@ def _from_blocks(role: str, content: Any) -> list[Json]:
     return messages
 
 
-def _said_in_blocks(blocks: Sequence[Json]) -> Json:
-    """What an assistant's blocks say; those of the server's own tools are left out."""
-    content, thoughts, calls = [], [], []
-    for block in blocks:
-        match block.get("type"):
-            case "text":
-                content.append(block)
-            case "thinking":
-                thoughts.append(block["thinking"])
-            case "tool_use":
-                arguments = block.get(_EXACT) or json.dumps(block.get("input") or {}, ensure_ascii=False)
-                calls.append(_call(block.get("id"), block.get("name"), arguments))
-    return _assistant(content, thoughts, calls)
-
-
 def _message(message: Json) -> UpstreamResponse:
-    said, reason = _said_in_blocks(message["content"]), message.get("stop_reason")
+    said, reason = _said(message["content"]), message.get("stop_reason")
     return _completion(message, said, reason, "stop_reason", "stop_sequence")
 
 
@@ -191,7 +197,7 @@ def _responses_request(body: bytes, document: Json) -> ClientRequest:
     for is_said, group in groupby(own, _is_said):
         # What the model said in a row (reasoning, text, calls) is one message.
         run = [*group]
-        messages += [_said_in_items(run)] if is_said else map(_observed, run)
+        messages += [_said(run)] if is_said else map(_observed, run)
     settings = {name: document[name] for name in _PARAMETERS if name in document}
     settings["max_tokens"] = document.get("max_output_tokens")
     settings["reasoning_effort"] = (document.get("reasoning") or {}).get("effort")
@@ -221,28 +227,11 @@ def _observed(item: Json) -> Json:
     return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _parts(item.get("output"))}
 
 
-def _said_in_items(items: Sequence[Json]) -> Json:
-    """What items of the model say; those of the server's own tools, which no client answers, are left out."""
-    content, thoughts, calls = [], [], []
-    for item in items:
-        match item.get("type") or "message":
-            case "message":
-                said = item.get("content")
-                content += [{"text": said}] if isinstance(said, str) else _parts(said)
-            case "reasoning":
-                thoughts += [part["text"] for part in item.get("content") or item.get("summary") or ()]
-            case kind if "call_id" in item:
-                arguments = item.get("arguments", item.get("input"))
-                arguments = json.dumps(item.get("action")) if arguments is None else arguments
-                calls.append(_call(item["call_id"], item.get("name") or kind.removesuffix("_call"), arguments))
-    return _assistant(content, thoughts, calls)
-
-
 def _response(response: Json) -> UpstreamResponse:
     output, status = response.get("output"), response.get("status", "completed")
     if status not in ("completed", "incomplete") or not output:
         raise Unrecordable(f"the response is {status!s:.20}, or has no output")
-    said = _said_in_items(output)
+    said = _said(output)
     reason = (response.get("incomplete_details") or {}).get("reason")
     finish = reason or ("tool_calls" if "tool_calls" in said else "stop")
     return _completion(response, said, finish, "created_at", "status", "incomplete_details", "service_tier")
@@ -272,19 +261,15 @@ class ResponseStream(AnswerStream):
         return _response({**self._response, "output": self._response.get("output") or items})
 
 
-def _message_error(error: Json) -> bytes:
-    return event(dump_object({"type": "error", "error": error}), "error")
-
-
-def _response_error(error: Json) -> bytes:
-    shown = {"type": "error", "code": str(error.get("code")), "message": error.get("message"), "param": None}
-    # OpenAI's client raises only for an event with a field ``error``.
-    return event(dump_object({**shown, "sequence_number": 0, "error": error}), "error")
+def _error_event(error: Json) -> bytes:
+    """An error in a form that clients of both protocols read: OpenAI's raises only for a field ``error``."""
+    about = {"code": str(error.get("code")), "message": error.get("message"), "param": None, "sequence_number": 0}
+    return event(dump_object({"type": "error", **about, "error": error}), "error")
 
 
 MESSAGES = WireProtocol(
-    "messages", _messages_request, lambda body: _message(parse_object(body) or {}), MessageStream, _message_error
+    "messages", _messages_request, lambda body: _message(parse_object(body) or {}), MessageStream, _error_event
 )
 RESPONSES = WireProtocol(
-    "responses", _responses_request, lambda body: _response(parse_object(body) or {}), ResponseStream, _response_error
+    "responses", _responses_request, lambda body: _response(parse_object(body) or {}), ResponseStream, _error_event
 )
