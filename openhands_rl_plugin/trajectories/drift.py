@@ -6,8 +6,8 @@ A segment is a run of acted turns in which every prompt extends the one before.
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -369,97 +369,51 @@ async def drift_of(
     found: AsyncIterator[tuple[Trajectory, tuple[Score, ...]]], decode: Decode | None = None
 ) -> DriftReport:
     """Analyse every episode of ``found``, one at a time; the costliest cause comes first."""
-    count = _Count(decode)
+    totals = Counter[str]()
+    counts, episodes = defaultdict[Cause, Counter[str]](Counter), defaultdict[Cause, set[str]](set)
+    examples = defaultdict[Cause, list[DriftExample]](list)
     async for trajectory, _ in found:
-        count.add(trajectory)
-    return count.report()
-
-
-@dataclass
-class _CauseCount:
-    breaks: int = 0
-    repeated: int = 0
-    lost: int = 0
-    episodes: set[str] = field(default_factory=set)
-    examples: list[DriftExample] = field(default_factory=list)
-
-
-@dataclass
-class _Count:
-    decode: Decode | None
-    episodes: int = 0
-    turns: int = 0
-    segments: int = 0
-    by_drift: int = 0
-    tokens: int = 0
-    sampled: int = 0
-    causes: dict[Cause, _CauseCount] = field(default_factory=dict)
-
-    def add(self, trajectory: Trajectory) -> None:
-        self.episodes += 1
-        self._add_turns(trajectory)
-        for each in breaks_of(trajectory):
-            cause = self.causes.setdefault(cause_of(trajectory, each, self.decode), _CauseCount())
-            self.by_drift += each.starts_segment
-            cause.breaks += 1
-            cause.repeated += each.repeated
-            cause.episodes.add(trajectory.id)
-            if len(cause.examples) < MOST_EXAMPLES:
-                cause.examples.append(self._example(trajectory, each))
-
-    def report(self) -> DriftReport:
-        ranked = sorted(self.causes.items(), key=lambda item: (-item[1].repeated, -item[1].lost, item[0]))
-        return DriftReport(
-            episodes=self.episodes,
-            turns=self.turns,
-            segments=self.segments,
-            segments_by_drift=self.by_drift,
-            tokens=self.tokens,
-            sampled_tokens=self.sampled,
-            causes=tuple(
-                CauseFigures(
-                    cause=cause,
-                    breaks=count.breaks,
-                    episodes=len(count.episodes),
-                    repeated_tokens=count.repeated,
-                    lost_turns=count.lost,
-                    setting=SETTINGS[cause],
-                    examples=tuple(count.examples),
-                )
-                for cause, count in ranked
-            ),
-        )
-
-    def _add_turns(self, trajectory: Trajectory) -> None:
+        totals["episodes"] += 1
         with_secret: set[int] = set()
         for index, node in enumerate(trajectory.nodes):
             if node.parent in with_secret or REDACTED in node.message.model_dump_json():
                 with_secret.add(index)
-            if not node.sampled:
-                continue
-            if (tokens := node.tokens) is None:
-                lost = self.causes.setdefault(Cause.REDACTED if index in with_secret else Cause.NO_IDS, _CauseCount())
-                lost.lost += 1
-                lost.episodes.add(trajectory.id)
-                continue
-            self.turns += 1
-            self.segments += not tokens.extends
-            self.tokens += len(tokens.prompt_ids) + len(tokens.sampled_ids)
-            self.sampled += len(tokens.sampled_ids)
-
-    def _example(self, trajectory: Trajectory, each: Break) -> DriftExample:
-        difference = each.difference
-        return DriftExample(
-            trajectory_id=trajectory.id,
-            node=each.node,
-            previous=each.previous,
-            at=difference.at,
-            removed=self._text(difference.removed),
-            inserted=self._text(difference.inserted),
+            if (tokens := node.tokens) is not None and node.sampled:
+                held = len(tokens.prompt_ids) + len(tokens.sampled_ids)
+                totals += Counter(turns=1, segments=int(not tokens.extends), tokens=held)
+                totals["sampled_tokens"] += len(tokens.sampled_ids)
+            elif node.sampled:
+                cause = Cause.REDACTED if index in with_secret else Cause.NO_IDS
+                counts[cause]["lost_turns"] += 1
+                episodes[cause].add(trajectory.id)
+        for each in breaks_of(trajectory):
+            cause = cause_of(trajectory, each, decode)
+            totals["segments_by_drift"] += each.starts_segment
+            counts[cause].update(breaks=1, repeated_tokens=each.repeated)
+            episodes[cause].add(trajectory.id)
+            if len(examples[cause]) < MOST_EXAMPLES:
+                examples[cause].append(_example(trajectory, each, decode))
+    names = ("breaks", "repeated_tokens", "lost_turns")
+    figures = [
+        CauseFigures(
+            cause=cause,
+            episodes=len(episodes[cause]),
+            setting=SETTINGS[cause],
+            examples=tuple(examples[cause]),
+            **{name: count[name] for name in names},
         )
+        for cause, count in counts.items()
+    ]
+    figures.sort(key=lambda each: (-each.repeated_tokens, -each.lost_turns, each.cause))
+    known = {name: totals[name] for name in DriftReport.model_fields if name != "causes"}
+    return DriftReport(**known, causes=tuple(figures))
 
-    def _text(self, ids: tuple[int, ...]) -> str:
-        if self.decode is None:
-            return f"{len(ids)} ids"
-        text = self.decode(ids)
-        return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+
+def _example(trajectory: Trajectory, each: Break, decode: Decode | None) -> DriftExample:
+    def text(ids: tuple[int, ...]) -> str:
+        said = f"{len(ids)} ids" if decode is None else decode(ids)
+        return said if len(said) <= _LONGEST_TEXT else f"{said[: _LONGEST_TEXT - 1]}…"
+
+    removed, inserted = text(each.difference.removed), text(each.difference.inserted)
+    places = {"node": each.node, "previous": each.previous, "at": each.difference.at}
+    return DriftExample(trajectory_id=trajectory.id, **places, removed=removed, inserted=inserted)

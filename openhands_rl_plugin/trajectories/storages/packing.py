@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, from_json
 
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
-from openhands_rl_plugin.core.records import DamagedRecord, EpisodeEnd, EpisodeStart
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, Node, Tokens
 from openhands_rl_plugin.trajectories.storages.header import newer_schema
 
@@ -283,19 +283,3 @@ def parsed_end(start: EpisodeStart, packed: bytes) -> EpisodeEnd:
     """The inverse of ``packed_end``. Raises ``StorageError``."""
     end = parsed_json(EpisodeEnd, start.id, packed)
     return end if "tools" in end.model_fields_set else end.model_copy(update={"tools": start.tools})
-
-
-def note_lost(lost: list[DamagedRecord], record: DamagedRecord) -> None:
-    """Add a record, once, however often it is met."""
-    if not any((each.what, each.id, each.row) == (record.what, record.id, record.row) for each in lost):
-        lost.append(record)
-
-
-def page_lost(after: str) -> StorageError:
-    """The error of a page whose place in the list is not known any more."""
-    return StorageError(f"the episode {after!r}, after which a page begins, is gone; begin with the first page")
-
-
-def cursor_lost() -> StorageError:
-    """The error of a cursor that no store of this kind gave."""
-    return StorageError("the cursor is none of this store's; begin without one")
