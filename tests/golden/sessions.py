@@ -10,6 +10,8 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 from scripted_model import EMPTY, Policy, ScriptedModel, call, refusal, says, serve, stopped
@@ -238,8 +240,14 @@ async def play_all(names: dict[str, str]) -> Any:
         return dict(zip(SCENARIOS, found, strict=True))
 
 
-def hide_interpreter() -> None:
-    """V1 shows the model where Python is, which is another path in each checkout, and seeds depend on what is shown."""
+def hide_machine(host: str) -> None:
+    """Show the model what it was shown when the golden file was made, because seeds depend on it: V0 has the date, V1
+    the path of Python, which is another one in each checkout."""
+    if host == "v0":
+        from openhands.memory import memory
+
+        memory.datetime = SimpleNamespace(now=lambda zone: datetime(2026, 11, 28, tzinfo=zone))  # type: ignore[misc]
+        return
     from openhands_rl_plugin.hosts.v1 import workspace
 
     made = workspace.CmdOutputMetadata
@@ -247,6 +255,5 @@ def hide_interpreter() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "v1":
-        hide_interpreter()
+    hide_machine(sys.argv[1])
     print(json.dumps(asyncio.run(play_all({} if sys.argv[1] == "v0" else V1_TOOLS))))

@@ -185,13 +185,6 @@ async def test_an_opening_that_is_too_long_ends_before_the_first_completion():
     assert list(trajectory.sampled()) == []
 
 
-async def test_context_tokens_estimates_what_has_no_ids_yet():
-    tree = EpisodeTree()
-    assert tree.prompt_length() == 0
-    tree.observe(Observation(messages=(Message(role="user", content="x" * 40),)))
-    assert tree.prompt_length() == 10
-
-
 async def test_max_obs_length_cuts_and_says_so():
     class Chatty(GridEnvironment):
         async def step(self, action: Message) -> Observation:
