@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -203,10 +203,7 @@ class Gateway:
         """Answer a request; errors are in OpenAI's format."""
         request = Incoming(scope, receive, send, (await receive()).get("body", b""))
         try:
-            with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
-                reply = await self._answer(request)
-        except RLError as error:
-            reply = refusal(error)
+            reply = await self._replied(self._answer(request))
         finally:
             request.left.cancel()
         if reply is not None and not request.started:
@@ -354,7 +351,7 @@ class Gateway:
         head = {"content-type": EVENTS, "cache-control": "no-cache"} if call.streams else {"content-type": JSON}
         async for part in pending.parts(silence, KEEP_ALIVE if call.streams else b" "):
             await request.write(part, Reply(200, b"", {**pending.headers, **head}))
-        reply, here = self._result(pending.task), not request.left.done()
+        reply, here = await self._replied(pending.task), not request.left.done()
         if not request.started:
             pending.delivered |= here
             return reply
@@ -368,10 +365,11 @@ class Gateway:
             await request.write(b"", more=False)
         return None
 
-    def _result(self, task: asyncio.Task[Reply]) -> Reply:
+    async def _replied[T](self, work: Awaitable[T]) -> T | Reply:
+        """The result, or the reply that its error stands for."""
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
-                return task.result()
+                return await work
         except RLError as error:
             self._counts.upstream_errors += server_error(error) is not None
             return refusal(error)
