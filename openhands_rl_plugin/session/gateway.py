@@ -146,7 +146,6 @@ class Counts:
 
     ``missing``: how many recorded answers lack token ids or logprobs, by cause. ``unrecorded_paths``: requests for
     completions in protocols that are not recorded. ``named_by``: requests by what named their session.
-    ``restored_calls``: tool calls of requests that were put back as they were sampled.
     """
 
     recorded: int = 0
@@ -155,7 +154,6 @@ class Counts:
     missing: Counter[str] = field(default_factory=Counter)
     unrecorded_paths: Counter[str] = field(default_factory=Counter)
     named_by: Counter[str] = field(default_factory=Counter)
-    restored_calls: int = 0
 
 
 class Incoming:
@@ -393,8 +391,7 @@ class Gateway:
                 to.add(_as_events(document, usage=call.wants_usage))
             return Reply(200, dump_object(document), recorded=True)
         if session.calls is not None and protocol is CHAT:
-            call, restored = with_sampled_calls(call, session.calls)
-            self._counts.restored_calls += restored
+            call = with_sampled_calls(call, session.calls)
         fills = config.sampling_defaults == "neutral"
         wanted = [name for name in call.wanted if fills or name != SAMPLING]
         attempt = self._upstream.extensions.attempt(model, wanted)

@@ -197,18 +197,15 @@ def upstream_body(call: ClientRequest, model: str, added: Json) -> bytes:
     return b"".join((call.body[:opening], dump_object(added)[1:-1], b",", call.body[opening:]))
 
 
-def with_sampled_calls(call: ClientRequest, calls: SampledCalls) -> tuple[ClientRequest, int]:
-    """The chat completion's request with its ``calls`` as they were sampled, and how many that changes."""
+def with_sampled_calls(call: ClientRequest, calls: SampledCalls) -> ClientRequest:
+    """The chat completion's request with its ``calls`` as they were sampled."""
     messages = calls.put_back(call.messages)
-    changed = [(one, other) for one, other in zip(call.messages, messages, strict=True) if one is not other]
-    if not changed:
-        return call, 0
+    if all(one is other for one, other in zip(call.messages, messages, strict=True)):
+        return call
     # Those that stay are sent as they came: recorded messages have a system message for a developer's.
     sent = zip(call.document["messages"], call.messages, messages, strict=True)
     document = {**call.document, "messages": [given if one is other else other for given, one, other in sent]}
-    pairs = (zip(one["tool_calls"], other["tool_calls"], strict=True) for one, other in changed)
-    count = sum(a is not b for each in pairs for a, b in each)
-    return replace(call, body=dump_object(document), document=document, messages=messages), count
+    return replace(call, body=dump_object(document), document=document, messages=messages)
 
 
 def without(value: Any, hidden: frozenset[str]) -> Any:
