@@ -373,7 +373,7 @@ class ClientSession(Session):
         """
         tree = self.tree
         tree.tools = tuple(tools)
-        begins = opening if isinstance(opening, dict) else to_wire(opening)
+        begins = to_wire(opening) if isinstance(opening, Message) else opening
         for at, node in enumerate(tree.nodes[:stop]):
             if node.sampled:
                 node.metadata[TOOLS] = []
