@@ -66,7 +66,7 @@ def run_task(task: str, workspace: Path, work: OwnWork, show: Callable[[str], No
     try:
         with suppress(KeyboardInterrupt), boundary(FailureKind.INFRASTRUCTURE, BOUNDARY):
             conversation.send_message(task)
-            asyncio.run(conversation.arun()) if hasattr(conversation, "arun") else conversation.run()
+            asyncio.run(arun()) if (arun := getattr(conversation, "arun", None)) else conversation.run()
     except CaughtFailure as caught:
         failed.append(caught.failure.message)
     finally:
