@@ -97,11 +97,9 @@ _LOG = redacting_logger(__name__)
 JSON, EVENTS = "application/json", "text/event-stream"
 LATEST = "latest"
 NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients ignore."""
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore
 _LONGEST_ERROR, _MOST_RESPONSES = 2000, 65536
-_EVENTS_AT_ONCE = 256
-"""Events of one stream in one turn of the event loop."""
+_EVENTS_AT_ONCE = 256  # of one stream in one turn of the event loop
 _SHUTDOWN_SECONDS, _MAX_SWEEP_SECONDS = 10, 60.0
 _PROTOCOLS = {each.path: each for each in (CHAT, MESSAGES, RESPONSES)}
 # Paths of completions that are passed on, but have no place in an episode.
