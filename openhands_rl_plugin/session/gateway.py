@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -81,7 +81,6 @@ from openhands_rl_plugin.session.wire import (
     ClientRequest,
     Json,
     Unrecordable,
-    UpstreamResponse,
     WireProtocol,
     added_fields,
     dump_object,
@@ -400,68 +399,43 @@ class Gateway:
                 async with self._upstream.open("POST", protocol.path + request.query, headers, body) as response:
                     attempt.succeeded()
                     answered = True
-                    if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
-                        return await self._streamed(exchange, response, to)
-                    return await self._whole(exchange, response)
+                    return await self._recorded(exchange, response, to)
             except ServerError as error:
                 if answered or not attempt.is_refused(error.status, error.body):
                     raise
 
-    async def _whole(self, exchange: Exchange, response: httpx.Response) -> Reply:
-        body, headers = await whole(response), _passed_back(response.headers)
+    async def _recorded(self, exchange: Exchange, response: httpx.Response, to: PendingCall) -> Reply:
+        """The server's answer, passed on as it comes and stored, if it can be. Raises ``StorageError``."""
+        headers, stream, held, body = _passed_back(response.headers), None, list[bytes](), b""
+        protocol, call = exchange.protocol, exchange.call
+        if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
+            to.headers, stream = headers, protocol.stream(call)
+            held = await _streamed(exchange, stream, response, to)
+        else:
+            body = await whole(response)
         try:
-            answer = await read_body(body, exchange.protocol.answer)
-        except Unrecordable as problem:
-            shown, status = _unread(exchange, body)
-            if status:
-                raise ServerError(status, str(problem), shown, response.headers) from problem
-            self._unrecorded(problem)
-            return Reply(response.status_code, shown, {**headers, **NOT_RECORDED})
-        recorded = await self._record(exchange, lambda: answer)
-        body = answer.body_for(exchange.call) if exchange.call.hidden else body
-        return Reply(200, body, headers if recorded else {**headers, **NOT_RECORDED}, recorded)
-
-    async def _streamed(self, exchange: Exchange, response: httpx.Response, pending: PendingCall) -> Reply:
-        pending.headers = _passed_back(response.headers)
-        reader, stream, held = EventStreamReader(), exchange.protocol.stream(exchange.call), []
-        async for data in parts(response):
-            for number, received in enumerate(reader.feed(data), 1):
-                if not number % _EVENTS_AT_ONCE:
-                    await asyncio.sleep(0)
-                if not pending.begun and (failed := _unread(exchange, received.data))[1]:
-                    headers = {**pending.headers, "content-type": JSON}
-                    raise ServerError(failed[1], "an error in a stream", failed[0], headers)
-                shown = stream.feed(received)
-                if stream.ending:
-                    held.append(shown)
-                else:
-                    pending.add(shown)
-            if stream.done:
-                break
-        recorded = await self._record(exchange, stream.whole, stream)
-        for part in (*held, reader.rest()):
-            pending.add(part)
-        return Reply(200, b"", recorded=recorded)
-
-    async def _record(
-        self, exchange: Exchange, read: Callable[[], UpstreamResponse], stream: AnswerStream | None = None
-    ) -> bool:
-        """Store the answer, if it can be recorded. Raises ``StorageError``."""
-        try:
-            answer = read()
+            answer = stream.whole() if stream is not None else await read_body(body, protocol.answer)
             missing = await exchange.session.record(exchange, answer, lost_ids=stream is not None and stream.lost_ids)
-        except (Unrecordable, ValueError, TypeError, RecursionError) as error:
+        except (Unrecordable, ValueError, TypeError, RecursionError) as problem:
             # The answer is paid for.
-            self._unrecorded(error)
-            return False
-        self._counts.recorded += 1
-        self._counts.missing.update(missing)
-        identity = answer.document.get("id")
-        if identity and exchange.protocol is RESPONSES:
-            self._sessions_of[str(identity)] = exchange.session.name
-            if len(self._sessions_of) > _MOST_RESPONSES:
-                self._sessions_of.popitem(last=False)
-        return True
+            body, status = _unread(exchange, body)
+            if status:
+                raise ServerError(status, str(problem), body, response.headers) from problem
+            self._unrecorded(problem)
+            reply = Reply(response.status_code, body, {**headers, **NOT_RECORDED})
+        else:
+            self._counts.recorded += 1
+            self._counts.missing.update(missing)
+            if protocol is RESPONSES and (identity := answer.document.get("id")):
+                self._sessions_of[str(identity)] = exchange.session.name
+                if len(self._sessions_of) > _MOST_RESPONSES:
+                    self._sessions_of.popitem(last=False)
+            if stream is None and call.hidden:
+                body = answer.body_for(call)
+            reply = Reply(200, body, headers, recorded=True)
+        for part in held:
+            to.add(part)
+        return reply
 
     def _unrecorded(self, problem: Exception) -> None:
         known = isinstance(problem, Unrecordable)
@@ -504,6 +478,26 @@ def refusal(error: RLError) -> Reply:
 def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers of a response that are forwarded to the client, such as ``retry-after``."""
     return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_BACK}
+
+
+async def _streamed(exchange: Exchange, stream: AnswerStream, response: httpx.Response, to: PendingCall) -> list[bytes]:
+    """Pass the events on; returns the last ones, which wait until the answer is stored."""
+    reader, held = EventStreamReader(), list[bytes]()
+    async for data in parts(response):
+        for number, received in enumerate(reader.feed(data), 1):
+            if not number % _EVENTS_AT_ONCE:
+                await asyncio.sleep(0)
+            if not to.begun and (failed := _unread(exchange, received.data))[1]:
+                headers = {**to.headers, "content-type": JSON}
+                raise ServerError(failed[1], "an error in a stream", failed[0], headers)
+            shown = stream.feed(received)
+            if stream.ending:
+                held.append(shown)
+            else:
+                to.add(shown)
+        if stream.done:
+            break
+    return [*held, reader.rest()]
 
 
 def _unread(exchange: Exchange, body: bytes) -> tuple[bytes, int]:
