@@ -19,12 +19,11 @@ from openhands_rl_plugin.config.build import make_engine, make_environment, make
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, unknown_name
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
-from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Limits, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
-from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of
+from openhands_rl_plugin.hosts.shared.sessions import end_episode
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import SessionRunner
@@ -32,9 +31,6 @@ from openhands_rl_plugin.session.session import Session, bind_episode
 
 ITERATIONS_A_TURN = 4
 """Of OpenHands: one, or several with several tool calls, a summary, or an answer that cannot be read."""
-
-# Characters of OpenHands' last error in the evidence: enough for its message, without a long response body.
-_LONGEST_ERROR = 2000
 
 
 class HostSession(ABC):
@@ -67,10 +63,7 @@ class HostSession(ABC):
             raise error
         failure = failure or (end if isinstance(end, Failure) else None)
         stop, failure = self._reason(timed_out, None if timed_out else failure)
-        evidence, failure = end_evidence(runtime_of(self._sid), episode, failure)
-        if said := self._last_error():
-            evidence = {**(evidence or episode.evidence or {}), LAST_ERROR: said[:_LONGEST_ERROR]}
-        return episode.freeze(stop=stop, failure=failure, evidence=evidence)
+        return end_episode(self._sid, episode, stop, failure, last_error=self._last_error())
 
     def close(self) -> None:
         """Release the session, and wait until its threads have finished their current call."""

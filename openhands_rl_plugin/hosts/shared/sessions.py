@@ -1,4 +1,4 @@
-"""The registry of runtimes, and the evidence at the end of a session.
+"""The registry of runtimes, and the end of a session's episode.
 
 OpenHands creates agent and runtime of a session separately, without references. Both know the session's id.
 """
@@ -10,11 +10,14 @@ from weakref import WeakValueDictionary
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings
-from openhands_rl_plugin.core.records import CHECKED, WorkspaceCommand
-from openhands_rl_plugin.core.types import Failure, JsonObject
+from openhands_rl_plugin.core.records import CHECKED, LAST_ERROR, WorkspaceCommand
+from openhands_rl_plugin.core.types import Failure, StopReason, Trajectory
 from openhands_rl_plugin.rollout import scoring
 from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session
+
+# Characters of OpenHands' last error in the evidence: enough for its message, without a long response body.
+_LONGEST_ERROR = 2000
 
 _runtimes: WeakValueDictionary[str, object] = WeakValueDictionary()
 
@@ -43,28 +46,36 @@ def protected_by(settings: RewardSettings) -> tuple[str, ...]:
     return asked.protected if asked is not None else ()
 
 
-def end_evidence(
-    runtime: object, episode: Session, failure: Failure | None
-) -> tuple[JsonObject | None, Failure | None]:
-    """The session's evidence and its failure: ``failure``, the episode's, or else the environment's. Blocks.
+def end_episode(
+    session: str,
+    episode: Session,
+    stop: StopReason | None = None,
+    failure: Failure | None = None,
+    *,
+    last_error: str = "",
+) -> Trajectory:
+    """The ended episode, with the evidence of its host's session. Blocks.
 
-    They are what the runtime's ``conclude`` says, if it has one; its ``check`` runs the reward's command.
+    It fails with its own failure, ``failure``, or else the environment's. Evidence is what the runtime's ``conclude``
+    returns, if it has one, and ``last_error``. The runtime's ``check`` runs the reward's command.
 
-    An episode that a limit cut is paid here, where its environment pays at the end only.
+    An episode that a limit cut gets its reward here, where its environment gives it at the end only.
     The reward's command comes last, so that what it writes is no part of the session's patch. It judges whatever a run
     that ended has left, also at a limit of iterations; after a failure, which a stop in the middle is, it is not run.
     """
-    failure = failure or episode.failure
-    evidence: JsonObject | None = None
+    runtime, evidence, broken = runtime_of(session), None, None
     if (conclude := getattr(runtime, "conclude", None)) is not None:
         evidence, broken = conclude()
-        failure = failure or broken
+    failure = episode.failure or failure or broken
     live = getattr(runtime, "live", None)
     if isinstance(live, LiveEnvironment) and live.owed is not None:
         episode.pay(live.owed)
+    evidence = {**(evidence or episode.evidence or {})}
     asked = workspace_command(episode.settings.reward)
     if asked is not None and failure is None:
         missing = asked.did(error="this runtime has no workspace of openhands_rl_plugin")
         ran = check(asked) if (check := getattr(runtime, "check", None)) is not None else missing
-        evidence = {**(evidence or {}), CHECKED: ran.model_dump(mode="json")}
-    return evidence, failure
+        evidence[CHECKED] = ran.model_dump(mode="json")
+    if last_error:
+        evidence[LAST_ERROR] = last_error[:_LONGEST_ERROR]
+    return episode.freeze(stop=stop, failure=failure, evidence=evidence)

@@ -16,7 +16,7 @@ import shlex
 import threading
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy, open_storage, strategy_spec
@@ -26,11 +26,12 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import FOLDER, newest_outcome
 from openhands_rl_plugin.core.messages import one_line
-from openhands_rl_plugin.core.records import CHECKED, MISSING
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
 from openhands_rl_plugin.core.statistics import pass_at_k
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Frozen, Node, Score, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.shared.sessions import workspace_command
+from openhands_rl_plugin.hosts.shared.sessions import end_episode, workspace_command
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.session.session import Session
 
@@ -120,81 +121,79 @@ def task_from_environment_variable(settings: RLSettings) -> Task:
 
 
 class StandaloneRun:
-    """Stores an episode while it runs; closes it when it or the process ends. Raises ``ConfigError``."""
+    """Stores an episode while it runs; ends it once, by a call or when the process ends. Raises ``ConfigError``.
 
-    def __init__(self, episode: Session) -> None:
-        self._episode = episode
-        self._storage = open_storage(episode.settings)
-        self._kept = False
+    ``session``: the host's, which has the evidence. ``parent``: a sub-agent's, whose runner stores both; such an
+    episode is neither judged nor summed up here. ``before_exit`` is called when the process ends first, to note why
+    the episode ended.
+    """
+
+    def __init__(self, episode: Session, session: str = "", *, parent: Session | None = None) -> None:
+        self._episode, self._session = episode, session
+        self._storage: TrajectoryStorage | None = None
+        self._ended = False
         self._lock = threading.Lock()
-        episode.keep_in(self._storage, background().loop)
-        atexit.register(self._keep_at_exit)
+        self.before_exit: Callable[[], None] = lambda: None
+        if parent is None:
+            self._storage = open_storage(episode.settings)
+            episode.keep_in(self._storage, background().loop)
+        elif parent.sink is not None:
+            episode.store_in(parent.sink)
+        atexit.register(self._end_at_exit)
 
-    def keep(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
-        """Close the episode; later calls do nothing. Raises ``StorageError``."""
+    def end(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
+        """End the episode as ``end_episode`` and store it; later calls store nothing. Raises ``StorageError``."""
+        trajectory = end_episode(self._session, self._episode, stop, failure)
         if self._claim():
-            log.info("%s", background().wait_for(self._store(self._episode.freeze(stop=stop, failure=failure))))
+            background().wait_for(self._store(trajectory))
 
-    def _keep_at_exit(self) -> None:
+    def _end_at_exit(self) -> None:
         # The interpreter no longer starts threads, so a new storage is used here, and left open.
-        if self._episode.tree.nodes and self._claim():
+        self.before_exit()
+        if self._storage is not None and self._episode.tree.nodes and self._claim():
             trajectory = self._episode.freeze()
             asyncio.run(open_storage(self._episode.settings).add(trajectory))
-            log.info("%s", run_summary(redact_trajectory(trajectory), (), self._episode.settings))
+            self._sum_up(trajectory)
 
     def _claim(self) -> bool:
         with self._lock:
-            kept, self._kept = self._kept, True
-        atexit.unregister(self._keep_at_exit)
-        return not kept
+            ended, self._ended = self._ended, True
+        atexit.unregister(self._end_at_exit)
+        return not ended
 
-    async def _store(self, trajectory: Trajectory) -> str:
+    async def _store(self, trajectory: Trajectory) -> None:
+        """Also judge it by the reward's command, if it has one; other rewards are computed when they are needed."""
+        reward, scores = self._episode.settings.reward, list[Score]()
+        if self._storage is None:
+            return await self._episode.end(trajectory)
         try:
             await self._episode.end(trajectory)
-            scores = await self._judge(trajectory)
+            if trajectory.failure is None and workspace_command(reward) is not None:
+                outcome = await judge(make_reward(reward), trajectory)
+                if isinstance(outcome, Failure):
+                    log.warning("no reward: %s", outcome.message)
+                else:
+                    await self._storage.add_scores(scores := [outcome])
         finally:
             await self._storage.close()
+        self._sum_up(trajectory, *scores)
+
+    def _sum_up(self, trajectory: Trajectory, *scores: Score) -> None:
         # What is stored says less than the episode did where a secret was taken out.
-        return run_summary(redact_trajectory(trajectory), scores, self._episode.settings)
-
-    async def _judge(self, trajectory: Trajectory) -> tuple[Score, ...]:
-        """By the reward's command, if it has one; other rewards are computed when they are needed."""
-        reward = self._episode.settings.reward
-        if trajectory.failure is not None or workspace_command(reward) is None:
-            return ()
-        outcome = await judge(make_reward(reward), trajectory)
-        if isinstance(outcome, Failure):
-            log.warning("no reward: %s", outcome.message)
-            return ()
-        await self._storage.add_scores([outcome])
-        return (outcome,)
-
-
-class RunBeside:
-    """Stores a sub-agent's episode while it runs, where the runner of ``parent`` stores that one."""
-
-    def __init__(self, episode: Session, parent: Session) -> None:
-        self._episode = episode
-        if parent.sink is not None:
-            episode.store_in(parent.sink)
-
-    def keep(self, failure: Failure | None = None) -> None:
-        """Close the episode; called once. Raises ``StorageError``."""
-        background().wait_for(self._episode.end(self._episode.freeze(failure=failure)))
+        log.info("%s", run_summary(redact_trajectory(trajectory), scores, self._episode.settings))
 
 
 SHORT_ID = 8
 
 
-def run_summary(trajectory: Trajectory, scores: tuple[Score, ...], settings: RLSettings) -> str:
+def run_summary(trajectory: Trajectory, scores: Sequence[Score], settings: RLSettings) -> str:
     """``trajectory`` and ``scores`` as they are stored."""
-    asked = workspace_command(settings.reward)
     store, short = store_name(settings), trajectory.id[:SHORT_ID]
     sampled = [node for node in trajectory.nodes if node.sampled]
     parts = [
         f"recorded in {store} as {short}: {len(sampled)} completions",
         f"token ids: {_token_ids(sampled)}",
-        _outcome(trajectory, scores, store, asked.command if asked is not None else None),
+        _outcome(trajectory, scores, store),
         f"openhands-rl show {store} {short}",
     ]
     return "; ".join(parts)
@@ -243,21 +242,14 @@ def _why_not_sent(without: list[Node]) -> str:
     return f"{known or 'the server did not send them'}; in chat completions `openhands-rl serve`, vLLM and SGLang do"
 
 
-def _reward(trajectory: Trajectory, scores: tuple[Score, ...]) -> float | None:
+def _reward(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
     judged = newest_outcome(scores)
     return trajectory.known_return if judged is None else judged.reward
 
 
-def _outcome(trajectory: Trajectory, scores: tuple[Score, ...], store: str, command: str | None) -> str:
-    """``command``: of the reward, which judges the workspace of a run that ended. One that was stopped in the middle
-    is no result of the policy."""
-    unchecked = f"`{one_line(command, 40)}`" if command and CHECKED not in trajectory.evidence else ""
-    if trajectory.failure is not None:
-        kind, message = trajectory.failure.kind.value, one_line(trajectory.failure.message, 120)
-        left = f", nor judged by {unchecked}" if unchecked else ""
-        return f"failed, so never trained on ({kind}: {message}){left}"
-    reward = _reward(trajectory, scores)
-    if reward is not None:
+def _outcome(trajectory: Trajectory, scores: Sequence[Score], store: str) -> str:
+    if (failure := trajectory.failure) is not None:
+        return f"failed, so never trained on ({failure.kind.value}: {one_line(failure.message, 120)})"
+    if (reward := _reward(trajectory, scores)) is not None:
         return f"reward: {reward:g}"
-    why = f"; {unchecked} judges a run that ended, and the process ended first" if unchecked else ""
-    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id[:SHORT_ID]} --value 1{why})"
+    return f"reward: not scored (openhands-rl score {store} --id {trajectory.id[:SHORT_ID]} --value 1)"

@@ -73,7 +73,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, 
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, too_long
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import command_seconds
-from openhands_rl_plugin.hosts.shared.sessions import end_evidence, runtime_of, workspace_command
+from openhands_rl_plugin.hosts.shared.sessions import runtime_of, workspace_command
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v0.runtime import (
     RESET_TOOL,
@@ -204,8 +204,7 @@ class RLAgent(CodeActAgent):
             stop = StopReason.TERMINATED
         if stop is not None:
             session.end_here(stop)
-            if self._standalone is not None:
-                self._store()
+            self._end()
         return action
 
     def _next_action(self, session: Session, state: State) -> Action:
@@ -232,8 +231,7 @@ class RLAgent(CodeActAgent):
             return
         if self._session is not None:
             self._session.cancel(_last_event(self._state))
-        if self._standalone is not None:
-            self._store(*controller_end(self._state.agent_state.value, self._state.last_error))
+        self._end(*controller_end(self._state.agent_state.value, self._state.last_error))
 
     def get_system_message(self) -> SystemMessageAction | None:
         """CodeAct's message, or the compact one; ``None`` in environment mode, where the environment begins the
@@ -273,7 +271,7 @@ class RLAgent(CodeActAgent):
             served_model=self._served_model,
             workspace=self._workspace,
         )
-        self._standalone = StandaloneRun(session)
+        self._standalone = StandaloneRun(session, state.session_id)
         return self._begin(session)
 
     def _begin(self, session: Session) -> Session:
@@ -338,14 +336,11 @@ class RLAgent(CodeActAgent):
             _check_texts(action)
         return actions
 
-    def _store(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
-        """Store a standalone episode with its evidence, and end it."""
-        session, standalone = self._session, self._standalone
-        assert session is not None and standalone is not None and self._state is not None
-        evidence, failure = end_evidence(runtime_of(self._state.session_id), session, failure)
-        session.evidence = evidence or session.evidence
-        standalone.keep(stop=stop, failure=failure)
-        self._session = self._standalone = None
+    def _end(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
+        """End an episode without a runner."""
+        if self._standalone is not None:
+            self._standalone.end(stop, failure)
+            self._session = self._standalone = None
 
 
 @dataclass

@@ -8,7 +8,6 @@ kind of agent; what it makes is passed to ``adopt``.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import socket
 import threading
@@ -17,6 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from openhands.sdk.tool.builtins import FinishTool
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.concurrency import background, bound
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, StorageError, boundary, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
@@ -40,10 +40,9 @@ from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, J
 from openhands_rl_plugin.hosts.shared.litellm_calls import server_error, split_provider
 from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
-from openhands_rl_plugin.hosts.shared.sessions import end_evidence, protected_by, register_runtime, runtime_of
+from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
 from openhands_rl_plugin.hosts.shared.standalone_run import (
     SHORT_ID,
-    RunBeside,
     StandaloneRun,
     standalone_episode,
     store_name,
@@ -131,7 +130,7 @@ class ConversationEpisode:
         *,
         calls: SampledCalls,
         own: Upstream | None,
-        standalone: StandaloneRun | RunBeside | None,
+        standalone: StandaloneRun | None,
         exact: bool = True,
     ) -> None:
         self.episode = episode
@@ -167,7 +166,7 @@ class ConversationEpisode:
                 self._workspace = NoEvidence(str(error))
             register_runtime(self.session, self._workspace)
         if standalone is not None:
-            atexit.register(self._end_at_exit)
+            standalone.before_exit = partial(self.end, exiting=True)
 
     @property
     def conversation(self) -> LocalConversation | None:
@@ -207,7 +206,7 @@ class ConversationEpisode:
         except RLError as error:
             if server_error(error) is not None:
                 raise
-            self.fail(error)
+            self._fail(error)
             raise Unrecorded from error
 
     def summarize(self, llm: LLM, body: JsonObject) -> Json:
@@ -233,40 +232,40 @@ class ConversationEpisode:
         if not self.failed:
             self.episode.unread(why)
 
-    def fail(self, error: RLError) -> None:
+    def _fail(self, error: RLError) -> None:
         """The plugin itself failed. Under a runner the episode fails, and the error is raised; else the user's
         conversation goes on, without the plugin."""
         if isinstance(error, ConfigError):
             self.episode.refuse(error)
-        elif isinstance(error, StorageError):
-            self.episode.error = error
-        else:
-            other = Failure(kind=FailureKind.INFRASTRUCTURE, message=describe(error), boundary="rl.agent")
-            self.episode.failure = error.failure if isinstance(error, CaughtFailure) else other
+        elif isinstance(error, CaughtFailure):
+            self.episode.failure = error.failure
         if self._standalone is None:
             raise error
         self.failed = True
-        log.warning("openhands_rl_plugin: %s; the conversation goes on without it", str(error).splitlines()[0])
         if (conversation := self.conversation) is not None:
-            note_failure(conversation, str(error))
+            _go_on_without(conversation, error)
         self.end(StopReason.ERROR)
 
-    def end(self, stop: StopReason | None = None) -> None:
+    def end(self, stop: StopReason | None = None, *, exiting: bool = False) -> None:
         """End the episode: ``stop``, or why the conversation ended. Idempotent; errors are logged.
 
-        One without a runner is stored with its evidence and closed.
+        One without a runner is stored with its evidence and closed. When the process is ``exiting``, ``StandaloneRun``
+        stores it afterwards, with what changed where nothing isolates the workspace.
         """
-        if not self._claim():
+        with self._ending:
+            over, self.over = self.over, True
+        if over:
             return
         for each in list(self.delegated):
             each.end()
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.end"):
                 self._note_end(stop)
+                if exiting and self._workspace is not None:
+                    self.episode.evidence, _ = self._workspace.conclude()
                 if self._standalone is not None:
-                    evidence, failure = end_evidence(runtime_of(self.session), self.episode, self.episode.failure)
-                    self.episode.evidence = evidence or self.episode.evidence
-                    self._standalone.keep(failure=failure)
+                    if not exiting:
+                        self._standalone.end()
                     self.release()
         except RLError as error:
             # Why it failed was said already.
@@ -284,24 +283,10 @@ class ConversationEpisode:
                 await background().blocking(self.end)
             conversation, seen = None, now
 
-    def _end_at_exit(self) -> None:
-        """Note why the conversation ended, before the process does: ``StandaloneRun`` stores it afterwards."""
-        if self._claim():
-            self._note_end(None)
-            if self._workspace is not None:
-                self.episode.evidence, _ = self._workspace.conclude()
-            self.release()
-
     def release(self) -> None:
         """Remove what was kept of the workspace's start."""
         if self._workspace is not None:
             self._workspace.close()
-
-    def _claim(self) -> bool:
-        atexit.unregister(self._end_at_exit)
-        with self._ending:
-            over, self.over = self.over, True
-        return not over
 
     def _note_end(self, stop: StopReason | None) -> None:
         failure = None
@@ -341,9 +326,11 @@ KEY = "openhands_rl"
 _LONGEST = 300
 
 
-def note_failure(conversation: LocalConversation, why: str) -> None:
-    """Note why the conversation is not recorded from here on."""
-    _note(conversation, f"not recorded: {one_line(why, _LONGEST)}")
+def _go_on_without(conversation: LocalConversation, error: RLError) -> None:
+    """Let the conversation go on without the plugin, which failed, and note why."""
+    log.warning("openhands_rl_plugin: %s; the conversation goes on without it", str(error).splitlines()[0])
+    _note(conversation, f"not recorded: {one_line(str(error), _LONGEST)}")
+    _unrecorded.add(conversation)
 
 
 def _note(conversation: LocalConversation, text: str) -> None:
@@ -417,9 +404,7 @@ def begin_step(agent: RLAgent, conversation: LocalConversation) -> ConversationE
         except RLError as error:
             if agent.parent is None and current_episode() is not None:
                 raise
-            log.warning("openhands_rl_plugin: %s; the conversation runs without it", str(error).splitlines()[0])
-            note_failure(conversation, str(error))
-            _unrecorded.add(conversation)
+            _go_on_without(conversation, error)
             return None
         conversation._rl_episode = episode  # type: ignore[attr-defined]
         if episode.standalone:
@@ -436,8 +421,6 @@ def end_step(episode: ConversationEpisode, conversation: LocalConversation) -> N
         episode.finished = len(state.events), stop
     episode.steps += 1
     episode.stepping = False
-    if episode.failed:
-        _unrecorded.add(conversation)
 
 
 def episode_of(conversation: LocalConversation) -> ConversationEpisode | None:
@@ -472,7 +455,7 @@ def _begin(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls)
         own = exact and other is None
         strategy = registry.build("strategies", spec.name, spec.options) if exact else type(by.episode.strategy)()
         episode = sub_agent_episode(by.episode, kind, session, instruction, strategy, other)
-        run = StandaloneRun(episode) if by.standalone else RunBeside(episode, by.episode)
+        run = StandaloneRun(episode, session, parent=None if by.standalone else by.episode)
     elif (episode := current_episode()) is None:
         settings = agent.settings()
         serving, base_model = settings.serving, settings.serving.model or named
@@ -486,7 +469,7 @@ def _begin(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls)
             served_model=adapter_in_use(serving, model=base_model, url=url, key=key) if url else None,
             workspace=str(conversation.workspace.working_dir),
         )
-        run = StandaloneRun(episode)
+        run = StandaloneRun(episode, session)
     served = episode.request.served_model or episode.base_model
     upstream = upstream_in(episode.settings, model=served, base_model=episode.base_model) if own else None
     if upstream is None and type(llm).completion is not LLM.completion:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Task, Trajectory
+from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Trajectory
 from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
 from openhands_rl_plugin.testing import example_trajectory
 
@@ -37,18 +37,3 @@ def test_what_a_server_said_does_not_control_the_terminal() -> None:
     failure = Failure(kind=FailureKind.MODEL, message="x\x1b]0;title\x07\nrecorded", boundary="b")
     line = run_summary(example_trajectory().model_copy(update={"failure": failure}), (), RLSettings())
     assert line.isprintable() and "; failed, so never trained on (model: x\\x1b]0;title" in line
-
-
-def test_a_run_that_the_rewards_command_did_not_judge_says_why() -> None:
-    reward = {"name": "command", "options": {"command": "make check"}}
-    settings = RLSettings.model_validate({"reward": reward})
-    whole = example_trajectory()
-    nodes = tuple(node.model_copy(update={"reward": None}) for node in whole.nodes)
-    left = whole.model_copy(update={"nodes": nodes, "task": Task(id="s", environment="workspace"), "evidence": {}})
-    said = "--value 1; `make check` judges a run that ended, and the process ended first)"
-    assert said in run_summary(left, (), settings)
-    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="it was stopped", boundary="test")
-    stopped = left.model_copy(update={"failure": failure})
-    assert "(infrastructure: it was stopped), nor judged by `make check`;" in run_summary(stopped, (), settings)
-    checked = left.model_copy(update={"evidence": {"command": {"command": "make check"}}})
-    assert "judges" not in run_summary(checked, (), settings)

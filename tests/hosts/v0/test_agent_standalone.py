@@ -63,7 +63,7 @@ async def stored(folder) -> list[Trajectory]:
 
 async def test_stored_once_however_often_the_end_is_announced(tmp_path):
     keeper = StandaloneRun(episode_in(tmp_path))
-    ends = [threading.Thread(target=keeper.keep, args=(StopReason.TRUNCATED,)) for _ in range(8)]
+    ends = [threading.Thread(target=keeper.end, args=(StopReason.TRUNCATED,)) for _ in range(8)]
     for end in ends:
         end.start()
     for end in ends:
@@ -98,7 +98,7 @@ def test_attempts_of_one_run_are_samples_of_a_group_with_seeds_of_their_own(tmp_
 
 async def test_two_runs_of_one_named_session_are_two_trajectories(tmp_path):
     for _ in range(2):
-        StandaloneRun(episode_in(tmp_path)).keep()
+        StandaloneRun(episode_in(tmp_path)).end()
     one, other = await stored(tmp_path)
     assert one.id != other.id
 
@@ -118,7 +118,7 @@ async def test_stored_while_it_is_played(tmp_path):
     (unfinished,) = await stored(tmp_path)
     assert unfinished.stop is StopReason.UNFINISHED
     assert [node.message.content for node in unfinished.nodes] == ["Do it."]
-    keeper.keep(StopReason.TERMINATED)
+    keeper.end(StopReason.TERMINATED)
     (finished,) = await stored(tmp_path)
     assert (finished.id, finished.stop) == (unfinished.id, StopReason.TERMINATED)
     episode.tree.head = episode.tree.append(Message(role="user", content="Too late."))
