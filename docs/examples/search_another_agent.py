@@ -2,16 +2,14 @@
 
     python search_another_agent.py BASE_URL MODEL FOLDER TASK COMMAND
 
-``MiniBranch`` is all that a search needs of an agent: a copy of it in the middle of its work, which runs on.
+``MiniBranch`` is all that a search needs of an agent: a copy of it in the middle of its work, which runs on. Commands
+run in bubblewrap, at ``/workspace``.
 """
 
 from __future__ import annotations
 
 import copy
-import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,8 +24,9 @@ from openhands_rl_plugin import FileTrajectoryStorage, Task
 from openhands_rl_plugin.config.build import make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.records import WorkspaceCommand
 from openhands_rl_plugin.core.types import EpisodeRequest, StopReason
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
 from openhands_rl_plugin.session.session import EpisodeOver, Session
 from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream
@@ -52,17 +51,28 @@ class Model(LitellmModel):
         return {"cost": 0.0}
 
 
-class MiniBranch:
-    """A ``session.branches.Branch``: the agent in ``folder`` where it is ``live``, else in a copy of it."""
+class Sandbox(LocalEnvironment):
+    """mini-swe-agent's environment, in a workspace that can be forked."""
 
-    def __init__(self, agent: DefaultAgent, folder: Path, *, live: bool = False) -> None:
+    def __init__(self, workspace: SandboxedWorkspace) -> None:
+        super().__init__()
+        self.workspace = workspace
+
+    def execute(self, action: dict[str, Any], cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
+        ran = self.workspace.run(action["command"], timeout=timeout or self.workspace.seconds)
+        code = -1 if ran.exit_code is None else ran.exit_code
+        output = {"output": ran.output, "returncode": code, "exception_info": "timed out" if ran.timed_out else ""}
+        self._check_finished(output)
+        return output
+
+
+class MiniBranch:
+    """A ``session.branches.Branch``: the agent, or a copy of it, in ``workspace``."""
+
+    def __init__(self, agent: DefaultAgent, workspace: SandboxedWorkspace) -> None:
         self.stop = threading.Event()
-        self.folder = folder if live else Path(tempfile.mkdtemp()) / "copy"
-        if not live:
-            shutil.copytree(folder, self.folder)
-        self.agent = agent if live else DefaultAgent(agent.model, None, **agent.config.model_dump())
-        self.agent.env = LocalEnvironment(cwd=str(self.folder))
-        self.agent.messages = copy.deepcopy(agent.messages)
+        self.agent, self.workspace = agent, workspace
+        agent.env = Sandbox(workspace)
 
     def run(self, complete: Complete) -> None:
         self.agent.model = Model(self.agent.model.config.model_name, complete)
@@ -73,20 +83,9 @@ class MiniBranch:
                 self.agent.add_messages(*flow.messages)
 
     def fork(self) -> MiniBranch:
-        return MiniBranch(self.agent, self.folder)
-
-    def seconds(self, answer: Any) -> float:
-        return 60.0
-
-    def evidence(self) -> dict[str, Any]:
-        return {}
-
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        ran = subprocess.run(asked.command, shell=True, cwd=self.folder, capture_output=True, text=True, timeout=60)
-        return CommandEvidence(command=asked.command, exit_code=ran.returncode, output=ran.stdout[-2000:])
-
-    def close(self) -> None:
-        shutil.rmtree(self.folder.parent)
+        twin = DefaultAgent(self.agent.model, None, **self.agent.config.model_dump())
+        twin.messages = copy.deepcopy(self.agent.messages)
+        return MiniBranch(twin, self.workspace.fork(self.stop))
 
 
 def main(base_url: str, model: str, folder: Path, task: str, command: str) -> None:
@@ -109,12 +108,14 @@ def main(base_url: str, model: str, folder: Path, task: str, command: str) -> No
     storage = FileTrajectoryStorage("searched")
     session.keep_in(storage, loop.loop)
     live_model = Model(model, session.answer)
-    live = MiniBranch(DefaultAgent(live_model, None, **TEMPLATES), folder, live=True)
+    workspace = SandboxedWorkspace(folder, settings.workspace)
+    live = MiniBranch(DefaultAgent(live_model, None, **TEMPLATES), workspace)
     session.world = lambda: BranchWorld(live, session)
     live.agent.run(task)
 
     session.end_here(StopReason.TERMINATED)
-    judged = live.check(WorkspaceCommand(command=command))
+    judged = workspace.check(WorkspaceCommand(command=command))
+    workspace.close()
     trajectory = session.freeze(evidence={"command": judged.model_dump(mode="json")})
     loop.wait_for(session.end(trajectory))
     loop.wait_for(storage.close())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
-from openhands_rl_plugin.core.messages import WireMessage, says, to_message
+from openhands_rl_plugin.core.messages import WireMessage, calls_in, says, text_of, to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
@@ -28,6 +29,29 @@ from openhands_rl_plugin.session.wire import Json
 Complete = Callable[[Json], Json]
 """A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""
 
+# The limit of a command, in the arguments of a call or in a call that is text.
+_TIMEOUT = re.compile(r'(?:"timeout"\s*:\s*"?|<parameter=timeout>\s*)(\d+(?:\.\d+)?)')
+# Seconds beside a command's own limit: to copy a workspace, start its shell and end a command that timed out.
+_SLACK = 30.0
+
+
+class BranchWorkspace(Protocol):
+    """The workspace of a branch. All methods block. ``seconds``: the limit of a command that names none."""
+
+    seconds: float
+
+    def changes(self) -> JsonObject:
+        """The changes since the session began, as the branch's evidence."""
+        ...
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a command over the workspace as it stands."""
+        ...
+
+    def close(self) -> None:
+        """End its processes and remove its files. Idempotent."""
+        ...
+
 
 class Branch(Protocol):
     """A copy of a host's session at a request that waits for its answer. All methods block.
@@ -36,6 +60,11 @@ class Branch(Protocol):
     """
 
     stop: threading.Event
+
+    @property
+    def workspace(self) -> BranchWorkspace:
+        """The copy that it works on, which its user closes."""
+        ...
 
     def run(self, complete: Complete) -> None:
         """Go on as the host would, from that request on, with ``complete`` as the model, until the agent ends.
@@ -46,22 +75,6 @@ class Branch(Protocol):
 
     def fork(self) -> Branch:
         """A copy. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
-        ...
-
-    def seconds(self, answer: Json) -> float:
-        """How long the commands of an answer may take."""
-        ...
-
-    def evidence(self) -> JsonObject:
-        """The changes to the workspace since the session began."""
-        ...
-
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """Run a command over the workspace as it stands, in a fresh sandbox."""
-        ...
-
-    def close(self) -> None:
-        """End its processes and remove its files."""
         ...
 
 
@@ -80,7 +93,11 @@ class BranchWorld(OpenForks):
         return EnvInfo(emits_rewards=False, step_timeout=self._seconds)
 
     def _seconds(self, action: Message) -> float:
-        return self._live.seconds(self.session.document_of(action))
+        # More than the commands' own limits, so that they report timeouts, too.
+        answer = self.session.document_of(action)["choices"][0]["message"]
+        texts = [call.arguments for call in calls_in(answer)] or [text_of(answer.get("content")) or ""]
+        default = self._live.workspace.seconds
+        return sum(max(map(float, _TIMEOUT.findall(text)), default=default) + _SLACK for text in texts)
 
     async def fork(self) -> BranchEnvironment:
         """A copy of the live session. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
@@ -153,11 +170,11 @@ class BranchEnvironment:
 
     async def evidence(self) -> JsonObject:
         """The changes to the workspace since the session began."""
-        return await background().blocking(self._branch.evidence)
+        return await background().blocking(self._branch.workspace.changes)
 
     async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
         """Run a command over the workspace as it stands, in a fresh sandbox."""
-        return await background().blocking(lambda: self._branch.check(asked))
+        return await background().blocking(lambda: self._branch.workspace.check(asked))
 
     async def close(self) -> None:
         """End the host's run, without a retry, its processes, and remove its files."""
@@ -165,7 +182,7 @@ class BranchEnvironment:
         self._closed = True
         if not self._answer.done():
             self._answer.set_exception(EpisodeOver(StopReason.NO_ACTION))
-        await background().blocking(self._branch.close)
+        await background().blocking(self._branch.workspace.close)
 
     async def _prompt(self, path: Sequence[Message]) -> Sequence[WireMessage] | None:
         """That of the next request after ``path``, as the session would send it; ``None`` after the end of its agent.

@@ -196,6 +196,7 @@ class Counting:
 
     def __init__(self, before: list[Any], *, odd: bool = False) -> None:
         self.stop, self.before, self.odd, self.closed = threading.Event(), before, odd, False
+        self.workspace = self
 
     def run(self, complete: Complete) -> None:
         messages: list[Any] = [*(self.before[:1] if self.odd else self.before)]
@@ -209,10 +210,9 @@ class Counting:
     def fork(self) -> Counting:
         return Counting(self.before, odd=self.odd)
 
-    def seconds(self, answer: Any) -> float:
-        return 1.0
+    seconds = 1.0
 
-    def evidence(self) -> JsonObject:
+    def changes(self) -> JsonObject:
         return {"messages": len(self.before)}
 
     def check(self, asked: WorkspaceCommand) -> CommandEvidence:

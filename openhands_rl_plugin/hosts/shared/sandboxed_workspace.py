@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import re
 import signal
 import stat
 import threading
@@ -17,7 +16,6 @@ from typing import Self
 from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, scratch_folder, temporary_folder
-from openhands_rl_plugin.core.messages import calls_in, text_of
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.bounds import kill_all, processes
@@ -36,16 +34,11 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
-from openhands_rl_plugin.session.wire import Json
 
 TEMPORARY = "/tmp"
 _MEBIBYTE = 1024**2
 # What the session left is not copied so slowly that nobody judges it.
 _CHECKED = ForkLimits(seconds=600)
-# The limit of a command, in the arguments of a call or in a call that is text.
-_TIMEOUT = re.compile(r'(?:"timeout"\s*:\s*"?|<parameter=timeout>\s*)(\d+(?:\.\d+)?)')
-# Seconds beside a command's own limit: to copy a workspace, start its shell and end a command that timed out.
-_SLACK = 30.0
 
 ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
 NO_NULL = "A command cannot hold a null character."
@@ -58,25 +51,19 @@ def earlier_output(result: CommandResult) -> str:
     return f"[Output of background processes since the last command.]\n{result.earlier}\n[Output of this command.]\n"
 
 
-def command_seconds(answer: Json, default: float) -> float:
-    """How long the commands of an answer may take in a copy of the workspace: more than their own limits, so that they
-    report timeouts, too. ``default``: the limit of one that says none."""
-    said = answer["choices"][0]["message"]
-    texts = [call.arguments for call in calls_in(said)] or [text_of(said.get("content")) or ""]
-    limits = (max((float(found) for found in _TIMEOUT.findall(text)), default=default) for text in texts)
-    return sum(limit + _SLACK for limit in limits)
-
-
 class SandboxedWorkspace:
     """The workspace of one session at ``/workspace``, whatever the folder's place on the host. All methods block.
 
     ``folder``: by default one that is removed with it. ``task``: the folder is that of a task, with its own mounts and
     variables. ``protected``: as in ``Baseline``. ``isolated``: in bubblewrap, else it cannot be forked. ``output``:
     bytes of one command's output that are kept. ``began``: the folder's content is recorded as the start at once.
+    ``seconds``: the time limit of a command that names none, which its host reads.
     Raises ``ConfigError`` where bubblewrap does not work.
     """
 
     inside = INSIDE
+    # As the SDK's for silence.
+    seconds = 30.0
     fork_limits = ForkLimits()
     fork_methods = METHODS
 

@@ -65,14 +65,13 @@ from openhands.runtime import get_runtime_cls
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
-from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
+from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, described, system_prompt
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, response_of, split_provider, upstream_of
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, too_long
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import command_seconds
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of, workspace_command
 from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
 from openhands_rl_plugin.hosts.v0.runtime import (
@@ -366,6 +365,11 @@ class SessionBranch:
     forgotten: set[int]
     stop: threading.Event
 
+    @property
+    def workspace(self) -> SandboxedWorkspace:
+        """As ``Branch.workspace``."""
+        return self.runtime.workspace
+
     def fork(self) -> SessionBranch:
         """As ``Branch.fork``."""
         return replace(self, runtime=self.runtime.fork(self.stop), events=[*self.events])
@@ -403,22 +407,6 @@ class SessionBranch:
     def condensed_history(self, state: State) -> View:
         """The live view of the history, and what the branch adds to it: a branch is its agent's condenser, too."""
         return View(events=state.history, forgotten_event_ids=self.forgotten)
-
-    def seconds(self, answer: Json) -> float:
-        """As ``Branch.seconds``."""
-        return command_seconds(answer, self.runtime.config.sandbox.timeout)
-
-    def evidence(self) -> JsonObject:
-        """As ``Branch.evidence``."""
-        return self.runtime.workspace.changes()
-
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """As ``Branch.check``."""
-        return self.runtime.check(asked)
-
-    def close(self) -> None:
-        """As ``Branch.close``."""
-        self.runtime.close()
 
     def _record(self, event: Event, source: EventSource) -> Any:
         """Add the event as the live stream would return it, without adding it there."""

@@ -190,6 +190,7 @@ class WorkspaceRuntime(SessionRuntime):
         who = (("NAME", config.git_user_name), ("EMAIL", config.git_user_email))
         git = {f"GIT_{by}_{what}": value for by in ("AUTHOR", "COMMITTER") for what, value in who}
         given = {**self.initial_env_vars, **config.sandbox.runtime_startup_env_vars}
+        self.workspace.seconds = config.sandbox.timeout
         self.workspace.variables |= {**git, **given, **self.workspace.variables}
         self.editor = WorkspaceEditor(self.workspace.place, self.workspace.private)
 

@@ -7,6 +7,7 @@ condenser, critic, hooks or confirmations, and of the tools only those that work
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import uuid
@@ -17,21 +18,17 @@ import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent
 from openhands.sdk.conversation import ConversationCallbackType, ConversationTokenCallbackType, LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
-from openhands.sdk.llm import LLMResponse
 from openhands.sdk.tool.builtins import FinishTool, ThinkTool
 from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.terminal import TerminalTool
 from pydantic import PrivateAttr
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, RLError
-from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.shared.sandboxed_workspace import command_seconds
+from openhands_rl_plugin.core.errors import RLError
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import register_runtime
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import Complete
-from openhands_rl_plugin.session.wire import Json
 
 _ON_THE_COPY = frozenset({TerminalTool.name, FileEditorTool.name})
 _EXECUTED = _ON_THE_COPY | {FinishTool.name, ThinkTool.name}
@@ -41,46 +38,52 @@ _LEFT_OUT: dict[str, object] = {"condenser": None, "critic": None, "agent_contex
 
 @dataclass
 class ConversationBranch:
-    """A ``Branch`` of a conversation of ``agent``; the live one where ``workspace`` is the live one.
+    """A ``Branch`` of a conversation of ``agent``; the live one where ``tools`` are the live one's.
 
     ``log``: as of ``log_of``. ``prompts``: the live conversation's.
     """
 
     agent: Agent
     log: tuple[list[Any], Any]
-    workspace: ConversationWorkspace
+    tools: ConversationWorkspace
     prompts: Prompts
     stop: threading.Event
     conversation: LocalConversation | None = None
+
+    @property
+    def workspace(self) -> SandboxedWorkspace:
+        """As ``Branch.workspace``."""
+        assert isinstance(self.tools.sandboxed, SandboxedWorkspace), "a container cannot be forked"
+        return self.tools.sandboxed
 
     def fork(self) -> ConversationBranch:
         """As ``Branch.fork``."""
         if self.conversation is not None:
             self.log = log_of(self.conversation.state)
-        return replace(self, workspace=self.workspace.fork(self.stop), conversation=None)
+        return replace(self, tools=self.tools.fork(self.stop), conversation=None)
 
     def run(self, complete: Complete) -> None:
         """As ``Branch.run``. Raises ``BadEnvironmentError`` for a tool that a fork cannot execute."""
         live, session = self.agent, uuid.uuid4()
-        register_runtime(str(session), self.workspace)
+        register_runtime(str(session), self.tools)
         kept: dict[str, Any] = {name: getattr(live, name) for name in Agent.model_fields if name != "kind"}
         left_out = {name: value for name, value in _LEFT_OUT.items() if name in kept}
         tools = [tool for tool in live.tools if tool.name in _ON_THE_COPY]
         agent = BranchAgent(**{**kept, **left_out, "tools": tools})
-        outside = frozenset(live.tools_map) - _EXECUTED
         # In metrics of its own: the session counts the tokens.
         own = live.llm.model_copy()
         own.reset_metrics()
-        agent._llm = _BranchLLM.over(own, complete, self.prompts.forked())
-        agent._llm._outside = outside
+        agent._llm = SessionLLM.over(own, complete, self.prompts.forked(frozenset(live.tools_map) - _EXECUTED))
         conversation = LocalConversation(
             agent=agent,
             conversation_id=session,
-            workspace=str(self.workspace.sandboxed.private),
+            workspace=str(self.workspace.private),
             persistence_dir=None,
             visualizer=None,
             stuck_detection=False,
         )
+        # Newer releases of the SDK would keep it until the program's end.
+        atexit.unregister(conversation.close)
         state: Any = conversation.state
         events, leaf = self.log
         for event in events:
@@ -94,43 +97,11 @@ class ConversationBranch:
         if agent._error is not None:
             raise agent._error
 
-    def seconds(self, answer: Json) -> float:
-        """As ``Branch.seconds``."""
-        return command_seconds(answer, self.workspace.terminal.seconds)
-
-    def evidence(self) -> JsonObject:
-        """As ``Branch.evidence``."""
-        return self.workspace.sandboxed.changes()
-
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """As ``Branch.check``."""
-        return self.workspace.check(asked)
-
-    def close(self) -> None:
-        """As ``Branch.close``."""
-        if self.conversation is not None:
-            self.conversation.close()
-        self.workspace.close()
-
 
 def log_of(state: Any) -> tuple[list[Any], Any]:
     """The events of a conversation's state, and from 1.31 on, where they are a tree, the one at which it stands."""
     events = state.active_branch() if hasattr(state, "active_branch") else state.events
     return [*events], getattr(state, "leaf_event_id", None)
-
-
-class _BranchLLM(SessionLLM):
-    """``outside``: the live agent's tools that a fork cannot execute."""
-
-    _outside: frozenset[str] = PrivateAttr(default=frozenset())
-
-    def completion(self, *given: Any, **named: Any) -> LLMResponse:
-        """Raises ``BadEnvironmentError`` for an answer that a fork cannot execute."""
-        response = super().completion(*given, **named)
-        for call in response.message.tool_calls or ():
-            if call.name in self._outside:
-                raise BadEnvironmentError(f"the tool {call.name!r} cannot be executed in a fork of the conversation")
-        return response
 
 
 class BranchAgent(Agent):

@@ -25,7 +25,7 @@ from openhands.sdk.llm.utils.telemetry import Telemetry
 from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr, SecretStr
 
-from openhands_rl_plugin.core.errors import describe
+from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
@@ -44,6 +44,7 @@ class Prompts:
         self._tools: tuple[ToolDefinition, ...] = ()
         self._offered: list[Any] = []
         self._risk = self._fixed = False
+        self.outside: frozenset[str] = frozenset()
 
     def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> list[JsonObject]:
         """What ``llm.format_messages_for_llm`` returns. Not to be changed: the next prompt shares it.
@@ -67,9 +68,10 @@ class Prompts:
             self._offered = compact_tools(written) if self.compact else [*map(dict, written)]
         return self._offered, self._risk
 
-    def forked(self) -> Prompts:
-        """For a copy of the conversation: with the tools of this one, whatever the copy has."""
+    def forked(self, outside: frozenset[str]) -> Prompts:
+        """For a copy of the conversation: with the tools of this one, whatever the copy has. It lacks ``outside``."""
         twin = Prompts(compact=self.compact)
+        twin.outside = outside
         twin._offered, twin._risk, twin._fixed = self._offered, self._risk, bool(self._tools)
         return twin
 
@@ -268,6 +270,9 @@ class SessionLLM(LLM):
     def _response(self, made: ModelResponse) -> LLMResponse:
         choice: Any = made.choices[0]
         message = SdkMessage.from_llm_chat_message(choice.message)
+        for call in message.tool_calls or ():
+            if call.name in self._prompts.outside:
+                raise BadEnvironmentError(f"the tool {call.name!r} cannot be executed in a fork of the conversation")
         return LLMResponse(message=message, metrics=self.metrics.get_snapshot(), raw_response=made)
 
 

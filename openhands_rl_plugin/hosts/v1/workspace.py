@@ -63,7 +63,6 @@ class ConversationWorkspace:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
         assert isinstance(self.sandboxed, SandboxedWorkspace), "a container cannot be forked"
         twin = ConversationWorkspace(self.sandboxed.fork(stop))
-        twin.terminal.seconds = self.terminal.seconds
         twin.editor.copies = self.editor.copies.forked(twin.sandboxed.place, twin.sandboxed.private)
         return twin
 
@@ -111,6 +110,7 @@ class ContainerWorkspace(ContainerShell, NoEvidence):
     """
 
     forks = False
+    seconds = SandboxedWorkspace.seconds
 
     def __init__(self, container: ContainerPlace) -> None:
         NoEvidence.__init__(self, "the workspace is a container of another program, which judges it")
@@ -141,9 +141,6 @@ class ContainerWorkspace(ContainerShell, NoEvidence):
         remove_tree(self.private)
 
 
-DEFAULT_SECONDS = 30.0
-"""A command's time limit where neither the model nor the tool's parameters say one: as the SDK's for silence."""
-
 _RESET = "Terminal session has been reset. All previous environment variables and session state have been cleared."
 _NO_INPUT = (
     "was not sent: the running command has no terminal and an empty standard input. Send C-c to interrupt it, or an "
@@ -155,13 +152,12 @@ _INTERRUPTED = 5.0
 
 
 class Terminal(ToolExecutor[TerminalAction, TerminalObservation]):
-    """One session's terminal: a shell, and the command that runs in it. ``seconds``: the time limit by default.
+    """One session's terminal: a shell, and the command that runs in it.
 
     It holds the workspace, which is registered by a weak reference.
     """
 
     def __init__(self, whole: ConversationWorkspace) -> None:
-        self.seconds = DEFAULT_SECONDS
         self._whole, self._workspace = whole, whole.sandboxed
         self._running: tuple[str, Future[CommandResult]] | None = None
 
@@ -178,7 +174,7 @@ class Terminal(ToolExecutor[TerminalAction, TerminalObservation]):
         variables = {} if action.is_input or self.busy else secrets.get_secrets_as_env_vars(action.command)
         exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if name.isidentifier()]
         if exports:
-            self._workspace.run("\n".join(exports), timeout=DEFAULT_SECONDS)
+            self._workspace.run("\n".join(exports), timeout=SandboxedWorkspace.seconds)
         made = self.execute(action)
         masked = TerminalObservation.from_text(text=secrets.mask_secrets_in_output(made.text), command=None)
         return made.model_copy(update={"content": masked.content})
@@ -194,7 +190,7 @@ class Terminal(ToolExecutor[TerminalAction, TerminalObservation]):
             raise ValueError("Cannot use reset=True with is_input=True")
         if action.reset:
             return self._reset(command, action.timeout)
-        seconds = self.seconds if action.timeout is None else action.timeout
+        seconds = self._workspace.seconds if action.timeout is None else action.timeout
         if "\0" in command:
             return _refused(command, NO_NULL)
         if self._running is None:
@@ -396,7 +392,7 @@ class RLTerminalTool(TerminalTool):
         if workspace is None:
             return TerminalTool.create(conv_state, *args, **params)
         if (seconds := params.get("no_change_timeout_seconds")) is not None:
-            workspace.terminal.seconds = float(seconds)
+            workspace.sandboxed.seconds = float(seconds)
         return TerminalTool.create(conv_state, executor=workspace.terminal)
 
 
