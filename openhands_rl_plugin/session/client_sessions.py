@@ -30,16 +30,19 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from openhands_rl_plugin.config.build import make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background, on_loop
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
-from openhands_rl_plugin.core.protocols import Strategy, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectorySummary, trajectory_id
 from openhands_rl_plugin.core.tree import squeezed
 from openhands_rl_plugin.core.types import (
@@ -49,6 +52,7 @@ from openhands_rl_plugin.core.types import (
     TURN,
     EpisodeRequest,
     JsonObject,
+    Limits,
     Message,
     PolicyRef,
     SamplingParams,
@@ -63,7 +67,8 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.models.engines.extensions import SAMPLING, TOKEN_IDS, ExtensionAttempt, missing_parts
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
-from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
+from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.replies import ErrorReply, PendingCalls
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
@@ -145,11 +150,6 @@ RECORDED = StrategySpec(name="gateway")
 """That of a session without a strategy."""
 
 
-def request_of(run_id: str, name: str, part: int = 0) -> EpisodeRequest:
-    """The request of a session's episode. A name that is used again after its end starts the next ``part``."""
-    return EpisodeRequest(task=Task(id=name, environment=ENVIRONMENT), run_id=run_id, group_id=name, sample=part)
-
-
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A client's request on its way to the model server. ``started`` is a time of ``perf_counter``."""
@@ -177,11 +177,24 @@ class Exchange:
         return self.attempt.why_missing(name)
 
 
+class OpenRequest(BaseModel):
+    """Body of ``POST /session``. ``session``: its name, by default a new one. ``limits``: fields of ``Limits``, the
+    others are those of ``[rl]``; so are ``strategy`` and ``sampling`` where they are left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    session: str = Field(default="", max_length=200)
+    task: str = ""
+    strategy: StrategySpec | None = None
+    limits: Annotated[JsonObject, Field(default_factory=dict)]
+    sampling: SamplingParams = SamplingParams()
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+
 class ClientSession(Session):
     """A session, and the requests that are in flight for it.
 
-    ``strategy`` with its ``strategy_spec`` decides; without one the answers are recorded. ``base_model`` is the model
-    below versioned adapter names. ``restores``: sampled calls are put back into its prompts.
+    The strategy of ``opened`` decides; without one the answers are recorded.
 
     ``last_used`` is a Unix time in seconds. ``unrecorded``: its requests for completions that could not be recorded,
     by path.
@@ -192,26 +205,35 @@ class ClientSession(Session):
         storage: TrajectoryStorage,
         request: EpisodeRequest,
         settings: RLSettings,
-        base_model: str,
-        *,
-        restores: bool,
-        strategy: Strategy | None = None,
-        strategy_spec: StrategySpec = RECORDED,
+        config: GatewayConfig,
+        opened: OpenRequest | None = None,
     ) -> None:
+        """Raises ``ConfigError`` and ``ValidationError`` for a strategy or limits that do not exist."""
+        strategy, spec = StandardReActStrategy(), RECORDED
+        if opened is not None:
+            spec = opened.strategy or strategy_spec(settings)
+            known = settings.model_dump(exclude_unset=True)
+            settings = RLSettings.model_validate({**known, "rollout_strategy": spec.name, "strategy": spec.options})
+            most = settings.limits().model_dump() | {"max_prompt_length": None} | opened.limits
+            task = request.task.model_copy(update={"instruction": opened.task, "limits": Limits.model_validate(most)})
+            request = request.model_copy(update={"task": task, "sampling": opened.sampling, "seed": opened.seed})
+            strategy = make_strategy(settings)
+            if isinstance(strategy, SearchStrategy):
+                strategy.check_world(None)
         super().__init__(
             request,
             settings,
-            strategy=strategy or StandardReActStrategy(),
-            strategy_spec=strategy_spec,
-            base_model=base_model,
+            strategy=strategy,
+            strategy_spec=spec,
+            base_model=config.base_model,
             environment_mode=True,
             strict=True,
         )
-        self.is_searched = strategy is not None
+        self.is_searched = opened is not None
         self.last_used = time.time()
         self.pending = PendingCalls()
         self.unrecorded: Counter[str] = Counter()
-        self.calls = SampledCalls() if restores else None
+        self.calls = SampledCalls() if config.restore_calls else None
         self._storage = storage
 
     @property
@@ -431,20 +453,10 @@ class ClientSession(Session):
 
 
 class SessionPool:
-    """Sessions by name; ``record`` makes one without a strategy. ``idle`` is in seconds."""
+    """Sessions by name. ``settings``: what a session that is opened leaves out."""
 
-    def __init__(
-        self,
-        storage: TrajectoryStorage,
-        record: Callable[[EpisodeRequest], ClientSession],
-        *,
-        run_id: str,
-        idle: float,
-    ) -> None:
-        self._storage = storage
-        self._run_id = run_id
-        self._record = record
-        self._idle = idle
+    def __init__(self, storage: TrajectoryStorage, config: GatewayConfig, settings: RLSettings) -> None:
+        self._storage, self._config, self._settings = storage, config, settings
         self._open: dict[str, ClientSession] = {}
         # Serialises beginning and ending, so that no two objects write to one episode.
         self._lock = asyncio.Lock()
@@ -458,32 +470,35 @@ class SessionPool:
         Raises ``StorageError``.
         """
         # Drops no real episode; it fails at the start when the storage cannot be written.
-        await self._storage.drop((trajectory_id(request_of(self._run_id, "")),))
-        where = TrajectoryFilter(run_id=self._run_id, environment=ENVIRONMENT, finished=False)
+        await self._storage.drop((trajectory_id(self._request("")),))
+        where = TrajectoryFilter(run_id=self._config.run_id, environment=ENVIRONMENT, finished=False)
         for left in [each async for each in self._storage.summaries(where)]:
             part, _ = await self._parts(left.task_id)
-            session = self._record(request_of(self._run_id, left.task_id, part - 1))
+            session = self._session(left.task_id, part - 1)
             if (stored := await stored_episode(self._storage, left.id)) is not None:
                 session.continue_after(stored)
                 self._open[session.name] = session
                 if left.strategy != RECORDED.name:
                     await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
-    async def open(self, name: str) -> ClientSession:
-        """The session of that name, or a new one. Raises ``StorageError`` and ``ErrorReply``."""
-        if (session := self._open.get(name)) is None:
+    async def open(self, name: str, opened: OpenRequest | None = None) -> ClientSession:
+        """The session of that name, or a new one. With ``opened`` it has to be new.
+
+        Raises ``StorageError``, ``ErrorReply``, and as ``ClientSession``.
+        """
+        if opened is not None or name not in self._open:
             async with self._lock:
-                session = self._open.get(name) or await self._begin(name, self._record)
+                if name not in self._open:
+                    if (many := len(self._open)) >= MOST_OPEN:
+                        message = f"{many} sessions are open: end some (/session/NAME/end) or retry later."
+                        raise ErrorReply(429, message)
+                    part, _ = await self._parts(name)
+                    self._open[name] = self._session(name, part, opened)
+                elif opened is not None:
+                    raise ErrorReply(409, f"The session {name!r} is open: end it, or name another.")
+        session = self._open[name]
         session.last_used = time.time()
         return session
-
-    async def create(self, name: str, make: Callable[[EpisodeRequest], ClientSession]) -> None:
-        """Open a session that a strategy decides. Raises what ``make`` raises, ``StorageError`` and ``ErrorReply``."""
-        async with self._lock:
-            if name in self._open:
-                message = f"The session {name!r} is open: end it, or name another."
-                raise ErrorReply(409, message)
-            await self._begin(name, make)
 
     async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str | None, bool]:
         """End a session after its requests in flight. Returns the id of its episode, ``None`` if it has none, and
@@ -498,11 +513,12 @@ class SessionPool:
             return last and last.id, False
 
     async def end_idle(self) -> None:
-        """End all sessions without a request for ``idle`` seconds. Raises ``StorageError``."""
+        """End all sessions without a request for ``idle_minutes``. Raises ``StorageError``."""
+        idle = 60 * self._config.idle_minutes
         for name in [*self._open]:
             async with self._lock:
                 session = self._open.get(name)
-                if session and not session.pending.busy and time.time() - session.last_used >= self._idle:
+                if session and not session.pending.busy and time.time() - session.last_used >= idle:
                     await self._close(session, StopReason.NO_ACTION, {"ended_by": "idle"})
 
     async def close(self, timeout: float) -> None:
@@ -512,19 +528,19 @@ class SessionPool:
             for session in [*self._open.values()]:
                 await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
-    async def _begin(self, name: str, make: Callable[[EpisodeRequest], ClientSession]) -> ClientSession:
-        if (many := len(self._open)) >= MOST_OPEN:
-            message = f"{many} sessions are open: end some (/session/NAME/end) or retry later."
-            raise ErrorReply(429, message)
-        part, _ = await self._parts(name)
-        session = self._open[name] = make(request_of(self._run_id, name, part))
-        return session
+    def _request(self, name: str, part: int = 0) -> EpisodeRequest:
+        """That of a session's episode. A name that is used again after its end starts the next ``part``."""
+        task = Task(id=name, environment=ENVIRONMENT)
+        return EpisodeRequest(task=task, run_id=self._config.run_id, group_id=name, sample=part)
+
+    def _session(self, name: str, part: int, opened: OpenRequest | None = None) -> ClientSession:
+        return ClientSession(self._storage, self._request(name, part), self._settings, self._config, opened)
 
     async def _parts(self, name: str) -> tuple[int, TrajectorySummary | None]:
         """How many episodes have that name, and the last of them."""
         part, last = 0, None
         while True:
-            where = TrajectoryFilter(ids=(trajectory_id(request_of(self._run_id, name, part)),), finished=None)
+            where = TrajectoryFilter(ids=(trajectory_id(self._request(name, part)),), finished=None)
             found = [each async for each in self._storage.summaries(where)]
             if not found:
                 return part, last

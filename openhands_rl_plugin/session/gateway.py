@@ -18,7 +18,6 @@ from urllib.parse import quote, unquote
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openhands_rl_plugin.config.build import make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.work import LIMITS
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
@@ -38,24 +37,20 @@ from openhands_rl_plugin.core.servers import (
 )
 from openhands_rl_plugin.core.types import (
     Bounded,
-    EpisodeRequest,
     FailureKind,
     JsonObject,
-    Limits,
-    SamplingParams,
     Score,
     StopReason,
-    StrategySpec,
 )
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.extensions import SAMPLING
 from openhands_rl_plugin.models.engines.openai_wire import DONE
-from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 from openhands_rl_plugin.session.client_sessions import (
     OPENING,
     ClientSession,
     Exchange,
+    OpenRequest,
     SessionName,
     SessionPool,
     named_session,
@@ -123,20 +118,6 @@ class EndRequest(BaseModel):
     evidence: Annotated[JsonObject, Field(default_factory=dict)]
 
 
-class OpenRequest(BaseModel):
-    """Body of ``POST /session``. ``session``: its name, by default a new one. ``limits``: fields of ``Limits``, the
-    others are those of ``[rl]``; so are ``strategy`` and ``sampling`` where they are left out."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    session: str = Field(default="", max_length=200)
-    task: str = ""
-    strategy: StrategySpec | None = None
-    limits: Annotated[JsonObject, Field(default_factory=dict)]
-    sampling: SamplingParams = SamplingParams()
-    seed: int = Field(default=0, ge=0, lt=2**31)
-
-
 @dataclass
 class Counts:
     """Counters of a gateway since its start.
@@ -182,7 +163,6 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, storage: TrajectoryStorage, settings: RLSettings | None = None) -> None:
         self._config = config
-        self._settings = settings or RLSettings.model_validate(LIMITS)
         self._storage = storage
         self._key = config.upstream_key()
         self._keeps_client_key = not self._key and not config.access().key
@@ -192,7 +172,7 @@ class Gateway:
         # Response -> name of its session, for requests that go on from a response and name no session.
         self._sessions_of: OrderedDict[str, str] = OrderedDict()
         self._counts = Counts()
-        self.sessions = SessionPool(storage, self._session, run_id=config.run_id, idle=60 * config.idle_minutes)
+        self.sessions = SessionPool(storage, config, settings or RLSettings.model_validate(LIMITS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; errors are in OpenAI's format."""
@@ -237,26 +217,9 @@ class Gateway:
         """Open a session with a task, a strategy and limits."""
         opened = await read_body(body or b"{}", OpenRequest.model_validate_json)
         name = named_session(opened.session, {}) or uuid.uuid4().hex
-        await self.sessions.create(name, partial(self._session, opened=opened))
+        await self.sessions.open(name, opened)
         path = f"/session/{quote(name, safe='')}"
         return Reply(201, dump_object({"session": name, "path": f"{path}/v1", "end": f"{path}/end"}))
-
-    def _session(self, request: EpisodeRequest, opened: OpenRequest | None = None) -> ClientSession:
-        """A session that is recorded, or decided by the strategy of ``opened``. Raises ``ConfigError`` and
-        ``ValidationError`` for a strategy or limits that do not exist."""
-        make = partial(ClientSession, self._storage, restores=self._config.restore_calls)
-        if opened is None:
-            return make(request, self._settings, self._config.base_model)
-        spec = opened.strategy or strategy_spec(self._settings)
-        known = self._settings.model_dump(exclude_unset=True)
-        settings = RLSettings.model_validate({**known, "rollout_strategy": spec.name, "strategy": spec.options})
-        most = settings.limits().model_dump() | {"max_prompt_length": None} | opened.limits
-        task = request.task.model_copy(update={"instruction": opened.task, "limits": Limits.model_validate(most)})
-        request = request.model_copy(update={"task": task, "sampling": opened.sampling, "seed": opened.seed})
-        strategy = make_strategy(settings)
-        if isinstance(strategy, SearchStrategy):
-            strategy.check_world(None)
-        return make(request, settings, self._config.base_model, strategy=strategy, strategy_spec=spec)
 
     async def _end(self, given: str, body: bytes) -> Reply:
         """End the episode; ``reward`` or ``success`` is stored as its score."""
