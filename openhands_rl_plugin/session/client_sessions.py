@@ -524,9 +524,8 @@ class SessionPool:
     async def close(self, timeout: float) -> None:
         """End every session; requests in flight get ``timeout`` seconds. Raises ``StorageError``."""
         await asyncio.gather(*(session.pending.settle(timeout) for session in self._open.values()))
-        async with self._lock:
-            for session in [*self._open.values()]:
-                await self._close(session, StopReason.NO_ACTION, {"ended_by": "shutdown"})
+        for name in [*self._open]:
+            await self.end(name, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     def _request(self, name: str, part: int = 0) -> EpisodeRequest:
         """That of a session's episode. A name that is used again after its end starts the next ``part``."""

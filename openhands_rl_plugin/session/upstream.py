@@ -32,7 +32,6 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 # Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429})
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _READ_BYTES = 2**20
 MAX_ANSWER, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
 
@@ -205,9 +204,9 @@ class HttpUpstream:
                 else:  # a client's cookies and redirects are not wanted, and cost time
                     response = await connections.handle_async_request(sent)
                 try:
-                    if response.status_code in _REDIRECTS:
+                    if response.has_redirect_location:
                         # A client that followed it would leave with its messages.
-                        other = urlsplit(response.headers.get("location", "")).netloc[:200] or "another path"
+                        other = urlsplit(response.headers["location"]).netloc[:200] or "another path"
                         remedy = "set --upstream or base_url to where it is"
                         raise ServerError(421, f"The {server} redirects to {other!a}: {remedy}.")
                     if response.is_error:
