@@ -25,24 +25,14 @@ from openhands_rl_plugin.core.judgements import OPINION
 from openhands_rl_plugin.core.messages import last_answer
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED, CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
-    FailureKind,
-    JsonObject,
-    PolicyRef,
-    Score,
-    StopReason,
-    StrategySpec,
-    Task,
-    Times,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, StrategySpec, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.conversations import said_finish
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.rollout.scoring import workspace_command
 from openhands_rl_plugin.session.session import Session
-from openhands_rl_plugin.trajectories.exchange.v1 import read_log
+from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN, finished, policy_of, task_of
+from openhands_rl_plugin.trajectories.exchange.v1 import NAME, read_log
 
 CRITIC = "critic"
 """The key of a sampled node's metadata with what the critic said of it."""
@@ -103,7 +93,11 @@ class RewardCritic(CriticBase):
         if episode is not None:
             trajectory = episode.freeze(stop=stop, evidence={**(episode.evidence or {}), **given})
         else:
-            trajectory = trajectory_of(events, stop, given)
+            tree = read_log([event.model_dump(mode="json") for event in events], policy_of(None)).tree
+            task = task_of(tree.messages(), "workspace")
+            read = finished(tree, NAME, task, stop, evidence=given).trajectory
+            # The evidence of what is imported would prove nothing.
+            trajectory = read.model_copy(update={"strategy": StrategySpec(name=UNKNOWN)})
         (low, high), given_up = self.reward_range, threading.Event()
         judging = asyncio.run_coroutine_threadsafe(self._judge(trajectory, runtime_of(session), given_up), _loop().loop)
         try:
@@ -176,20 +170,3 @@ logging.getLogger("openhands.sdk.agent.critic_mixin").addFilter(_OneLine())
 def _loop() -> LoopThread:
     """A loop of their own: a reward that blocks it delays no strategy."""
     return LoopThread("rl-critics")
-
-
-def trajectory_of(events: Sequence[LLMConvertibleEvent], stop: StopReason, evidence: JsonObject) -> Trajectory:
-    """A conversation that was not recorded, as an episode of an unknown policy."""
-    policy = PolicyRef(base_model="unknown")
-    tree = read_log([event.model_dump(mode="json") for event in events], policy).tree
-    asked = next((message.content for message in tree.messages() if message.role == "user"), None)
-    task = Task(id="conversation", environment="workspace", instruction=asked or "")
-    return tree.freeze(
-        EpisodeRequest(task=task, run_id="conversation", group_id="conversation"),
-        trajectory_id="conversation",
-        strategy=StrategySpec(name="unknown"),
-        policy=policy,
-        stop=stop,
-        times=Times(started=0.0, finished=0.0),
-        evidence=evidence,
-    )
