@@ -102,7 +102,7 @@ async def _run_command(words: Sequence[str], folder: Path, options: WorkOptions)
 
     from openhands_rl_plugin.config.build import open_storage
     from openhands_rl_plugin.core.records import TrajectoryFilter
-    from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
+    from openhands_rl_plugin.hosts.shared.sessions import run_summary
     from openhands_rl_plugin.session.gateway import running_gateway
     from openhands_rl_plugin.session.gateway_config import GatewayConfig
 

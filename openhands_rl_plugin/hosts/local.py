@@ -94,7 +94,7 @@ def run_task(
     for name, value in {**_QUIET, **({"LOG_LEVEL": "WARNING"} if host == "v1" else {})}.items():
         os.environ.setdefault(name, value)
     from openhands_rl_plugin.hosts.shared.run_checks import check_model, check_workspace_strategy
-    from openhands_rl_plugin.hosts.shared.standalone_run import RUN_VARIABLE, OwnRun, group_summary, run_summary
+    from openhands_rl_plugin.hosts.shared.sessions import RUN_VARIABLE, OwnRun, group_summary, run_summary
 
     check_model(work.settings, work.llm)
     check_workspace_strategy(work.settings)

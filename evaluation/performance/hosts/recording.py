@@ -33,7 +33,7 @@ from rich.table import Table
 
 from evaluation.performance.hosts.scripted_session import FIRST_PROMPT, LAST_PROMPT, Session, session_server
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
+from openhands_rl_plugin.hosts.shared.sessions import standalone_episode
 from openhands_rl_plugin.hosts.v0.agent import connect
 
 TARGET_MS = 1.0

@@ -72,8 +72,7 @@ from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, 
 from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, too_long
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
-from openhands_rl_plugin.hosts.shared.sessions import runtime_of, workspace_command
-from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
+from openhands_rl_plugin.hosts.shared.sessions import StandaloneRun, runtime_of, standalone_episode, workspace_command
 from openhands_rl_plugin.hosts.v0.runtime import (
     RESET_TOOL,
     STEP_TOOL,

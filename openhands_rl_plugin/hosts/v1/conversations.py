@@ -40,10 +40,12 @@ from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, J
 from openhands_rl_plugin.hosts.shared.litellm_calls import server_error, split_provider
 from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
-from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
-from openhands_rl_plugin.hosts.shared.standalone_run import (
+from openhands_rl_plugin.hosts.shared.sessions import (
     SHORT_ID,
     StandaloneRun,
+    protected_by,
+    register_runtime,
+    runtime_of,
     standalone_episode,
     store_name,
     workspace_task,

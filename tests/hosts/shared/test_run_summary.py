@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Trajectory
-from openhands_rl_plugin.hosts.shared.standalone_run import run_summary
+from openhands_rl_plugin.hosts.shared.sessions import run_summary
 from openhands_rl_plugin.testing import example_trajectory
 
 

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, SamplingParams, StopReason
-from openhands_rl_plugin.hosts.shared.standalone_run import (
+from openhands_rl_plugin.hosts.shared.sessions import (
     RUN_VARIABLE,
     TASK_INDEX_VARIABLE,
     OwnRun,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.contract
 LEAVES_EARLY = """
 import sys
 from openhands_rl_plugin import Message, RLSettings
-from openhands_rl_plugin.hosts.shared.standalone_run import StandaloneRun, standalone_episode
+from openhands_rl_plugin.hosts.shared.sessions import StandaloneRun, standalone_episode
 
 settings = RLSettings.model_validate({"storage": {"path": sys.argv[1]}})
 episode = standalone_episode(

@@ -18,7 +18,7 @@ from wire_shapes import MESSAGES as SHAPES
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.hosts.shared.standalone_run import standalone_episode
+from openhands_rl_plugin.hosts.shared.sessions import standalone_episode
 from openhands_rl_plugin.hosts.v0.agent import connect
 from openhands_rl_plugin.session.session import Session
 

@@ -21,7 +21,7 @@ from small_shop import running_shop
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Observation, Task
-from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE, task_from_environment_variable
+from openhands_rl_plugin.hosts.shared.sessions import TASK_INDEX_VARIABLE, task_from_environment_variable
 from openhands_rl_plugin.hosts.v0.runtime import RESET_TOOL, STEP_TOOL, EnvironmentRuntime
 
 TASK = Task(id="t", environment="webshop", data={"idx": 3}, instruction="buy something soft")

@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.shared.standalone_run import TASK_INDEX_VARIABLE
+from openhands_rl_plugin.hosts.shared.sessions import TASK_INDEX_VARIABLE
 from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 
 LONGEST = 60
