@@ -255,17 +255,12 @@ def finish_in(choice: Mapping[str, object]) -> str | None:
     return whole_text(reason) if isinstance(reason, str) and reason not in ("", "null") else None
 
 
-def logprobs_in(choice: Mapping[str, Any], expected: int) -> list[float]:
+def logprobs_in(choice: Mapping[str, Any], expected: int) -> tuple[float, ...]:
     """One logprob for each sampled id, or nothing."""
-    logprobs = choice.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, dict) else None
-    if not isinstance(content, list) or len(content) != expected:
-        return []
     try:
-        values = [float(token["logprob"]) for token in content]
+        return Tokens.known_logprobs([float(token["logprob"]) for token in choice["logprobs"]["content"]], expected)
     except (TypeError, LookupError, ValueError):
-        return []
-    return [*Tokens.known_logprobs(values, expected)]
+        return ()
 
 
 def error_in(document: object) -> tuple[int, str] | None:

@@ -219,8 +219,11 @@ class Tokens(Frozen):
     def known_logprobs(values: Sequence[float], count: int) -> tuple[float, ...]:
         """A logprob for each of ``count`` ids, or nothing where one is missing, no number, out of range, or above 0 by
         more than rounding: such a server gives probabilities or logits."""
-        known = len(values) == count and all(-LARGEST <= value <= 1e-4 for value in values)
-        return tuple(min(value, 0.0) for value in values) if known else ()
+        highest = max(values, default=0.0)
+        # The sum shows a NaN, which ``min`` and ``max`` may pass over.
+        if len(values) != count or sum(values) != sum(values) or min(values, default=0.0) < -LARGEST or highest > 1e-4:
+            return ()
+        return tuple(values) if highest <= 0 else tuple([min(value, 0.0) for value in values])
 
 
 _TRL = "trl-policy"  # whose versions are counted without zeros

@@ -33,7 +33,7 @@ from openhands_rl_plugin.core.messages import (
 )
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.records import MISSING, PROMPT
-from openhands_rl_plugin.core.tree import HostConversation
+from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -46,19 +46,20 @@ from openhands_rl_plugin.core.types import (
     Score,
     StopReason,
     StrategySpec,
+    Tokens,
     Trajectory,
     Usage,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
+from openhands_rl_plugin.models.engines.openai_wire import ChatChoice, ids_in, text_of_ids
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import Episode
 from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
-from openhands_rl_plugin.session.token_ids import NodeTokens
 from openhands_rl_plugin.session.upstream import ServerError, Upstream
-from openhands_rl_plugin.session.wire import CHAT, Json, RecordedChoice, Unrecordable, UpstreamResponse, parse_object
+from openhands_rl_plugin.session.wire import CHAT, Json, Unrecordable, UpstreamResponse, parse_object
 
 _SEEDS = 2**31
 # Of a request that is not the host's conversation, such as a judgement, only these stay.
@@ -68,6 +69,50 @@ _OF_STREAMS = frozenset({"stream", "stream_options"})
 _TRIES, _PAUSES = 3, Backoff(0.5, 8.0)
 _LONGEST_PAUSE = 60.0
 """Seconds that a server may ask to wait (``Retry-After``)."""
+
+
+class NodeTokens:
+    """Token ids by node, as text: about seven bytes per token, each token once.
+
+    A gateway's tree drops the ids of a node once they are stored, and has them here only.
+    """
+
+    def __init__(self, tree: EpisodeTree) -> None:
+        self._tree = tree
+        # Of each node with tokens: whether they extend those before, and the text of its prompt delta and sampled ids.
+        self._kept: dict[int, tuple[bool, str]] = {}
+
+    def forget(self, nodes: Sequence[int]) -> None:
+        """Keep the ids of these nodes as text alone."""
+        for index in nodes:
+            self._segment(index)
+            self._tree.nodes[index].tokens = None
+
+    def read(self, parent: int | None, prompt: str, sampled: str, logprobs: tuple[float, ...]) -> Tokens | None:
+        """The tokens of an answer to ``prompt`` below ``parent``; both are canonical texts.
+
+        They extend those before when the prompt starts with them; ``None`` when a text contains anything but ids.
+        """
+        texts: list[str] = []
+        extends = True
+        while parent is not None and extends:
+            extends, text = self._segment(parent)
+            texts.append(text)
+            parent = self._tree.nodes[parent].parent
+        before = "".join(reversed(texts))
+        extends = bool(before) and prompt.startswith(before)
+        ids, own = ids_in(prompt[len(before) :] if extends else prompt), ids_in(sampled)
+        if ids is None or own is None:
+            return None
+        # No second validation: the arrays contain only numbers.
+        return Tokens.model_construct(extends=extends, prompt_ids=tuple(ids), sampled_ids=tuple(own), logprobs=logprobs)
+
+    def _segment(self, node: int) -> tuple[bool, str]:
+        tokens = self._tree.nodes[node].tokens
+        if node not in self._kept and tokens is not None:
+            ids = (text_of_ids(each) or "" for each in (tokens.prompt_ids, tokens.sampled_ids))
+            self._kept[node] = tokens.extends, "".join(ids)
+        return self._kept.get(node, (True, ""))
 
 
 class EpisodeOver(RLError):
@@ -178,7 +223,7 @@ class Session(Episode):
 
     def completion(
         self,
-        choice: RecordedChoice,
+        choice: ChatChoice,
         *,
         after: int | None,
         served: str,
@@ -188,7 +233,7 @@ class Session(Episode):
     ) -> Completion:
         """A model server's answer to the prompt up to the node ``after``: every node of a session is made of one."""
         tokens = None
-        if choice.prompt is not None:
+        if choice.prompt is not None and choice.sampled is not None:
             tokens = self.ids.read(after, choice.prompt, choice.sampled, choice.logprobs)
         return Completion.model_construct(
             message=choice.message,

@@ -21,7 +21,7 @@ from openhands_rl_plugin.core.messages import error_in, reasoning_in, sampling_i
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.secrets import SHORTEST_OWN
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, ExtensionTable
-from openhands_rl_plugin.session.token_ids import PROMPT_IDS, SAMPLED_IDS
+from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS
 from openhands_rl_plugin.session.wire import Json, dump_object, parse_object
 
 ALL_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)

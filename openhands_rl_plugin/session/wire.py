@@ -6,33 +6,27 @@ Chat completions are OpenAI's protocol, in which vLLM and others report token id
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import (
     WireMessage,
     calls_in,
     error_in,
-    finish_in,
-    logprobs_in,
-    reasoning_in,
     recorded_parameters,
     sampling_in,
-    to_message,
     usage_in,
-    whole_json,
     wire_calls,
 )
-from openhands_rl_plugin.core.types import JsonObject, Message, SamplingParams
-from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent, places_of_ids
+from openhands_rl_plugin.core.types import JsonObject, SamplingParams
+from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
-from openhands_rl_plugin.models.engines.openai_wire import DONE
+from openhands_rl_plugin.models.engines.openai_wire import DONE, IDS, choices_in, parsed, parsed_completion
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
-from openhands_rl_plugin.session.token_ids import IDS, arrays_as_texts, ids_in, text_of_ids
 
 Json = dict[str, Any]
 """A JSON object of unknown structure."""
@@ -45,25 +39,13 @@ _ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are no
 _ASKED_FOR = frozenset({*IDS, LOGPROBS})
 _HOLDERS = frozenset({"choices", "message", "delta", _ELSEWHERE})
 _RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *IDS})
-_IN_MESSAGE = ("role", "content", "tool_calls", "function_call", _ELSEWHERE)
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 def parse_object(text: bytes) -> Json | None:
     """The object, or ``None`` when ``text`` is not a JSON object, or one of more than ``DEEPEST`` levels."""
-    found = _parsed(text)
-    return None if too_deep(found) else found
-
-
-def _parsed(text: bytes) -> Json | None:
-    try:
-        found = from_json(text)
-    except ValueError:
-        try:
-            found = whole_json(json.loads(text))
-        except (ValueError, RecursionError):
-            return None
-    return found if isinstance(found, dict) else None
+    found = parsed(text)
+    return found if isinstance(found, dict) and not too_deep(found) else None
 
 
 def too_deep(value: object) -> bool:
@@ -226,22 +208,6 @@ def without(value: Any, hidden: frozenset[str]) -> Any:
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedChoice:
-    """One choice. ``prompt`` is the canonical text of the prompt ids, ``None`` when the server returned no ids.
-
-    ``logprobs`` has one for each of ``sampled``, or none. ``extra`` has the other fields of the message,
-    such as ``reasoning_content``.
-    """
-
-    message: Message
-    finish_reason: str | None
-    prompt: str | None
-    sampled: Sequence[int]
-    logprobs: Sequence[float]
-    extra: JsonObject
-
-
 class UpstreamResponse:
     """A chat completion as the model server sent it.
 
@@ -258,7 +224,7 @@ class UpstreamResponse:
         self.document, self._body = document, body
         self.model = str(document.get("model") or "")
         self.usage = usage_in(document.get("usage"))
-        self.choices: Sequence[RecordedChoice] = [self._choice(each) for each in choices]
+        self.choices = choices_in(document)
 
     @property
     def about(self) -> JsonObject:
@@ -275,41 +241,12 @@ class UpstreamResponse:
         """The response without token ids and logprobs."""
         return without(self.document, _ASKED_FOR)
 
-    def _choice(self, choice: Json) -> RecordedChoice:
-        message = choice["message"]
-        places = [*places_of_ids(choice), *places_of_ids(self.document)]
-        prompt, text = (
-            next((ids for place in places if (ids := text_of_ids(place.get(name))) is not None), None) for name in IDS
-        )
-        sampled = ids_in(text) if text is not None else None
-        extra = {name: value for name, value in message.items() if name not in _IN_MESSAGE and value}
-        if isinstance(message.get("content"), list) and (thought := reasoning_in(message)):
-            extra["reasoning_content"] = thought
-        return RecordedChoice(
-            message=to_message({**message, "role": "assistant"}),
-            finish_reason=finish_in(choice),
-            prompt=prompt if sampled is not None else None,
-            sampled=sampled or (),
-            logprobs=logprobs_in(choice, len(sampled or ())),
-            extra=extra,
-        )
-
 
 def _completion(body: bytes) -> UpstreamResponse:
-    rest, arrays = arrays_as_texts(body)
-    document = _parsed(rest) or {}
-    if arrays > sum(isinstance(each, str) for each in _arrays(document)):
-        document = _parsed(body) or {}  # one stands where no ids are expected
+    document = parsed_completion(body)
     # Most of what has levels are the logprobs, which are not stored as they are.
-    return UpstreamResponse({} if too_deep(without(document, _ASKED_FOR)) else document, body)
-
-
-def _arrays(document: Json) -> Iterator[object]:
-    """The values of all fields that may be arrays of ids."""
-    choices = document.get("choices")
-    for holder in (document, *(choices if isinstance(choices, list) else ())):
-        for place in places_of_ids(holder) if isinstance(holder, dict) else ():
-            yield from (place.get(name) for name in IDS)
+    is_read = isinstance(document, dict) and not too_deep(without(document, _ASKED_FOR))
+    return UpstreamResponse(document if is_read else {}, body)
 
 
 class AnswerStream:

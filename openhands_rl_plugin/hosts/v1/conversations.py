@@ -54,11 +54,11 @@ from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, Unrecorded, key_of, model_server
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace, NoEvidence
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
+from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS
 from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.session.branches import BranchWorld
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
-from openhands_rl_plugin.session.token_ids import PROMPT_IDS, SAMPLED_IDS
 from openhands_rl_plugin.session.upstream import Upstream, upstream_in
 from openhands_rl_plugin.session.wire import Json
 

@@ -74,7 +74,7 @@ class ChunkAssembler:
     def __init__(self) -> None:
         self._about: Json = {}
         self._choices: dict[int, _ChoiceParts] = {}
-        self._prompt_ids: list[int] | None = None
+        self._prompt_ids: list[int] | str | None = None
 
     @property
     def finished(self) -> int:
@@ -96,7 +96,7 @@ class ChunkAssembler:
         choices = chunk.get("choices") or ()
         if not isinstance(choices, list | tuple):
             raise ValueError("its choices are no list")
-        self._prompt_ids = self._prompt_ids or _prompt_ids(chunk)
+        self._prompt_ids = self._prompt_ids or array_in(_PROMPT_IDS, chunk)
         for name, value in chunk.items():
             known = bool(value) if name == "usage" else value is not None and name not in self._about
             if known and name not in ("choices", _PROMPT_IDS):
@@ -105,7 +105,7 @@ class ChunkAssembler:
             index = (choice.get("index") or 0) if isinstance(choice, dict) else None
             if type(index) is not int or not 0 <= index < _MOST_CHOICES:
                 raise ValueError("a choice has no valid index")
-            self._prompt_ids = self._prompt_ids or _prompt_ids(choice)
+            self._prompt_ids = self._prompt_ids or array_in(_PROMPT_IDS, choice)
             self._choices.setdefault(index, _ChoiceParts()).add(choice)
 
     def document(self) -> Json:
@@ -132,11 +132,9 @@ class _ChoiceParts:
             value = finish_in(choice) if name == "finish_reason" else value
             if name not in ("index", "delta", "logprobs", _ELSEWHERE, _IDS, _PROMPT_IDS) and value is not None:
                 self.about[name] = value
-        for place in places_of_ids(choice):
-            if isinstance(ids := place.get(_IDS), list):
-                self.ids = self.ids or []
-                self.ids.extend(ids)
-                break
+        if isinstance(ids := array_in(_IDS, choice), list):
+            self.ids = self.ids or []
+            self.ids.extend(ids)
         if isinstance(logprobs := choice.get("logprobs"), dict) and isinstance(found := logprobs.get("content"), list):
             self._logprobs = self._logprobs or []
             self._logprobs.extend(found)
@@ -215,9 +213,10 @@ class _Call:
         return other or (bool(arguments.strip()) and is_json_object(self.arguments))
 
 
-def _prompt_ids(holder: Mapping[str, Any]) -> list[int] | None:
-    found = (place.get(_PROMPT_IDS) for place in places_of_ids(holder))
-    return next((ids for ids in found if isinstance(ids, list)), None)
+def array_in(name: str, *holders: Mapping[str, Any]) -> list[int] | str | None:
+    """The first array of ids called ``name``, or the text of one, in the objects that ``places_of_ids`` finds."""
+    found = (place.get(name) for holder in holders for place in places_of_ids(holder))
+    return next((ids for ids in found if isinstance(ids, list | str)), None)
 
 
 def places_of_ids(holder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

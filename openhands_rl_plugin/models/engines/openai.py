@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
@@ -27,7 +26,13 @@ from openhands_rl_plugin.models.engines.extensions import (
     missing_parts,
     sampling_as_sent,
 )
-from openhands_rl_plugin.models.engines.openai_wire import AnsweredError, StreamedAnswer, completions_from, request_body
+from openhands_rl_plugin.models.engines.openai_wire import (
+    AnsweredError,
+    StreamedAnswer,
+    completions_from,
+    parsed,
+    request_body,
+)
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
 
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -227,9 +232,6 @@ def _retry_after(headers: httpx.Headers) -> float | None:
 
 def _error_message(content: bytes) -> str:
     """The server's error message, on one line of at most 300 characters."""
-    text = content[:4096].decode("utf-8", errors="replace")
-    try:
-        found = error_in(json.loads(content))
-    except (ValueError, RecursionError):
-        found = None
-    return found[1] if found is not None else " ".join(text.split())[:300] or "(empty)"
+    found = error_in(parsed(content))
+    text = found[1] if found is not None else content[:4096].decode("utf-8", errors="replace")
+    return " ".join(text.split())[:300] or "(empty)"
