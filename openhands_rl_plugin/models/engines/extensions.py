@@ -59,16 +59,6 @@ class _ModelState:
         return self.fields.setdefault(name, _FieldState())
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedField:
-    """A field that is not sent to ``model`` now; tried again in ``retry_in`` seconds. ``status``: of the error."""
-
-    model: str
-    name: str
-    status: int
-    retry_in: float
-
-
 class ExtensionTable:
     """What was learned about each model of one server; the ``most`` recently used models are kept."""
 
@@ -91,11 +81,11 @@ class ExtensionTable:
             state.of(name).until = now + _PROBE_SECONDS
         return ExtensionAttempt(state, self._clock, sent, due[:1])
 
-    def refused(self) -> list[RefusedField]:
-        """All refused fields."""
+    def refused(self) -> list[JsonObject]:
+        """The fields that are not sent now: ``model``, ``field``, ``status`` of the error, ``retry_in`` seconds."""
         now = self._clock()
         return [
-            RefusedField(model, name, each.status, max(0.0, each.until - now))
+            {"model": model, "field": name, "status": each.status, "retry_in": max(0, round(each.until - now))}
             for model, state in self._models.items()
             for name, each in state.fields.items()
             if each.until is not None
