@@ -1,11 +1,13 @@
-"""The log of episodes in SQLite's tables. No call waits, so that a thread can run what works with it to its end."""
+"""The log of episodes in SQLite's tables. No call waits but for a transaction, so that one thread can run what works
+with it."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import coroutine
 from typing import Any
 
 from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
@@ -22,9 +24,11 @@ _INSERT = f"INSERT INTO episodes ({_COLUMNS}, head, scored, reward) VALUES ({'?,
 
 
 class SqliteLog:
-    """As in ``Log``, inside of transactions that the caller opens and ends."""
+    """As in ``Log``, inside of transactions that the caller opens and ends. Until one has ``begun``, a change waits at
+    its first call of the log."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, *, begun: bool = True) -> None:
+        self.begun = begun
         self._run = connection.execute
         self._run_many = connection.executemany
 
@@ -67,6 +71,7 @@ class SqliteLog:
         return self._run(f"SELECT count(*) FROM episodes WHERE {part} AND {condition}", values).fetchone()[0]
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
+        await self._transaction()
         query = f"SELECT row, revision, score, {_COLUMNS} FROM episodes WHERE id {_SOME}"
         return [
             Episode(fields, row, revision, None if score is None else float(score))
@@ -74,6 +79,7 @@ class SqliteLog:
         ]
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
+        await self._transaction()
         query = (
             f"SELECT row, revision, head, documents.start, documents.end, {_COLUMNS} FROM episodes "
             f"LEFT JOIN documents ON episode = row WHERE id {_SOME}"
@@ -98,6 +104,7 @@ class SqliteLog:
         return episodes
 
     async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
+        await self._transaction()
         fields, reward = _fields_of(header), header.sorting_reward(None)
         if before is None:
             assert content is not None
@@ -137,6 +144,7 @@ class SqliteLog:
         return True
 
     async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
+        await self._transaction()
         for value, document in zip(values, packed, strict=True):
             if isinstance(value, Score):
                 query = "INSERT INTO scores (trajectory_id, score) VALUES (?, ?)"
@@ -176,6 +184,11 @@ class SqliteLog:
     async def open_ones(self, most: int) -> Mapping[int, int]:
         query = f"SELECT row, revision FROM episodes WHERE {UNFINISHED} ORDER BY row DESC LIMIT ?"
         return dict(self._run(query, (most,)).fetchall())
+
+    @coroutine
+    def _transaction(self) -> Generator[None]:
+        if not self.begun:
+            yield
 
     def _empty(self, row: int) -> None:
         for table in ("documents", "chunks", "marks"):

@@ -34,10 +34,13 @@ type Work[Answer] = Callable[[Log], Coroutine[Any, Any, Answer]]
 
 @dataclass(eq=False)
 class _Call:
-    """A change on its way to the disk."""
+    """A change on its way to the disk: ``running`` once it has started, ``done`` with an answer or an error."""
 
+    identity: str
     work: Work[Any]
     outcome: asyncio.Future[Any]
+    running: Coroutine[Any, Any, Any] | None = None
+    done: bool = False
     answer: Any = None
     error: BaseException | None = None
 
@@ -96,7 +99,7 @@ class FileTrajectoryStorage(LogStorage):
         Python's lock longer than the flush takes."""
         self._check_process()
         loop = asyncio.get_running_loop()
-        call = _Call(work, loop.create_future())
+        call = _Call(identity, work, loop.create_future())
         with self._lock:
             self._waiting.append(call)
         # A moment later, so that all who call now are stored together.
@@ -160,16 +163,25 @@ class FileTrajectoryStorage(LogStorage):
             self._settle()
 
     def _settle(self) -> None:
-        """Store the waiting calls in one transaction, and wake their callers."""
+        """Store the waiting calls in one transaction, and wake their callers.
+
+        What a call computes before it needs the log comes first, so that other processes wait for the writing only.
+        """
         with self._settling:
             with self._lock:
                 group, self._waiting, self._called = self._waiting, [], False
             try:
                 with explained(self._file), secrets_looked_up_once():
                     connection = self._opened()
+                    log = SqliteLog(connection, begun=False)
+                    # A second call of an episode goes on from what the first one wrote.
+                    for call in {call.identity: call for call in reversed(group)}.values():
+                        _go_on(call, log)
                     connection.execute("BEGIN IMMEDIATE")
+                    log.begun = True
                     for call in group:
-                        _apply(connection, call)
+                        if not call.done:
+                            _apply(connection, log, call)
                     connection.execute("COMMIT")
             except BaseException as error:
                 # Closing the connection undoes what was written; the next call opens a new one.
@@ -235,15 +247,25 @@ def _upgrade(connection: sqlite3.Connection, *, again: bool) -> None:
     connection.execute("COMMIT")
 
 
-def _apply(connection: sqlite3.Connection, call: _Call) -> None:
+def _apply(connection: sqlite3.Connection, log: SqliteLog, call: _Call) -> None:
     """Run one call; its error leaves the others of the transaction alone."""
     connection.execute("SAVEPOINT call")
-    try:
-        call.answer = _driven(call.work, connection)
-    except (StorageError, OverflowError, UnicodeEncodeError, sqlite3.DataError, sqlite3.IntegrityError) as error:
+    _go_on(call, log)
+    if call.error is not None:
         connection.execute("ROLLBACK TO call")
-        call.error = error if isinstance(error, StorageError) else StorageError(f"not stored: {describe(error)}")
     connection.execute("RELEASE call")
+
+
+def _go_on(call: _Call, log: SqliteLog) -> None:
+    """Run a call up to its end, or to where it needs a transaction that has not begun."""
+    call.running = call.running or call.work(log)
+    try:
+        call.running.send(None)
+    except StopIteration as ended:
+        call.answer, call.done = ended.value, True
+    except (StorageError, OverflowError, UnicodeEncodeError, sqlite3.DataError, sqlite3.IntegrityError) as error:
+        call.error = error if isinstance(error, StorageError) else StorageError(f"not stored: {describe(error)}")
+        call.done = True
 
 
 def _wake_callers(calls: Sequence[_Call]) -> None:
