@@ -227,18 +227,14 @@ _FEW = 3
 def cause_of(trajectory: Trajectory, found: Break, decode: Decode | None = None) -> Cause:
     """The cause of a break; ``decode`` distinguishes a difference of text from one of tokens."""
     if found.rewritten:
-        return _of_rewriting(trajectory, found)
+        shorter = len(trajectory.path(found.node)) <= len(trajectory.path(found.previous))
+        return Cause.CONDENSED if shorter else Cause.REWRITTEN
     difference = found.difference
     if decode is not None and difference.meets and decode(difference.removed) == decode(difference.inserted):
         return Cause.RETOKENISED
     if found.answer is None:
         return _of_prompt(trajectory, found)
     return _of_answer(trajectory.nodes[found.answer.node], found)
-
-
-def _of_rewriting(trajectory: Trajectory, found: Break) -> Cause:
-    before, after = len(trajectory.path(found.previous)), len(trajectory.path(found.node))
-    return Cause.CONDENSED if after <= before else Cause.REWRITTEN
 
 
 def _of_prompt(trajectory: Trajectory, found: Break) -> Cause:

@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, Trajecto
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of, page_lost
-from openhands_rl_plugin.trajectories.storages.log import KINDS, Content, Episode, Judged, Kind, Noted, Record
+from openhands_rl_plugin.trajectories.storages.log import KINDS, Content, Episode, Judged, Kind, Log, Noted, Record
 from openhands_rl_plugin.trajectories.storages.packing import PackedNodes, pack_document, unpack_document
 
 Query = dict[str, Any]
@@ -57,7 +57,7 @@ class _Place(NamedTuple):
     length: int
 
 
-class MongoLog:
+class MongoLog(Log):
     """As in ``Log``."""
 
     def __init__(self, database: MongoDatabase) -> None:
@@ -144,9 +144,12 @@ class MongoLog:
         if before is None:
             done = await self._insert(header, state)
         elif place.generation != before.place.generation:
-            done = await self._replace(before, header, state)
+            done = await self._update({"generation": before.place.generation, "open": True}, header, state)
+            if done:
+                await self._delete(before.place.generation)
         else:
-            done = before.revision == length or await self._make_valid(header, state)
+            where = {"generation": place.generation, "open": True, "chunks": {"$lt": length}}
+            done = before.revision == length or await self._update(where, header, state)
         if done:
             return state
         if place.length == 0:
@@ -166,16 +169,6 @@ class MongoLog:
         except DuplicateKeyError:
             return False
         return True
-
-    async def _replace(self, before: Episode, header: EpisodeHeader, state: Episode) -> bool:
-        done = await self._update({"generation": before.place.generation, "open": True}, header, state)
-        if done:
-            await self._delete(before.place.generation)
-        return done
-
-    async def _make_valid(self, header: EpisodeHeader, state: Episode) -> bool:
-        where = {"generation": state.place.generation, "open": True, "chunks": {"$lt": state.revision}}
-        return await self._update(where, header, state)
 
     async def _update(self, where: Query, header: EpisodeHeader, state: Episode) -> bool:
         """Make an episode this one; a judgement that it has still decides what it is found by, unless it failed."""

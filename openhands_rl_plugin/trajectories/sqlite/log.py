@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import coroutine
 from typing import Any
 
@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, Trajecto
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.trajectories.sqlite.database import FINISHED, KEYS, UNFINISHED
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of, page_lost
-from openhands_rl_plugin.trajectories.storages.log import KINDS, Content, Episode, Judged, Kind, Noted, Record
+from openhands_rl_plugin.trajectories.storages.log import KINDS, Content, Episode, Judged, Kind, Log, Noted, Record
 from openhands_rl_plugin.trajectories.storages.packing import PackedNodes
 
 _FIELDS = EpisodeHeader._fields
@@ -23,7 +23,7 @@ _SOME = "IN (SELECT value FROM json_each(?))"
 _INSERT = f"INSERT INTO episodes ({_COLUMNS}, head, scored, reward) VALUES ({'?, ' * len(_FIELDS)}?, 0, ?)"
 
 
-class SqliteLog:
+class SqliteLog(Log):
     """As in ``Log``, inside of transactions that the caller opens and ends. Until one has ``begun``, a change waits at
     its first call of the log."""
 
@@ -163,18 +163,9 @@ class SqliteLog:
             query = "UPDATE episodes SET scored = ?, score = ?, reward = ? WHERE row = ?"
             self._run(query, (*values, episode.number))
 
-    async def unjudged(self) -> Sequence[str]:
-        return ()
-
-    async def apart[Answer](self, work: Callable[[], Answer]) -> Answer:
-        return work()
-
     async def last(self) -> Mapping[Kind, int]:
         found = dict(self._run("SELECT name, seq FROM sqlite_sequence").fetchall())
         return {kind: found.get(kind, 0) for kind in KINDS}
-
-    async def gaps(self, kind: Kind, last: int) -> Sequence[int]:
-        return ()
 
     async def later(self, kind: Kind, after: int, among: Sequence[int], most: int) -> list[Noted]:
         columns = f"id, {UNFINISHED}, revision" if kind == "episodes" else "trajectory_id"
